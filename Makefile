@@ -1,0 +1,69 @@
+# Every target does its own set-up: it needs python3 (3.11 or newer) with venv, and on its first run a network for pip.
+# What it installs is in .venv; a stamp there per extra makes the second run start at once, offline too.
+#
+#   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
+#   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
+#   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
+#   make lint       ruff and mypy --strict
+#   make bench      every benchmark                   BENCH_ARGS="--list" passes arguments on
+#   make clean      remove what the targets above made
+#
+# PYTHON=/path/to/python3 chooses the interpreter a new environment is made with.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python
+
+SOURCES := $(wildcard src tests examples benchmarks scripts)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint bench clean stale
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# An environment knows where the project lies: in a folder that was moved or copied, or when its interpreter is gone, no stamp counts.
+ifneq ($(shell test -x $(RUN) && cat $(VENV)/.percore-home 2>/dev/null),$(CURDIR))
+STALE := stale
+endif
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "percore needs Python 3.11 or newer; choose one: make PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv --clear $(VENV)
+
+# One stamp per extra of pyproject.toml: $(VENV)/.percore-test says that percore[test] is installed as it stands there now.
+# The interpreter only has to be there: its time is the system's and may be newer than any stamp.
+$(VENV)/.percore-%: pyproject.toml $(STALE) | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@printf '%s' '$(CURDIR)' >$(VENV)/.percore-home
+	@touch $@
+
+demo: $(VENV)/.percore-examples
+	$(RUN) examples/scrape.py --compare
+
+test: $(VENV)/.percore-test
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.percore-test,lint,bench
+	$(RUN) -m ruff check $(SOURCES)
+	$(RUN) -m ruff format --check $(SOURCES)
+	$(RUN) -m mypy $(SOURCES)
+
+bench: $(VENV)/.percore-bench
+	$(RUN) -m benchmarks $(BENCH_ARGS)
+
+test-all:
+	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found
+	@failed=; tab=$$(printf '\t'); \
+	while IFS="$$tab" read -r version python <&3; do \
+	    echo "== Python $$version: $$python"; \
+	    $(MAKE) --no-print-directory test VENV=".venvs/$$version" PYTHON="$$python" 3<&- || failed="$$failed $$version"; \
+	done 3<.venvs/found; \
+	echo "== tested under: $$(cut -f1 .venvs/found | tr '\n' ' ')"; \
+	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }
+
+clean:
+	rm -rf .venv .venvs build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

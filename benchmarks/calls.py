@@ -1,0 +1,59 @@
+"""The functions that run in workers. Light to import, because every contestant's processes import them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PAUSE = 0.02
+"""Seconds an article's call waits, as for a server."""
+
+
+async def same(value: T) -> T:
+    """A coroutine that does nothing; it gives its argument back so that the caller can check whose result it got."""
+    return value
+
+
+def same_plainly(value: T) -> T:
+    return value
+
+
+def work(steps: int) -> int:
+    """A fixed amount of arithmetic.
+
+    Never a spin on a clock: of two threads that share a CPU each would be done in time, having done half.
+    """
+    total = 0
+    for step in range(steps):
+        total += step * step
+    return total
+
+
+def page(item: int, steps: int) -> int:
+    """The article's call as a plain function: wait for a server, compute, give the argument back."""
+    time.sleep(PAUSE)
+    work(steps)
+    return item
+
+
+async def page_async(item: int, steps: int) -> int:
+    """The article's call as a coroutine."""
+    await asyncio.sleep(PAUSE)
+    work(steps)
+    return item
+
+
+def steps_for(seconds: float) -> int:
+    """How many steps of `work` take so long on one CPU here, from the best of many tries: nobody disturbed that one."""
+    probe = 10_000
+    best = min(_seconds_of(probe) for _ in range(200))
+    return round(probe * seconds / best)
+
+
+def _seconds_of(steps: int) -> float:
+    start = time.perf_counter()
+    work(steps)
+    return time.perf_counter() - start

@@ -1,0 +1,161 @@
+"""What a crawl has come to: the tally, the live display, the summary."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+import percore
+from crawl.pages import Page
+
+REFRESH_SECONDS = 0.25
+LISTED_FAILURES = 3
+
+
+@dataclass
+class Tally:
+    """The figures of one crawl."""
+
+    name: str
+    pages: int = 0
+    redirects: int = 0
+    size: int = 0
+    words: int = 0
+    failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    by_worker: Counter[int | None] = field(default_factory=Counter)
+    ended_because: str = "interrupted"
+    farm_cpu: float | None = None
+    _began: float | None = None
+    _ended: float | None = None
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        self._ended = time.monotonic()
+
+    def count(self, page: Page) -> None:
+        self.size += page.size
+        self.by_worker[page.worker] += 1
+        if page.error:
+            self.failures[page.error].append(page.url)
+        elif page.is_redirect:
+            self.redirects += 1
+        else:
+            self.pages += 1
+            self.words += page.words
+
+    @property
+    def failed(self) -> int:
+        return sum(map(len, self.failures.values()))
+
+    @property
+    def seconds(self) -> float:
+        """How long the crawl took, or takes until now; the start of the workers is not counted."""
+        return 0.0 if self._began is None else (self._ended or time.monotonic()) - self._began
+
+    @property
+    def pages_per_second(self) -> float:
+        return self.pages / self.seconds if self.seconds else 0.0
+
+    def share(self, worker: int | None) -> float:
+        return self.by_worker[worker] / (self.by_worker.total() or 1)
+
+
+# ---- while it runs ----
+
+
+def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Table:
+    """A line for each worker, the whole crawl in the title."""
+    failed = f", {tally.failed} failed" if tally.failed else ""
+    title = f"{tally.pages} pages, {tally.pages_per_second:.0f} pages/s, {waiting} waiting{failed}"
+    table = Table("worker", "pid", "state", "under way", "visited", "share", title=title, title_justify="left")
+    if runner is None:
+        table.add_row("this process", "", "", "", str(tally.by_worker[None]), "100 %")
+        return table
+    for worker in runner.statistics().workers:
+        visited, share = tally.by_worker[worker.index], f"{tally.share(worker.index):.0%}"
+        state = f"{worker.state}, restarted {worker.restarts} x" if worker.restarts else str(worker.state)
+        table.add_row(str(worker.index), str(worker.pid), state, str(worker.running), str(visited), share)
+    return table
+
+
+@contextlib.asynccontextmanager
+async def live_display(console: Console, render: Callable[[], Table]) -> AsyncIterator[None]:
+    """Shows what `render` gives a few times a second, and a last time at the end. Nothing where no person watches."""
+    if not console.is_terminal:
+        yield
+        return
+    # Refreshed from the loop, not by rich's thread: a runner belongs to the thread it was started in.
+    with Live(render(), console=console, auto_refresh=False) as live:
+
+        async def refresh() -> None:
+            while True:
+                await asyncio.sleep(REFRESH_SECONDS)
+                live.update(render(), refresh=True)
+
+        refreshing = asyncio.create_task(refresh())
+        try:
+            yield
+        finally:
+            refreshing.cancel()
+            live.update(render(), refresh=True)
+
+
+# ---- at the end ----
+
+
+def print_summary(console: Console, tallies: Sequence[Tally], cpus: int) -> None:
+    """The crawls side by side, then what failed in each."""
+    table = Table("", *(tally.name for tally in tallies), title="Summary", title_justify="left")
+    for name, figure in FIGURES.items():
+        table.add_row(name, *(figure(tally) for tally in tallies))
+    if all(tally.farm_cpu is not None for tally in tallies):
+        table.add_row("the farm's own CPU share", *(farm_share(tally, cpus) for tally in tallies))
+    console.print(table)
+    for tally in tallies:
+        print_failures(console, tally)
+    first, *others = tallies
+    for other in others:
+        if other.pages_per_second:
+            ratio = first.pages_per_second / other.pages_per_second
+            console.print(f"{first.name}: {ratio:.2f} times the pages/s of {other.name}, on {cpus} CPUs")
+
+
+FIGURES: dict[str, Callable[[Tally], str]] = {
+    "pages/s": lambda tally: f"{tally.pages_per_second:.0f}",
+    "pages": lambda tally: str(tally.pages),
+    "seconds": lambda tally: f"{tally.seconds:.1f} ({tally.ended_because})",
+    "MB": lambda tally: f"{tally.size / 1e6:.1f}",
+    "words": lambda tally: str(tally.words),
+    "redirects": lambda tally: str(tally.redirects),
+    "failed": lambda tally: str(tally.failed),
+    "workers' shares": lambda tally: worker_shares(tally),
+}
+
+
+def worker_shares(tally: Tally) -> str:
+    workers = sorted(worker for worker in tally.by_worker if worker is not None)
+    return ", ".join(f"{worker}: {tally.share(worker):.0%}" for worker in workers) or "one process"
+
+
+def farm_share(tally: Tally, cpus: int) -> str:
+    if not tally.farm_cpu or not tally.seconds:
+        return "0 %"
+    return f"{tally.farm_cpu / (tally.seconds * cpus):.0%} of {cpus} CPUs ({tally.farm_cpu:.1f} s)"
+
+
+def print_failures(console: Console, tally: Tally) -> None:
+    if not tally.failures:
+        return
+    table = Table("failed", "times", "for example", title=f"Failures, {tally.name}", title_justify="left")
+    for kind, urls in sorted(tally.failures.items()):
+        more = ["..."] if len(urls) > LISTED_FAILURES else []
+        table.add_row(kind, str(len(urls)), "\n".join(urls[:LISTED_FAILURES] + more))
+    console.print(table)

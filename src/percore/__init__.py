@@ -1,0 +1,77 @@
+"""percore puts an asyncio program on every CPU.
+
+A supervisor in your event loop keeps one worker process per CPU, each with an event loop of its own. Coroutine functions run there
+as tasks, plain functions on threads; calls and results cross in shared memory.
+
+    async with percore.Runner(lifespan=http) as runner:
+        sizes = await runner.map(fetch, urls)
+
+Names are imported when they are first used, so that a worker never loads the supervisor's half.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if sys.platform == "win32":
+    raise ImportError(
+        "percore does not support Windows: it stands on descriptors and signals that Windows does not have. "
+        "It runs on Linux and macOS; on Windows it runs in WSL 2"
+    )
+
+if TYPE_CHECKING:
+    from percore._broken import RunnerBroken, StartupFailed, WorkerDied
+    from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed
+    from percore._map import Map
+    from percore._runner import Runner
+    from percore._statistics import Statistics, WorkerStatistics
+    from percore._worker.context import CurrentWorker, current_worker, state
+
+__all__ = [
+    "CurrentWorker",
+    "Map",
+    "PayloadTooLarge",
+    "PercoreError",
+    "RemoteError",
+    "Runner",
+    "RunnerBroken",
+    "RunnerClosed",
+    "StartupFailed",
+    "Statistics",
+    "WorkerDied",
+    "WorkerStatistics",
+    "current_worker",
+    "state",
+]
+
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "CurrentWorker": "_worker.context",
+    "Map": "_map",
+    "PayloadTooLarge": "_errors",
+    "PercoreError": "_errors",
+    "RemoteError": "_errors",
+    "Runner": "_runner",
+    "RunnerBroken": "_broken",
+    "RunnerClosed": "_errors",
+    "StartupFailed": "_broken",
+    "Statistics": "_statistics",
+    "WorkerDied": "_broken",
+    "WorkerStatistics": "_statistics",
+    "current_worker": "_worker.context",
+    "state": "_worker.context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

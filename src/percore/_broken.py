@@ -1,0 +1,106 @@
+"""The errors that say a worker, or all of them, are gone. See the tree in `_errors`."""
+
+import signal as _signal
+from concurrent.futures.process import BrokenProcessPool
+
+from percore._errors import PercoreError
+
+_HINTS = {
+    "SIGKILL": "perhaps out of memory, or killed by an operator",
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or a full file system under mapped memory",
+    "SIGABRT": "native code gave up",
+    "SIGILL": "native code built for another CPU",
+    "SIGTERM": "ended while it was starting or draining",
+}
+
+
+def signal_of(exitcode: int | None) -> str | None:
+    """Name of the signal in an exit code as subprocess gives it (-9 is "SIGKILL"); None when it was none."""
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return _signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def how(exitcode: int | None) -> str:
+    """An exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3", "for a reason the system does not tell"."""
+    name = signal_of(exitcode)
+    if name is not None:
+        hint = _HINTS.get(name)
+        return f"by {name}" + (f" ({hint})" if hint else "")
+    return "for a reason the system does not tell" if exitcode is None else f"with exit code {exitcode}"
+
+
+class WorkerDied(PercoreError, BrokenProcessPool):
+    """The worker that had this call died.
+
+    Attributes:
+        pid: process id of the dead worker.
+        exitcode: as subprocess gives it: -9 for SIGKILL, 3 for `os._exit(3)`; None where the system does not tell.
+        signal: name of the signal, or None.
+        call: qualified name of the function.
+        age: seconds since the call was sent to that worker, or None when it never was.
+        started: whether the call had begun there. False is only seen where no other worker will come to run it.
+        attempts: how many workers have begun this call.
+    """
+
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts")
+
+    def __init__(
+        self,
+        pid: int | None,
+        exitcode: int | None,
+        call: str,
+        age: float | None = None,
+        started: bool = True,
+        attempts: int = 1,
+    ) -> None:
+        self.pid = pid
+        self.exitcode = exitcode
+        self.signal = signal_of(exitcode)
+        self.call = call
+        self.age = age
+        self.started = started
+        self.attempts = attempts
+        began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
+        super().__init__(
+            f"worker {pid} died {how(exitcode)} {began}; the call was not repeated because it may have had effects: "
+            "call again if that is safe"
+        )
+
+
+class RunnerBroken(PercoreError, BrokenProcessPool):
+    """Workers die before they begin any call, so often that percore has stopped starting new ones."""
+
+    _fields = ("deaths", "exitcode", "detail")
+
+    def __init__(self, deaths: int, exitcode: int | None, detail: str = "") -> None:
+        self.deaths = deaths
+        self.exitcode = exitcode
+        self.detail = detail
+        super().__init__(
+            f"every worker died {deaths} times in a row before it began a call, the last one {how(exitcode)}; no more are started. "
+            "Look at the lifespan, at imports, and at the standard error of the workers"
+            + (f". The last report was:\n{detail}" if detail else "")
+        )
+
+
+class StartupFailed(PercoreError, BrokenProcessPool):
+    """The first start failed: a worker could not be started, died, or was not ready within `start_timeout`.
+
+    All other workers have been stopped. The cause chain ends in the remote traceback where there is one.
+    """
+
+    _fields = ("reason", "detail")
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(reason + (f"\n\n{detail}" if detail else ""))
+
+
+for _class in (WorkerDied, RunnerBroken, StartupFailed):
+    _class.__module__ = "percore"

@@ -1,0 +1,173 @@
+"""Calls and functions on the supervisor's side: what a user hands over, made ready to travel.
+
+A call is the very future its caller awaits. Its arguments are pickled once, when it is made, so later changes are not seen and
+another worker gets the same bytes.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol
+
+from percore._ipc.codec import is_inline
+from percore._ipc.pickles import dump, is_by_reference, qualified_name
+from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
+from percore._messages import Kind, Payload
+
+_REMEMBERED: Final = 4096
+"""Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
+
+
+class Owner(Protocol):
+    """Whoever wants to know that a call was cancelled."""
+
+    def cancelled(self, call: "Call") -> None: ...
+
+
+class Call(asyncio.Future[Any]):
+    """One call: the future its caller awaits, and what is needed to run it."""
+
+    __slots__ = ("age_from", "body", "call_id", "function", "is_cut", "kind", "member", "owner")
+
+    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, function: "Function") -> None:
+        super().__init__(loop=loop)
+        self.owner = owner
+        self.function = function
+        self.kind = function.kind
+        self.body: tuple[Any, ...] | Payload = ()
+        self.member: Any = None
+        self.call_id = 0
+        self.age_from = 0.0
+        self.is_cut = False
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel the future and withdraw the call, or cancel it in its worker. Its result, should one come, is dropped."""
+        if super().cancel(msg):
+            self.owner.cancelled(self)
+            return True
+        return False
+
+
+class Function:
+    """A function to call: how it travels and where its calls run. Number 0: it travels with each call."""
+
+    __slots__ = ("fn", "kind", "number", "payload", "users")
+
+    def __init__(self, fn: Callable[..., Any], kind: Kind) -> None:
+        self.fn = fn
+        self.kind = kind
+        self.number = 0
+        self.payload: Payload = b""
+        self.users = 0
+
+    @property
+    def name(self) -> str:
+        return qualified_name(self.fn)
+
+
+def kind_of(fn: object) -> Kind:
+    """Where calls of `fn` run.
+
+    Raises:
+        TypeError: it is a coroutine (then it is closed), a generator function, or nothing that can be called.
+    """
+    if inspect.iscoroutine(fn):
+        fn.close()
+        name = getattr(fn, "__qualname__", "fetch")
+        raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
+    if not callable(fn):
+        raise TypeError(f"a function is needed, not {fn!r}")
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    for candidate in (inner, getattr(type(inner), "__call__", None) if not inspect.isroutine(inner) and not inspect.isclass(inner) else None):
+        if candidate is None:
+            continue
+        if inspect.iscoroutinefunction(candidate):
+            return Kind.TASK
+        if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
+            raise TypeError(
+                f"{qualified_name(fn)} is a generator function: one call gives one result. "
+                "Give a function that returns a list, or map a function over the inputs of the generator"
+            )
+    return Kind.THREAD
+
+
+class Functions:
+    """The functions of one runner, by number."""
+
+    def __init__(self, slots: SlotWriter, *, main_by_value: bool) -> None:
+        self._slots = slots
+        self._main_by_value = main_by_value
+        self._known: dict[int, Function] = {}
+        self._last = 0
+
+    def of(self, fn: Callable[..., Any]) -> Function:
+        """The function, remembered where it travels by reference.
+
+        Raises:
+            TypeError: as `kind_of`.
+        """
+        function = self._known.get(id(fn))
+        if function is not None and function.fn is fn:
+            return function
+        function = Function(fn, kind_of(fn))
+        if len(self._known) < _REMEMBERED and is_by_reference(fn):
+            self._number(function)
+            self._known[id(fn)] = function
+        return function
+
+    def hold(self, fn: Callable[..., Any]) -> Function:
+        """As `of`, but a function that travels by value is pickled once and numbered until `drop`.
+
+        Raises:
+            TypeError: as `kind_of`.
+            Exception: whatever pickling it raised.
+        """
+        function = self.of(fn)
+        if not function.number:
+            self._number(function)
+            if isinstance(function.payload, bytes) and len(function.payload) > INLINE_LIMIT:
+                # No slot was free for something this large: it has to travel with each call.
+                function.number, function.payload = 0, b""
+            else:
+                function.users = 1
+        return function
+
+    def drop(self, function: Function) -> bool:
+        """No call will name this held function again. True: workers that know it have to forget it."""
+        if not function.users:
+            return False
+        function.users = 0
+        self._slots.discard(function.payload)
+        function.payload = b""
+        return True
+
+    def _number(self, function: Function) -> None:
+        sink = Sink(self._slots)
+        dump(function.fn, sink, main_by_value=self._main_by_value)
+        function.payload = sink.payload()
+        self._last += 1
+        function.number = self._last
+
+    def encode(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pickle what the call is to carry.
+
+        Raises:
+            PayloadTooLarge: above max_message.
+            BaseException: whatever the user's objects raise while they are pickled.
+        """
+        function = call.function
+        if function.number:
+            if not kwargs and is_inline(args):
+                call.body = args
+                return
+            carried: tuple[object, ...] = (args, kwargs)
+        else:
+            carried = (function.fn, args, kwargs)
+        # Half of the slots stay for calls at the moment they are sent: those that wait can then never hold all of them and so
+        # keep one ahead of them from being sent.
+        sink = Sink(self._slots, private=self._slots.in_use * 2 > self._slots.count)
+        dump(carried, sink, main_by_value=self._main_by_value)
+        call.body = sink.payload()

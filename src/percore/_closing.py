@@ -1,0 +1,95 @@
+"""How a runner ends.
+
+    aclose ─▶ waiting for calls ──all done──────────────▶ finishing ──all workers gone─▶ closed
+                    └──grace is over──▶ cut ──all done──▶     │
+                                         └──kill_after──▶ killed (also from finishing)
+
+Driven by events: outcomes, exits and three timers. Whoever awaits it only waits, so a second caller joins the first.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from percore._supervisor import Supervisor
+
+
+class Closing:
+    """The one closing of a supervisor."""
+
+    def __init__(self, supervisor: Supervisor, on_gone: Callable[[], Awaitable[None]]) -> None:
+        """Refuse calls from now on. `on_gone` lets go of what the workers shared, when the last has ended."""
+        self._supervisor = supervisor
+        self._on_gone = on_gone
+        self._loop = supervisor.loop
+        self._gone = self._loop.create_future()
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._is_finishing = False
+        self._last: asyncio.Task[None] | None = None
+        supervisor.is_closing = True
+        supervisor.on_idle = self._look
+
+    def tighten(self, grace: float | None) -> None:
+        """Give what runs `grace` seconds from now, unless it has less already."""
+        if grace is None:
+            return
+        when = self._loop.time() + grace
+        timer = self._grace_timer
+        if timer is not None and timer.when() <= when:
+            return
+        if timer is not None:
+            timer.cancel()
+        if grace <= 0:
+            self._cut()
+        else:
+            self._grace_timer = self._loop.call_at(when, self._cut)
+
+    async def wait(self) -> None:
+        """Wait until every worker has ended and everything shared is released. Cancelled: kill now, but still reap."""
+        self._look()
+        interrupted: asyncio.CancelledError | None = None
+        while not self._gone.done() or not (self._last is not None and self._last.done()):
+            try:
+                await asyncio.shield(self._gone)
+                if self._last is None:
+                    self._last = self._loop.create_task(self._release(), name="percore-close")
+                await asyncio.shield(self._last)
+            except asyncio.CancelledError as error:
+                interrupted = error
+                self._supervisor.kill_all()
+        if interrupted is not None:
+            raise interrupted
+
+    async def _release(self) -> None:
+        await self._on_gone()
+
+    def _look(self) -> None:
+        supervisor = self._supervisor
+        if self._is_finishing:
+            if not supervisor.members and not self._gone.done():
+                self._stop_timers()
+                self._gone.set_result(None)
+        elif not supervisor.unfinished() or not supervisor.members:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._is_finishing = True
+        self._supervisor.finish()
+        self._arm_kill()
+        self._loop.call_soon(self._look)
+
+    def _cut(self) -> None:
+        self._grace_timer = None
+        if not self._is_finishing:
+            self._supervisor.cut()
+            self._arm_kill()
+            self._look()
+
+    def _arm_kill(self) -> None:
+        if self._kill_timer is None:
+            self._kill_timer = self._loop.call_later(self._supervisor.options.kill_after, self._supervisor.kill_all)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._grace_timer, self._kill_timer):
+            if timer is not None:
+                timer.cancel()

@@ -1,0 +1,11 @@
+"""How much of a map may be on its way: the window."""
+
+from typing import Final
+
+_LEAST: Final = 64
+_MOST: Final = 16_384
+
+
+def default_window(places: int) -> int:
+    """Items pulled and not yet handed over, when the user does not say: twice what the workers can run at once."""
+    return max(_LEAST, min(_MOST, 2 * places))

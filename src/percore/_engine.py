@@ -1,0 +1,70 @@
+"""The seam between the supervisor and whatever runs workers: protocols, nothing else.
+
+An engine starts workers and tells when one has ended; it decides nothing. Two exist: real processes (`_engines.process`) and, for
+tests, workers inside the supervisor's own loop.
+"""
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from percore._ipc.channel import Channel
+
+
+class Process(Protocol):
+    """One OS process."""
+
+    pid: int | None
+    """None until known: a fork server answers a moment later."""
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal, never by a remembered number. Once the process is gone: nothing. Before the pid is known: on arrival."""
+
+
+class Launcher(Protocol):
+    """A way to start processes."""
+
+    def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> Process:
+        """Start `percore._worker.main.run(boot, fds)` in a new process, without blocking the loop.
+
+        `fds` stay the caller's. `on_exit` is called once, from the loop and never from inside this call, when the system has
+        reported the process dead, with its exit code as subprocess gives it, or None where unknown.
+
+        Raises:
+            OSError: nothing could be started; nothing is left behind.
+        """
+
+    async def aclose(self) -> None:
+        """Let go of what is shared between launches. All processes must have ended."""
+
+
+class Worker(Protocol):
+    """A running worker, as the supervisor sees it."""
+
+    channel: Channel
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """As Process.kill."""
+
+    def started(self, place: int, call_id: int) -> bool:
+        """Whether this call had begun. To be asked once, after the worker is known to be dead, before `close`."""
+
+    def close(self) -> None:
+        """Let go of the channel, the memory and every fd. Idempotent."""
+
+
+class Engine(Protocol):
+    """Starts workers."""
+
+    def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> Worker:
+        """Start a worker. Returns at once; readiness arrives as a message. `on_exit` as in Launcher.launch.
+
+        Raises:
+            OSError: it could not be started; nothing is left behind.
+        """
+
+    async def aclose(self) -> None:
+        """Let go of everything that workers shared. All workers must have ended and been closed."""

@@ -1,0 +1,147 @@
+"""The file descriptors that the supervisor holds for its workers, none of which may leak into a fork of it.
+
+A process that the user forks from the supervisor closes at once whatever is *held* (see `hold`). Otherwise it would
+keep the write end of a lifeline open, and with it the worker alive, after the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+from typing import Protocol, TypeVar
+
+from percore._platform import HAS_MEMFD
+
+_MFD_NOEXEC_SEAL = 0x8  # demanded where vm.memfd_noexec is 2, unknown to older kernels
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+    def fileno(self) -> int: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+_held: set[Closable] = set()
+
+
+def hold(thing: C) -> C:
+    """Keep this open until `let_go`, closed in every fork of this process and, silently, when the interpreter ends."""
+    _held.add(thing)
+    return thing
+
+
+def let_go(*things: Closable) -> None:
+    """Close these. Idempotent."""
+    for thing in things:
+        _held.discard(thing)
+        thing.close()
+
+
+def _let_go_of_all() -> None:
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
+atexit.register(_let_go_of_all)
+
+
+class Fd:
+    """A file descriptor with one owner."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def fileno(self) -> int:
+        return self.number
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+
+def above_streams(fd: int) -> int:
+    """The same file under a number above 2, not inheritable; `fd` is closed if it was lower.
+
+    Where the supervisor runs with a closed standard stream, new files take its number: a lifeline as fd 1 would kill
+    its worker with the first print, and 0 to 2 cannot be passed to a process that gets streams of its own there.
+    """
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
+def open_file(path: str, flags: int) -> Fd:
+    return hold(Fd(above_streams(os.open(path, flags | os.O_CLOEXEC))))
+
+
+def duplicate(fd: int) -> Fd:
+    return hold(Fd(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)))
+
+
+def _all_above_streams(fds: list[int]) -> list[int]:
+    """All of them, or an OSError and none."""
+    moved: list[int] = []
+    try:
+        while fds:
+            moved.append(above_streams(fds.pop()))
+    except BaseException:
+        for fd in (*fds, *moved):
+            os.close(fd)
+        raise
+    return moved
+
+
+def pipe() -> tuple[Fd, Fd]:
+    """A lifeline: the read end for a child, and the write end."""
+    write_end, read_end = _all_above_streams(list(os.pipe()))
+    return hold(Fd(read_end)), hold(Fd(write_end))
+
+
+def packet_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends that keep messages apart. The first never blocks."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    numbers = _all_above_streams([end.detach() for end in pair])
+    ours, theirs = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number) for number in numbers)
+    ours.setblocking(False)
+    return hold(ours), hold(theirs)
+
+
+def anonymous_file(data: bytes) -> Fd:
+    """A file without a name that holds `data`, to be read from its beginning."""
+    file = hold(Fd(above_streams(_memfd() if HAS_MEMFD else _unlinked_file())))
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file.number, view) :]
+        os.lseek(file.number, 0, os.SEEK_SET)
+    except BaseException:
+        let_go(file)
+        raise
+    return file
+
+
+def _memfd() -> int:
+    try:
+        return os.memfd_create("percore-world", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("percore-world", os.MFD_CLOEXEC)
+
+
+def _unlinked_file() -> int:
+    fd, path = tempfile.mkstemp(prefix="percore-")
+    os.unlink(path)
+    return fd

@@ -1,0 +1,213 @@
+"""The engine of real processes: one worker, one process, its own memory."""
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from percore._core.dispatch import AHEAD
+from percore._engine import Launcher, Process
+from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.doorbell import bell_fds, bell_of
+from percore._ipc.memory import Memory
+from percore._ipc.pickles import MainInfo, dump
+from percore._ipc.ring import RingReader, RingWriter
+from percore._ipc.slots import Sink, SlotReader, SlotWriter
+from percore._messages import SLOT_MASK
+from percore._options import Options
+from percore._worker.main import Boot, cell_size, marks_of
+
+_PAGE = resource.getpagesize()
+_LEAST_SLOT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The memory that all workers of a runner share, and how it and theirs are cut.
+
+    Attributes:
+        memory: of the arena.
+        arena: slots for large arguments; workers can only read them.
+        results_size: bytes of each worker's map of result slots.
+        slot_size: bytes of every slot.
+    """
+
+    memory: Memory
+    arena: SlotWriter
+    results_size: int
+    slot_size: int
+
+    @classmethod
+    def create(cls, options: Options) -> "Shared":
+        """Map the arena. Under a limit of the address space or of file sizes there are fewer slots.
+
+        Raises:
+            OSError: not even one slot fits; the text says what to do.
+        """
+        slot_size = -(-max(options.max_message, _LEAST_SLOT) // _PAGE) * _PAGE
+        wanted = min(max(2**40 // slot_size, 16), SLOT_MASK + 1)
+        budget, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if budget != resource.RLIM_INFINITY:
+            wanted = min(wanted, budget // 4 // slot_size)
+        memory = None
+        while wanted and memory is None:
+            try:
+                memory = Memory.create(wanted * slot_size)
+            except OSError as error:
+                wanted //= 2
+                reason = str(error)
+        if memory is None:
+            reason = reason if wanted else f"RLIMIT_AS is {budget} bytes"
+            raise OSError(
+                f"no room for one message of max_message={options.max_message} bytes ({reason}): "
+                "raise the limit (ulimit -v, ulimit -f), or make the runner with a smaller max_message"
+            )
+        results = min(max(2**36 // slot_size, 4), 64)
+        if budget != resource.RLIM_INFINITY:
+            results = max(1, min(results, budget // 4 // options.workers // slot_size))
+        return cls(memory, SlotWriter(memory, slot_size, options.max_message), min(results, wanted) * slot_size, slot_size)
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self.memory.close()
+
+
+def places_of(options: Options) -> int:
+    """Start marks of a worker: a power of two, at least one for each call it may hold."""
+    room = options.concurrency + options.threads * (1 + AHEAD)
+    return 1 << max(0, room - 1).bit_length()
+
+
+class Cell:
+    """A worker's own memory and bells, at the supervisor's side."""
+
+    def __init__(self, places: int, shared: Shared) -> None:
+        """Create them.
+
+        Raises:
+            OSError: no descriptors or no address space; nothing is left behind.
+        """
+        self.places = places
+        with ExitStack() as undo:
+            self.memory = Memory.create(cell_size(places))
+            undo.callback(self.memory.close)
+            self.results = Memory.create(shared.results_size)
+            undo.callback(self.results.close)
+            self.ours, self.theirs = bell_fds()
+            undo.pop_all()
+
+    def channel(self, loop: asyncio.AbstractEventLoop, shared: Shared) -> Channel:
+        """The supervisor's side of the channel."""
+        view = self.memory.view
+        rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
+        return Channel(loop, rings, bell_of(self.ours), (shared.arena, SlotReader(self.results, shared.slot_size)), prompt=False)
+
+    def close(self) -> None:
+        """Unmap."""
+        self.results.close()
+        self.memory.close()
+
+
+class ProcessWorker:
+    """A worker in a process of its own."""
+
+    def __init__(self, cell: Cell, channel: Channel, process: Process) -> None:
+        self.channel = channel
+        self._cell = cell
+        self._process = process
+        self._marks = marks_of(cell.memory, cell.places)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        self._process.kill(signum)
+
+    def started(self, place: int, call_id: int) -> bool:
+        return self._marks[place] == call_id
+
+    def close(self) -> None:
+        self.channel.close()
+        self._marks.release()
+        self._cell.close()
+
+
+def make_boot(options: Options, shared: Shared, main: MainInfo, *, debug: bool) -> Boot:
+    """What every worker of a runner is told, index and generation aside.
+
+    Raises:
+        Exception: lifespan or loop_factory cannot be pickled.
+    """
+
+    def pickled(value: Any) -> bytes:
+        if value is None:
+            return b""
+        sink = Sink(shared.arena, private=True)
+        dump(value, sink, main_by_value=main.kind == "value")
+        payload = sink.payload()
+        assert isinstance(payload, bytes)
+        return payload
+
+    return Boot(
+        index=0,
+        generation=0,
+        places=places_of(options),
+        threads=options.threads,
+        arena_size=shared.memory.size,
+        results_size=shared.results_size,
+        slot_size=shared.slot_size,
+        max_message=options.max_message,
+        debug=debug,
+        main=main.as_tuple(),
+        loop_factory=pickled(options.loop_factory),
+        lifespan=pickled(options.lifespan),
+    )
+
+
+class ProcessEngine:
+    """Starts workers through a launcher."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, shared: Shared, main: MainInfo) -> None:
+        self._loop = loop
+        self._shared = shared
+        self._boot = make_boot(options, shared, main, debug=loop.get_debug())
+        self._launcher = _launcher(options)
+
+    def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+        cell = Cell(self._boot.places, self._shared)
+        arena_fd = -1
+        try:
+            arena_fd = self._shared.memory.reader_fd()
+            fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs)
+            boot = self._boot._replace(index=index, generation=generation).pack()
+            process = self._launcher.launch(boot, fds, on_exit)
+        except BaseException:
+            cell.close()
+            for fd in cell.ours:
+                os.close(fd)
+            raise
+        finally:
+            for fd in (arena_fd, *cell.theirs):
+                if fd >= 0:
+                    os.close(fd)
+        cell.memory.close_fds()
+        cell.results.close_fds()
+        return ProcessWorker(cell, cell.channel(self._loop, self._shared), process)
+
+    async def aclose(self) -> None:
+        await self._launcher.aclose()
+
+
+def _launcher(options: Options) -> Launcher:
+    if options.start_method == "spawn":
+        from percore._engines.spawn import SpawnLauncher
+
+        return SpawnLauncher()
+    from percore._engines.forkserver import ForkServerLauncher
+
+    return ForkServerLauncher.open()

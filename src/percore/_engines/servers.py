@@ -1,0 +1,184 @@
+"""The fork servers of this process: the one in use, and those that are ending.
+
+Several loops in several threads share them, so everything here happens under one lock, and nothing under it blocks for
+longer than starting a program takes. A process forked from this one has none (its first launch starts its own).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from percore._engines.fds import Fd, above_streams, hold, let_go, packet_pair, pipe
+from percore._engines.launch import open_child, search_path, start_python
+from percore._worker.world import REQUEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from percore._engines.fds import Closable
+
+_MAIN = "percore._worker.forkserver:main"
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class Server:
+    """One fork server process."""
+
+    def __init__(self, preload: str) -> None:
+        """Start it. `preload` names the module it imports before it answers.
+
+        Raises:
+            OSError: it could not be started; nothing is left behind.
+        """
+        self.fingerprint = fingerprint()
+        self.living = 0  # launches whose end has not been told
+        self._ended = False
+        self._ctl, theirs = packet_pair()
+        kept: list[Closable] = [self._ctl]
+        given: list[Closable] = [theirs]
+        try:
+            supervisor = hold(Fd(above_streams(os.pidfd_open(os.getpid()))))
+            given.append(supervisor)
+            read_end, self._lifeline = pipe()
+            given.append(read_end)
+            kept.append(self._lifeline)
+            fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
+            self.pidfd = open_child(start_python(_MAIN, (search_path(), [preload]), fds, stdout=False))
+        except BaseException:
+            let_go(*kept)
+            raise
+        finally:
+            let_go(*given)
+
+    def send(self, fds: Sequence[Closable]) -> None:
+        numbers = [fd.fileno() for fd in fds]
+        socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
+
+    def end(self) -> None:
+        """Kill it: it has nothing to put in order, and a stopped one would not notice anything gentler."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
+        let_go(self._ctl, self._lifeline)
+
+    def reap(self) -> bool:
+        """Whether it is ended and reaped, now or earlier. Then no fd is left."""
+        if self._ended and self.pidfd.number >= 0:
+            try:
+                gone = os.waitid(os.P_PIDFD, self.pidfd.number, os.WEXITED | os.WNOHANG) is not None
+            except ChildProcessError:  # by somebody else
+                gone = True
+            if gone:
+                let_go(self.pidfd)
+        return self.pidfd.number < 0
+
+
+class Servers:
+    """Who has a share in the fork server, and which one answers now."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, as in a forked process, where another thread may have held the lock at the fork."""
+        self._lock = threading.Lock()
+        self._members: set[object] = set()
+        self._current: Server | None = None
+        self._retired: list[Server] = []  # without new requests; each ends with the last of its workers
+
+    def join(self, member: object) -> None:
+        with self._lock:
+            self._members.add(member)
+
+    def is_member(self, member: object) -> bool:
+        return member in self._members
+
+    def leave(self, member: object) -> list[Server]:
+        """The fork servers that ended with the last share, to be reaped by the caller (see `give_back`)."""
+        with self._lock:
+            last = self._members == {member}
+            self._members.discard(member)
+            if not last:
+                return []
+            ending = [*self._retired, *filter(None, [self._current])]
+            self._retired, self._current = [], None
+            for server in ending:
+                server.end()
+            return ending
+
+    def give_back(self, ending: Iterable[Server]) -> None:
+        """Reap what has ended; the rest is reaped on the way of a later launch or exit."""
+        with self._lock:
+            self._retired += [server for server in ending if not server.reap()]
+
+    def send(self, preload: str, fds: Sequence[Closable]) -> Server:
+        """Send a request to a fork server of the surroundings of now, started if need be; count it as living.
+
+        Raises:
+            OSError: none could be started, or it takes no requests.
+        """
+        with self._lock:
+            self._reap()
+            server = self._suitable(preload)
+            try:
+                server.send(fds)
+            except ConnectionError:  # it died since the last request
+                self._retire(server)
+                server = self._suitable(preload)
+                server.send(fds)
+            server.living += 1
+            return server
+
+    def retire(self, server: Server | None) -> None:
+        """Send it no more requests; it is dead or does not answer."""
+        with self._lock:
+            if server is not None and server is self._current:
+                self._retire(server)
+
+    def done(self, server: Server | None) -> None:
+        """The end of one of its launches has been told."""
+        with self._lock:
+            if server is not None:
+                server.living -= 1
+                if server in self._retired and not server.living:
+                    server.end()
+            self._reap()
+
+    def _suitable(self, preload: str) -> Server:
+        if self._current is not None and self._current.fingerprint != fingerprint():
+            self._retire(self._current)
+        if self._current is None:
+            self._current = Server(preload)
+        return self._current
+
+    def _retire(self, server: Server) -> None:
+        self._current = None
+        self._retired.append(server)
+        if not server.living:
+            server.end()
+
+    def _reap(self) -> None:
+        self._retired = [server for server in self._retired if not server.reap()]
+
+
+def fingerprint() -> tuple[object, ...]:
+    """What a worker cannot take over from afar: two processes that differ in it must not bear each other's workers."""
+    try:
+        with open("/proc/self/cgroup", "rb") as file:
+            cgroup = file.read()
+    except OSError:
+        cgroup = b""  # no /proc: nobody could tell
+    limits = tuple(map(resource.getrlimit, _LIMITS))
+    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup
+
+
+servers = Servers()
+os.register_at_fork(after_in_child=servers.forget)

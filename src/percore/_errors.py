@@ -1,0 +1,87 @@
+"""Every error percore raises, and every sentence a user reads in one.
+
+    PercoreError
+     ├── WorkerDied        (BrokenProcessPool)  the worker that ran this call died          \
+     ├── RunnerBroken      (BrokenProcessPool)  no worker can be started any more            } in _broken
+     ├── StartupFailed     (BrokenProcessPool)  the first start failed                      /
+     ├── RunnerClosed      (RuntimeError)       not started yet, closing, or closed
+     ├── RemoteError                            what was raised there cannot exist here
+     └── PayloadTooLarge   (ValueError)         one message above max_message
+
+Each takes fields, composes its sentence from them, and pickles by them. The three that derive from the standard library's
+BrokenProcessPool live in `_broken`: importing that class costs tens of milliseconds, which a worker need not spend.
+"""
+
+from typing import ClassVar
+
+
+class PercoreError(Exception):
+    """Base of every error that percore itself raises."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Built again from its fields; what the user added (notes, attributes) follows as state.
+        return type(self), tuple(getattr(self, name) for name in self._fields), self.__dict__.copy() or None
+
+
+class RunnerClosed(PercoreError, RuntimeError):
+    """The runner takes no calls: it was not started yet, is closing, or is closed.
+
+    Also the outcome of calls that closing cut off.
+    """
+
+    _fields = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class RemoteError(PercoreError):
+    """Something was raised in a worker that cannot arrive as itself.
+
+    Either it is no ordinary exception (SystemExit, KeyboardInterrupt, a CancelledError nobody asked for), or it does not survive
+    pickling, or a result could not be pickled.
+
+    Attributes:
+        type_name: qualified name of the class that was raised.
+        text: what `str()` gave there.
+        remote_traceback: the formatted traceback.
+    """
+
+    _fields = ("type_name", "text", "remote_traceback")
+
+    def __init__(self, type_name: str, text: str, remote_traceback: str = "") -> None:
+        self.type_name = type_name
+        self.text = text
+        self.remote_traceback = remote_traceback
+        super().__init__(f"{type_name}: {text}" if text else type_name)
+
+
+class PayloadTooLarge(PercoreError, ValueError):
+    """One pickled message (the arguments of a call, or its result) is larger than `max_message` bytes."""
+
+    _fields = ("limit",)
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(
+            f"one pickled message is larger than max_message={limit} bytes; "
+            "send less at once (a path, a key, a part), or make the runner with a larger max_message"
+        )
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback of the worker as text, at the end of the `__cause__` chain of what was raised there."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text.rstrip()}\n"""'
+
+
+for _class in (PercoreError, RunnerClosed, RemoteError, PayloadTooLarge):
+    _class.__module__ = "percore"

@@ -1,0 +1,268 @@
+"""A channel: ring, slots, bell and loop become `send` and received messages.
+
+Both sides use this class. Theory of operation:
+
+Sending     `send` appends to a queue and `flush` moves the queue into the ring, one frame for all that waits, one ring of the bell
+            for all frames. The first message of an iteration of the loop is flushed at once (latency), the rest of that iteration
+            together by a call_soon (throughput). Threads of a worker use `send_from_thread`: whoever gets the try-lock publishes
+            what everybody has queued, and nobody ever waits for it.
+Full ring   What does not fit stays queued. Reading goes on, so both directions full at once cannot deadlock. No wake-up is lost:
+            1. a flusher finds the ring full; 2. the loop hears that the peer has read, and counts it before it tries to flush;
+            3. that try fails, because the flusher still holds the lock; 4. the flusher lets go of the lock and looks again whether
+            there is something to do, and now there is.
+Consumed    What was read is told with the next ring. Where the other side routes by it (`prompt`), an iteration that sends nothing
+            rings for it alone; otherwise once a quarter of the ring is owed, which always leaves room for the largest frame.
+Payloads    A pickle too large for a frame lies in a slot. Where no slot is free it waits, in order, for the next one.
+Broken      Any exception between reading the bell and the last message (a broken peer, a KeyboardInterrupt) leaves positions or
+            messages lost for good: `on_broken` is called, nothing is delivered any more, and the exception goes on if it is not an
+            Exception. The owner ends the peer.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from percore._ipc.codec import decode, encode
+from percore._ipc.doorbell import Bell
+from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
+from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
+from percore._messages import Body, Message
+from percore._points import POINTS, point
+
+RING_SIZE = 1 << 19
+MAX_FRAME = RING_SIZE // 2
+_BATCH = 256
+_HEAVY = 1 << 17
+
+
+def _ignore(_error: BaseException) -> None:
+    return
+
+
+class Channel:
+    """One side of a channel. All methods are the loop's alone, except `send_from_thread`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rings: tuple[RingWriter, RingReader],
+        bell: Bell,
+        slots: tuple[SlotWriter, SlotReader],
+        *,
+        prompt: bool,
+    ) -> None:
+        self.loop = loop
+        self.tx, self.rx = rings
+        self.outgoing, self.incoming = slots
+        self.on_message: Callable[[int, int, Body], None]
+        self.on_broken: Callable[[BaseException], None] = _ignore
+        self.full_count = 0
+        self._bell = bell
+        self._prompt = prompt
+        self._queue: deque[Message] = deque()
+        self._heavy = 0
+        self._frame: bytes | None = None
+        self._lock = threading.Lock()
+        self._told = 0
+        self._sent_this_turn = False
+        self._is_open = False
+        self._bell_waits = False
+
+    def open(self, on_message: Callable[[int, int, Body], None], on_broken: Callable[[BaseException], None]) -> None:
+        """Begin to receive."""
+        self.on_message = on_message
+        self.on_broken = on_broken
+        self._is_open = True
+        self.loop.add_reader(self._bell.fileno(), self._on_bell)
+
+    # Sending
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        """Queue a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
+        self._queue.append((op, call_id, body))
+        if type(body) is bytes:
+            self._heavy += len(body)
+        if not self._sent_this_turn:
+            self._sent_this_turn = True
+            self.loop.call_soon(self._end_turn)
+            self.flush()
+
+    def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
+        """As `send`, from any thread; the message is in the ring on return, unless another thread is about to do that."""
+        self._queue.append((op, call_id, body))
+        if type(body) is bytes:
+            self._heavy += len(body)
+        self.flush()
+
+    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
+        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot."""
+        send = send or self.send
+        if type(body) is bytes and len(body) > INLINE_LIMIT:
+            stored = self.outgoing.store(body)
+            if stored is None:
+                self.outgoing.waiters.append(lambda: self._retry_payload(op, call_id, body))
+                return
+            body = stored
+        send(op, call_id, body)
+
+    def _retry_payload(self, op: int, call_id: int, body: Body) -> bool:
+        if self._is_open:
+            self.send_payload(op, call_id, body, self.send_from_thread)  # whatever thread gave the slot back
+        return self._is_open
+
+    def _end_turn(self) -> None:
+        self._sent_this_turn = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Move what is queued into the ring, as far as it fits, and ring."""
+        try:
+            while self._is_open and self._has_work() and self._lock.acquire(False):
+                try:
+                    self._publish()
+                finally:
+                    self._lock.release()
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _has_work(self) -> bool:
+        frame = self._frame
+        if frame is not None:
+            return self.tx.free() >= len(frame) + HEADER_SIZE
+        return bool(self._queue)
+
+    def _publish(self) -> None:
+        published = 0
+        while self._frame is not None or self._queue:
+            frame = self._frame or self._next_frame()
+            if self.tx.free() < len(frame) + HEADER_SIZE:
+                self._frame = frame
+                self.full_count += 1
+                break
+            self._frame = None
+            published += self.tx.write(frame)
+        if POINTS:
+            point(f"{self._side}.frame.written")
+        self._ring(published)
+        if POINTS:
+            point(f"{self._side}.bell.rung")
+
+    @property
+    def _side(self) -> str:
+        return "worker" if self._prompt else "supervisor"
+
+    def _ring(self, published: int) -> None:
+        consumed = self.rx.read - self._told
+        self._told += consumed
+        if not self._bell.ring(published, consumed) and not self._bell_waits:
+            self._bell_waits = True
+            self.loop.call_soon_threadsafe(self._watch_bell)
+
+    def _next_frame(self) -> bytes:
+        """One frame of what is queued: all of it where that is little, else as much as fits."""
+        queue = self._queue
+        if self._heavy < _HEAVY:
+            count = min(len(queue), _BATCH)
+        else:
+            # By index: threads may append meanwhile, which an iterator would not survive.
+            count, size = 0, 0
+            while count < min(len(queue), _BATCH):
+                body = queue[count][2]
+                size += len(body) if type(body) is bytes else 0
+                if count and size > _HEAVY:
+                    break
+                count += 1
+        messages = [queue.popleft() for _ in range(count)]
+        data = encode(messages)
+        while len(data) > MAX_FRAME and len(messages) > 1:
+            half = len(messages) // 2
+            queue.extendleft(reversed(messages[half:]))
+            messages = messages[:half]
+            data = encode(messages)
+        self._heavy = 0 if not queue else max(0, self._heavy - sum(len(m[2]) for m in messages if type(m[2]) is bytes))
+        return data
+
+    def _watch_bell(self) -> None:
+        if self._is_open:
+            self.loop.add_writer(self._bell.fileno(), self._bell_takes_writes)
+
+    def _bell_takes_writes(self) -> None:
+        self.loop.remove_writer(self._bell.fileno())
+        self._bell_waits = False
+        self._ring_alone()
+
+    # Receiving
+
+    def _on_bell(self) -> None:
+        self.receive()
+        if self._queue or self._frame is not None:
+            self.flush()
+        owed = self.rx.read - self._told
+        if owed and (self._prompt or owed > self.rx.size // 4):
+            self.loop.call_soon(self._tell_consumed)
+
+    def _tell_consumed(self) -> None:
+        if self._is_open and self.rx.read != self._told:
+            self._ring_alone()
+
+    def _ring_alone(self) -> None:
+        """Ring for positions alone."""
+        if not self._is_open:
+            return
+        if not self._lock.acquire(False):
+            self.loop.call_soon(self._ring_alone)  # a thread publishes: that takes microseconds
+            return
+        try:
+            self._ring(0)
+        finally:
+            self._lock.release()
+        self.flush()  # a thread may have tried meanwhile, and left its message to whoever held the lock
+
+    def receive(self) -> None:
+        """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""
+        if not self._is_open:
+            return
+        try:
+            try:
+                published, consumed = self._bell.read()
+            except BlockingIOError:
+                return
+            if POINTS:
+                point(f"{self._side}.bell.read")
+            self.rx.publish(published)
+            self.tx.acknowledge(consumed)
+            while (data := self.rx.next()) is not None:
+                messages = decode(data)
+                self.rx.advance(len(data))
+                on_message = self.on_message
+                for op, call_id, body in messages:
+                    on_message(op, call_id, body)
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _break(self, error: BaseException) -> None:
+        if self._is_open:
+            self.stop()
+            self.on_broken(error)
+
+    def stop(self) -> None:
+        """Receive nothing more. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            if not self.loop.is_closed():
+                self.loop.remove_reader(self._bell.fileno())
+                if self._bell_waits:
+                    self.loop.remove_writer(self._bell.fileno())
+
+    def close(self) -> None:
+        """Stop, and let go of bell and rings. Idempotent."""
+        self.stop()
+        self._bell.close()
+        self.tx.release()
+        self.rx.release()
+        self._queue.clear()

@@ -1,0 +1,65 @@
+"""Messages to frames and back.
+
+marshal, because it is several times faster than pickle for scalars and cannot run anyone's code. Three things keep it right:
+only values whose type is exactly one of a few immutable ones go in as they are (marshal silently turns other buffers into bytes;
+immutable, so that sharing is harmless); version 2 (no references); and the ring's CRC is checked before it sees a frame (it can be
+led by damaged bytes to ask for gigabytes).
+"""
+
+import marshal
+from collections.abc import Sequence
+from typing import cast
+
+from percore._ipc.ring import BrokenFrame
+from percore._messages import Message
+
+_VERSION = 2
+_PLAIN = frozenset({int, float, bool, type(None)})
+_TEXT_LIMIT = 4096
+_INT_LIMIT = 1 << 256
+_COUNT_LIMIT = 32
+
+
+def is_inline(args: tuple[object, ...]) -> bool:
+    """Whether these arguments can travel in a frame as they are: few, small, and of exact immutable types."""
+    text = 0
+    for value in args:
+        kind = type(value)
+        if kind is int:
+            if not -_INT_LIMIT < value < _INT_LIMIT:  # type: ignore[operator]
+                return False
+        elif kind is str or kind is bytes:
+            text += len(value)  # type: ignore[arg-type]
+        elif kind not in _PLAIN:
+            return False
+    return text <= _TEXT_LIMIT and len(args) <= _COUNT_LIMIT
+
+
+def is_inline_value(value: object) -> bool:
+    """As `is_inline`, for one value."""
+    kind = type(value)
+    if kind is int:
+        return -_INT_LIMIT < value < _INT_LIMIT  # type: ignore[operator]
+    if kind is str or kind is bytes:
+        return len(value) <= _TEXT_LIMIT  # type: ignore[arg-type]
+    return kind in _PLAIN
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """The data of one frame."""
+    return marshal.dumps(messages, _VERSION)
+
+
+def decode(data: memoryview | bytes) -> list[Message]:
+    """What `encode` was given. The messages themselves are checked by whoever unpacks them: a wrong one fails there.
+
+    Raises:
+        BrokenFrame: it is no frame.
+    """
+    try:
+        messages = marshal.loads(data)
+    except (EOFError, ValueError, TypeError) as error:
+        raise BrokenFrame(f"frame does not decode: {error}") from error
+    if type(messages) is not list:
+        raise BrokenFrame(f"frame holds {type(messages).__name__}")
+    return cast("list[Message]", messages)

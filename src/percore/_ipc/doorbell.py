@@ -1,0 +1,142 @@
+"""Bells that carry positions: how the two sides of a channel wake each other and hand bytes over.
+
+Ringing tells how many bytes were published in one's own ring and how many were consumed of the other's, both since the last ring.
+The system call is also the memory barrier: see `ring`.
+
+EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by the
+            ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
+            between that and counting loses positions for good, so whoever reads must treat one as the end of the channel.
+SocketBell  where there is no eventfd: a datagram pair with cumulative positions. It can fill up; `ring` then says so, and only the
+            newest positions have to be sent once the socket takes some again.
+"""
+
+import errno
+import os
+import socket
+import struct
+from typing import Protocol
+
+from percore._platform import HAS_EVENTFD
+
+_MASK = 0xFFFFFFFF
+
+
+class Bell(Protocol):
+    """One side's pair of bells."""
+
+    def fileno(self) -> int:
+        """What becomes readable when the other side rings."""
+
+    def ring(self, published: int, consumed: int) -> bool:
+        """Tell the other side. False: it could not be told everything now; call `ring(0, 0)` when the bell takes writes again."""
+
+    def read(self) -> tuple[int, int]:
+        """Bytes published and consumed by the other side since the last read.
+
+        Raises:
+            BlockingIOError: nobody rang.
+        """
+
+    def close(self) -> None: ...
+
+
+class EventBell:
+    """One side of a pair of eventfds."""
+
+    __slots__ = ("_in", "_out")
+
+    def __init__(self, out_fd: int, in_fd: int) -> None:
+        self._out = out_fd
+        self._in = in_fd
+
+    def fileno(self) -> int:
+        return self._in
+
+    def ring(self, published: int, consumed: int) -> bool:
+        os.eventfd_write(self._out, published | consumed << 32)
+        return True
+
+    def read(self) -> tuple[int, int]:
+        value = os.eventfd_read(self._in)
+        return value & _MASK, value >> 32
+
+    def close(self) -> None:
+        fds, self._out, self._in = (self._out, self._in), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+class SocketBell:
+    """One side of a datagram socket pair."""
+
+    __slots__ = ("_consumed", "_peer_consumed", "_peer_published", "_published", "_socket", "_told")
+
+    _RECORD = struct.Struct("<QQ")
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+        self._published = self._consumed = 0
+        self._peer_published = self._peer_consumed = 0
+        self._told = True
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ring(self, published: int, consumed: int) -> bool:
+        self._published += published
+        self._consumed += consumed
+        if self._told and not (published or consumed):
+            return True
+        try:
+            self._socket.send(self._RECORD.pack(self._published, self._consumed))
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOBUFS):
+                # The other side is gone. Its death is reported elsewhere; there is nobody left to tell.
+                return True
+            self._told = False
+            return False
+        self._told = True
+        return True
+
+    def read(self) -> tuple[int, int]:
+        published, consumed = self._peer_published, self._peer_consumed
+        record = self._socket.recv(self._RECORD.size)
+        while len(record) == self._RECORD.size:
+            self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
+            try:
+                record = self._socket.recv(self._RECORD.size)
+            except (BlockingIOError, ConnectionResetError):
+                break
+        return self._peer_published - published, self._peer_consumed - consumed
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The descriptors of a new pair of bells: those of one side, those of the other.
+
+    Raises:
+        OSError: no descriptors left; nothing leaked.
+    """
+    if not HAS_EVENTFD:
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        return (one.detach(),), (other.detach(),)
+    fds: list[int] = []
+    try:
+        for _ in range(2):
+            fds.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        for fd in (fds[1], fds[0]):
+            fds.append(os.dup(fd))
+    except OSError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return tuple(fds[:2]), tuple(fds[2:])
+
+
+def bell_of(fds: tuple[int, ...]) -> Bell:
+    """One side's bell over its descriptors, which it takes over."""
+    return EventBell(*fds) if HAS_EVENTFD else SocketBell(*fds)

@@ -1,0 +1,124 @@
+"""Shared memory without a name: sealed sparse memfds, or unlinked files where there is no memfd.
+
+Nothing here outlives its last descriptor and mapping, so a kill needs no clean-up. The size is fixed for good (sealed), which is
+what makes it safe to map: nobody can truncate it under a reader, who would get SIGBUS. Only pages that were touched take memory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import sys
+import tempfile
+from typing import Self
+
+from percore._platform import HAS_MEMFD
+
+_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL; required under vm.memfd_noexec=2, unknown (EINVAL) before Linux 6.3
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+_PAGE = mmap.PAGESIZE
+_TRACK = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+def _memfd(size: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("percore", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create("percore", flags)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unlinked_file(size: int) -> tuple[int, int]:
+    """A file nobody else can open any more, opened for writing and, apart from that, for reading."""
+    fd, path = tempfile.mkstemp(prefix="percore-")
+    try:
+        reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        os.close(fd)
+        raise
+    finally:
+        os.unlink(path)
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        os.close(reader)
+        raise
+    return fd, reader
+
+
+class Memory:
+    """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
+
+    __slots__ = ("_map", "_reader", "fd", "size", "view")
+
+    def __init__(self, fd: int, size: int, *, writable: bool, reader: int = -1) -> None:
+        """Map `size` bytes of `fd` and take both descriptors over.
+
+        Raises:
+            OSError: the address space does not hold it (ENOMEM under a limit); the descriptors are closed then.
+        """
+        self.fd = fd
+        self._reader = reader
+        self.size = size
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | _NORESERVE, protection, **_TRACK)
+        except BaseException:
+            self.close_fds()
+            raise
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int) -> Self:
+        """New memory of `size` bytes, all zero, none of it touched.
+
+        Raises:
+            OSError: no descriptor, no address space, or larger than RLIMIT_FSIZE.
+        """
+        if HAS_MEMFD:
+            return cls(_memfd(size), size, writable=True)
+        fd, reader = _unlinked_file(size)
+        return cls(fd, size, writable=True, reader=reader)
+
+    def reader_fd(self) -> int:
+        """A new descriptor through which this memory can only be read; the caller closes it."""
+        if self._reader >= 0:
+            return os.dup(self._reader)
+        try:
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # no /proc: the reader is then trusted to map it read-only
+            return os.dup(self.fd)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Return the pages that lie wholly in [start, end) to the system; they read as zero afterwards."""
+        start = -(-start // _PAGE) * _PAGE
+        end = end // _PAGE * _PAGE
+        if end > start and hasattr(mmap, "MADV_REMOVE"):
+            with contextlib.suppress(OSError):  # a file system that cannot punch holes: the pages stay warm, nothing else
+                self._map.madvise(mmap.MADV_REMOVE, start, end - start)
+
+    def close_fds(self) -> None:
+        """Close the descriptors; the mapping stays. For when all who need them have them."""
+        fd, self.fd = self.fd, -1
+        reader, self._reader = self._reader, -1
+        for open_fd in (fd, reader):
+            if open_fd >= 0:
+                os.close(open_fd)
+
+    def close(self) -> None:
+        """Close the descriptors and unmap. A view that somebody still holds keeps the mapping until it dies."""
+        self.close_fds()
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()

@@ -1,0 +1,268 @@
+"""The user's objects as bytes: how they are pickled, what can go by reference, which `__main__` this is.
+
+Three ways are tried, cheapest first:
+
+1. the C pickler as it is: nothing of ours runs for an ordinary object;
+2. after a TypeError, and only where multidict is loaded, the C pickler with multidict's proxies (aiohttp's headers) in
+   its dispatch table. Not tried first: a table of our own costs a failed look-up for each object that is not in it;
+3. cloudpickle: lambdas, closures, local classes, and everything of a `__main__` that no worker can import.
+
+Pickle writes what lives in `__main__` by reference without asking whether the other side can import it. Where it cannot
+(`main_by_value`), the name `__main__` in the bytes sends the object on to way 3.
+
+The functions here run user code (`__reduce__`, `__getstate__`): call them outside critical sections.
+"""
+
+import copyreg
+import functools
+import os
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable
+from pickle import Pickler
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+
+from percore._errors import RemoteError
+from percore._ipc.rebuild import format_traceback, text_of, type_name_of
+
+PROTOCOL = 5
+
+# What pickle says when it does not know how. Anything else comes from user code or from the file.
+_CANNOT = (pickle.PicklingError, AttributeError, TypeError)
+_MAIN_NAMES = ("__main__", "__mp_main__")
+
+
+class File(Protocol):
+    """What a pickler writes to."""
+
+    def write(self, data: Any, /) -> object: ...
+    def contains(self, needle: bytes) -> bool: ...
+    def reset(self) -> None: ...
+
+
+class _FastPickler(Pickler):
+    # A Pickler without a table raises and swallows an AttributeError in looking for one: a third of what it costs to make.
+    dispatch_table = copyreg.dispatch_table
+
+
+def dump(obj: object, file: File, *, main_by_value: bool) -> None:
+    """Pickle `obj` into `file`.
+
+    Raises:
+        PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle it.
+        BaseException: whatever user code on the way raises, and whatever `file.write` raises.
+
+    After an error the file has been reset.
+    """
+    try:
+        _FastPickler(file, PROTOCOL).dump(obj)
+    except _CANNOT as error:
+        proxies_may_help = isinstance(error, TypeError) and "multidict" in sys.modules
+    except BaseException:
+        file.reset()
+        raise
+    else:
+        if not main_by_value or not file.contains(b"__main__"):
+            return
+        proxies_may_help = False
+    # Outside the handler: the second error is not to be reported as one "during handling" of the first.
+    file.reset()
+    if proxies_may_help and _dump_with_proxies(obj, file, main_by_value):
+        return
+    try:
+        value_pickler(main_by_value)(file, PROTOCOL).dump(obj)
+    except BaseException:
+        file.reset()
+        raise
+
+
+load: Callable[[Any], object] = pickle.loads
+
+
+def _dump_with_proxies(obj: object, file: File, main_by_value: bool) -> bool:
+    try:
+        _proxy_pickler()(file, PROTOCOL).dump(obj)
+    except _CANNOT:
+        file.reset()
+        return False
+    except BaseException:
+        file.reset()
+        raise
+    if main_by_value and file.contains(b"__main__"):
+        file.reset()
+        return False
+    return True
+
+
+@functools.cache
+def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
+    """How multidict's proxies, which refuse to be pickled, travel: as a copy of what they show."""
+    multidict = sys.modules["multidict"]
+
+    def reduce_proxy(proxy: Any) -> tuple[Any, ...]:
+        return type(proxy), (proxy.copy(),)
+
+    return {multidict.MultiDictProxy: reduce_proxy, multidict.CIMultiDictProxy: reduce_proxy}
+
+
+def proxy_table() -> ChainMap[type, Callable[[Any], Any]]:
+    """copyreg's live table, with multidict's proxies above it once multidict is loaded."""
+    own = _proxy_reducers() if "multidict" in sys.modules else {}
+    return ChainMap(own, copyreg.dispatch_table)
+
+
+@functools.cache
+def _proxy_pickler() -> type[Pickler]:
+    return type("ProxyPickler", (Pickler,), {"dispatch_table": proxy_table()})
+
+
+def value_pickler(main_by_value: bool) -> type[Pickler]:
+    """cloudpickle's pickler; it is imported here, when it is first needed (some 20 ms)."""
+    return _value_pickler(main_by_value, "multidict" in sys.modules)
+
+
+@functools.cache
+def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
+    import cloudpickle
+
+    own = _proxy_reducers() if with_proxies else {}
+
+    class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
+        dispatch_table: ClassVar[Any] = ChainMap(own, cloudpickle.Pickler.dispatch_table)
+
+    class MainByReference(ValuePickler):
+        # A worker imports this `__main__`: a closure's helper functions and classes are then the worker's own, as
+        # everywhere else. By value they would be second copies, with globals and an identity of their own.
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN_NAMES and _is_found(obj):
+                return NotImplemented
+            return super().reducer_override(obj)
+
+    return cast("type[Pickler]", ValuePickler if main_by_value else MainByReference)
+
+
+# Results that cannot leave their worker
+
+
+_INSTEAD = {
+    "coroutine": "await it in the worker and return its result",
+    "generator": "return a list, or yield its items from a call of their own",
+    "async_generator": "collect its items in the worker and return a list",
+    "Task": "await it in the worker and return its result",
+    "Future": "await it in the worker and return its result",
+    "ClientResponse": "return what you need of it, for example `return await response.text()`",
+    "ClientSession": "keep it in the lifespan and use percore.state() in the worker",
+    "lock": "make one in each worker, in the lifespan",
+    "RLock": "make one in each worker, in the lifespan",
+    "TextIOWrapper": "return its content or its path",
+    "BufferedReader": "return its content or its path",
+    "module": "return its name",
+}
+
+
+def unpicklable(value: object, exc: BaseException) -> RemoteError:
+    """What the caller gets instead of a result that could not be pickled: what it is, why not, what to return."""
+    culprit = _culprit(value, depth=3)
+    # A subclass (a response class of the user's own, asyncio's C task) is advised as its known base.
+    names = [base.__name__ for base in type(value if culprit is None else culprit).__mro__]
+    advice = next((_INSTEAD[name] for name in names if name in _INSTEAD), "return plain data instead")
+    what = f"the result is a {names[0]}" if culprit is value or culprit is None else f"the result contains a {names[0]}"
+    reason = f"{type_name_of(exc)}: {text_of(exc)}"
+    return RemoteError(
+        type_name_of(exc), f"{what}, which cannot be pickled ({reason}); {advice}", format_traceback(exc)
+    )
+
+
+def _culprit(value: object, depth: int) -> object | None:
+    """The first known unpicklable thing in `value`. Looks into plain containers only: no user code runs."""
+    if any(base.__name__ in _INSTEAD for base in type(value).__mro__):
+        return value
+    if not depth or type(value) not in (list, tuple, dict, set, frozenset):
+        return None
+    items = value.values() if isinstance(value, dict) else cast("list[object]", value)
+    for _, item in zip(range(100), items, strict=False):
+        found = _culprit(item, depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+# Functions
+
+
+def qualified_name(fn: object) -> str:
+    """The `__qualname__` behind partials and bound methods, that of its class for a callable object. Never raises."""
+    for _ in range(20):
+        if not isinstance(fn, functools.partial):
+            break
+        fn = fn.func
+    try:
+        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return name if type(name) is str else type(fn).__qualname__
+    except Exception:  # a `__getattr__` of the user's: the class has a name in any case
+        return type(fn).__qualname__
+
+
+def is_by_reference(fn: object) -> bool:
+    """Whether pickling `fn` gives a mere name that a worker can import: nothing of it can change between two calls."""
+    if isinstance(fn, MethodType):  # a classmethod: as stateless as its class
+        owner = fn.__self__
+        return isinstance(owner, type) and is_by_reference(owner) and getattr(owner, fn.__name__, None) == fn
+    if not isinstance(fn, FunctionType | BuiltinFunctionType | type) or not _is_found(fn):
+        return False
+    return fn.__module__ not in _MAIN_NAMES or main_info().kind in ("script", "module")
+
+
+def _is_found(obj: Any) -> bool:
+    try:
+        found: Any = sys.modules[obj.__module__]
+        for part in obj.__qualname__.split("."):
+            found = getattr(found, part)
+    except Exception:  # no such module or name, a `__module__` that is no string, a `__getattr__` that fails: not found
+        return False
+    return found is obj
+
+
+# Which `__main__` is this
+
+
+class MainInfo(NamedTuple):
+    """What a worker needs to know of the supervisor's `__main__`; a plain tuple of strings for marshal (`as_tuple`)."""
+
+    kind: Literal["script", "module", "value", "none"]
+    target: str
+
+    def as_tuple(self) -> tuple[str, str]:
+        return self.kind, self.target
+
+    @property
+    def by_value(self) -> bool:
+        return self.kind not in ("script", "module")
+
+
+def main_info() -> MainInfo:
+    """Look at `__main__` as it is now: can a worker import it (a script, `-m module`), or does it go by value?"""
+    main = sys.modules.get("__main__")
+    if main is None:
+        return MainInfo("none", "")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        # A zip app and a directory are "__main__"; running a package ends in ".__main__".
+        name = str(spec.name)
+        return MainInfo("value", "") if name.rpartition(".")[2] == "__main__" else MainInfo("module", name)
+    return _script_info(main)
+
+
+def _script_info(main: ModuleType) -> MainInfo:
+    path = getattr(main, "__file__", None)
+    # A prompt after the script (`python -i`) defines names that the file does not have.
+    if not isinstance(path, str) or hasattr(sys, "ps1") or not os.path.isfile(path):
+        return MainInfo("value", "")
+    return MainInfo("script", os.path.abspath(path))
+
+
+def alias_main() -> None:
+    """Let objects of a worker's imported main (`__mp_main__.X`) be found here, in `__main__`."""
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])

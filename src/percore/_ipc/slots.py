@@ -1,0 +1,219 @@
+"""Slots: where one large payload lies in shared memory while it travels.
+
+A map is sparse and cut into equal slots of `max_message` bytes, so nothing ever grows and no length has to be known before it is
+written: a pickler writes straight into a slot, one copy, and what does not fit is too large. The writer hands slots out, lowest
+free first so that pages stay warm; a slot comes back when the other side says that it has been read.
+
+No slot free is no failure: the payload stays in private bytes and is copied in when one is.
+"""
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable
+from pickle import PickleBuffer
+
+from percore._errors import PayloadTooLarge
+from percore._ipc.memory import Memory
+from percore._ipc.ring import BrokenFrame
+from percore._messages import SLOT_BITS, SLOT_MASK, Payload
+
+INLINE_LIMIT = 100_000
+"""Bytes of a pickle up to which it travels in a frame. Above it a slot is faster (malloc takes fresh pages from 128 KiB on)."""
+
+WARM_LIMIT = 64 << 20
+"""Bytes of touched pages a map may keep when all its slots are free."""
+
+
+class SlotWriter:
+    """The writing end of a map of slots. Slots may be taken and given back from any thread."""
+
+    def __init__(self, memory: Memory, slot_size: int, limit: int) -> None:
+        """Cut `memory` into slots. `limit`: bytes of the largest payload, at most `slot_size`."""
+        self.slot_size = slot_size
+        self.limit = limit
+        self.count = min(memory.size // slot_size, SLOT_MASK + 1)
+        self._memory = memory
+        self._lock = threading.Lock()  # held for arithmetic only: never over user code, a system call, or a wait
+        self._freed: list[int] = []
+        self._fresh = 0
+        self._touched = [0] * self.count
+        self._warm = 0
+        self.in_use = 0
+        self.waiters: deque[Callable[[], bool]] = deque()
+        """Called in order when a slot comes back, until one says that it had a use for it."""
+
+    def take(self) -> int | None:
+        """The lowest free slot, or None."""
+        with self._lock:
+            if self._freed:
+                slot = heapq.heappop(self._freed)
+            elif self._fresh < self.count:
+                slot = self._fresh
+                self._fresh += 1
+            else:
+                return None
+            self.in_use += 1
+            return slot
+
+    def give(self, slot: int, used: int) -> None:
+        """Take `slot` back, of which `used` bytes were written, and offer it to the waiters.
+
+        Raises:
+            BrokenFrame: it was not in use.
+        """
+        cold = 0
+        with self._lock:
+            if not 0 <= slot < self._fresh or slot in self._freed:
+                raise BrokenFrame(f"slot {slot} was released and is not in use")
+            heapq.heappush(self._freed, slot)
+            self.in_use -= 1
+            touched = max(self._touched[slot], used)
+            self._warm += touched - self._touched[slot]
+            if self._warm > WARM_LIMIT:
+                cold, keep = touched, max(0, touched - (self._warm - WARM_LIMIT))
+                self._warm -= touched - keep
+                touched = keep
+            self._touched[slot] = touched
+        if cold:
+            # Still under nobody's eyes: the slot is free, and the caller is the only one who hands it out again.
+            start = slot * self.slot_size
+            self._memory.give_back(start + touched, start + cold)
+        while self.waiters and not self.waiters.popleft()():
+            pass
+
+    def view(self, slot: int) -> memoryview:
+        """The memory of one slot."""
+        start = slot * self.slot_size
+        return self._memory.view[start : start + self.slot_size]
+
+    def store(self, data: bytes) -> int | None:
+        """Copy `data` into a free slot: the payload that names it, or None when no slot is free."""
+        slot = self.take()
+        if slot is None:
+            return None
+        start = slot * self.slot_size
+        self._memory.view[start : start + len(data)] = data
+        return len(data) << SLOT_BITS | slot
+
+    def read(self, payload: Payload) -> memoryview | bytes:
+        """The bytes of a payload of one's own."""
+        if isinstance(payload, bytes):
+            return payload
+        start = (payload & SLOT_MASK) * self.slot_size
+        return self._memory.view[start : start + (payload >> SLOT_BITS)]
+
+    def discard(self, payload: Payload) -> None:
+        """The payload is of no use any more: its slot, if it has one, is free."""
+        if isinstance(payload, int):
+            self.give(payload & SLOT_MASK, payload >> SLOT_BITS)
+
+
+class SlotReader:
+    """The reading end."""
+
+    __slots__ = ("_count", "_memory", "_slot_size")
+
+    def __init__(self, memory: Memory, slot_size: int) -> None:
+        self._memory = memory
+        self._slot_size = slot_size
+        self._count = min(memory.size // slot_size, SLOT_MASK + 1)
+
+    def read(self, payload: Payload) -> memoryview | bytes:
+        """The bytes of a payload that the other side sent.
+
+        Raises:
+            BrokenFrame: it names memory outside its slot.
+        """
+        if isinstance(payload, bytes):
+            return payload
+        slot, length = payload & SLOT_MASK, payload >> SLOT_BITS
+        if slot >= self._count or not 0 <= length <= self._slot_size:
+            raise BrokenFrame(f"payload of {length} bytes in slot {slot}: there are {self._count} slots of {self._slot_size} bytes")
+        start = slot * self._slot_size
+        return self._memory.view[start : start + length]
+
+
+class Sink:
+    """The file a pickler writes to: small pickles become bytes, large ones go straight into a slot.
+
+    A pickler hands a small pickle over in one write, which is only kept; a second write, or a large one, means that a slot is
+    worth it. Where none may be taken the bytes stay private.
+    """
+
+    __slots__ = ("_head", "_limit", "_parts", "_position", "_slot", "_slots", "_view")
+
+    def __init__(self, slots: SlotWriter, *, private: bool = False) -> None:
+        """With `private`, no slot is taken however large the pickle is."""
+        self._slots = slots
+        self._limit = slots.limit
+        self._head: bytes | None = None
+        self._position = 0
+        self._slot: int | None = None
+        self._view: memoryview | None = None
+        self._parts: list[bytes] | None = [] if private else None
+
+    def write(self, data: bytes | bytearray | memoryview | PickleBuffer, /) -> None:
+        """Append `data`.
+
+        Raises:
+            PayloadTooLarge: it does not fit; `reset` must follow.
+        """
+        if self._view is None and self._parts is None:
+            if self._head is None and type(data) is bytes and len(data) <= INLINE_LIMIT:
+                if len(data) > self._limit:
+                    raise PayloadTooLarge(self._limit)
+                self._head = data
+                return
+            self._grow_large()
+        if isinstance(data, PickleBuffer):
+            data = data.raw()
+        elif not isinstance(data, bytes):
+            data = memoryview(data).cast("B")
+        end = self._position + len(data)
+        if end > self._limit:
+            raise PayloadTooLarge(self._limit)
+        if self._view is not None:
+            self._view[self._position : end] = data
+        elif self._parts is not None:
+            self._parts.append(bytes(data))
+        self._position = end
+
+    def _grow_large(self) -> None:
+        self._slot = self._slots.take()
+        if self._slot is None:
+            self._parts = []
+        else:
+            self._view = self._slots.view(self._slot)
+        head, self._head = self._head, None
+        if head is not None:
+            self.write(head)
+
+    def contains(self, needle: bytes) -> bool:
+        """Whether `needle` is anywhere in what was written."""
+        if self._head is not None:
+            return needle in self._head
+        if self._parts is not None:
+            return needle in b"".join(self._parts)
+        if self._view is None:
+            return False
+        # In pieces that overlap: a slice of a memoryview cannot be searched without a copy.
+        step, overlap = 1 << 20, len(needle) - 1
+        return any(needle in bytes(self._view[max(0, at - overlap) : min(at + step, self._position)]) for at in range(0, self._position, step))
+
+    def reset(self) -> None:
+        """Forget everything written; a slot that was taken is free again."""
+        slot, used = self._slot, self._position
+        private = self._parts is not None and slot is None and self._head is None
+        self._head, self._view, self._slot, self._position = None, None, None, 0
+        self._parts = [] if private else None
+        if slot is not None:
+            self._slots.give(slot, used)
+
+    def payload(self) -> Payload:
+        """What was written, ready to travel: bytes, or the slot that holds it, which is then the caller's to discard."""
+        if self._head is not None:
+            return self._head
+        if self._slot is not None:
+            return self._position << SLOT_BITS | self._slot
+        return b"".join(self._parts or ())

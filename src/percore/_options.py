@@ -1,0 +1,156 @@
+"""Every knob of a Runner: what it means, its default, and what a bad value is told. The list is closed."""
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+from percore._platform import HAS_PIDFD, HAS_SETSIG, default_start_method
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
+StartMethod: TypeAlias = Literal["forkserver", "spawn"]
+
+_LEAST_MESSAGE: Final = 1024
+_MOST_MESSAGE: Final = 1 << 36
+
+
+def usable_cpus() -> int:
+    """The CPUs this process may really use: the smaller of its affinity and its cgroup's quota, rounded up."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, cpus if quota is None else min(cpus, math.ceil(quota)))
+
+
+def _cgroup_quota() -> float | None:
+    """CPUs' worth of time a period of this process's cgroup, the tightest of it and its ancestors (v2 and v1)."""
+    quotas = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                quotas += _quotas_v2(Path("/sys/fs/cgroup"), path)
+            elif "cpu" in controllers.split(","):
+                quotas += _quotas_v1(Path("/sys/fs/cgroup/cpu"), path)
+    return min(quotas, default=None)
+
+
+def _ancestors(root: Path, path: str) -> list[Path]:
+    # In a container the path may name the host's hierarchy, of which only the root is mounted here: look there too.
+    here = root / path.strip("/")
+    return [here, *(parent for parent in here.parents if parent.is_relative_to(root))]
+
+
+def _quotas_v2(root: Path, path: str) -> list[float]:
+    quotas = []
+    for folder in _ancestors(root, path):
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+    return quotas
+
+
+def _quotas_v1(root: Path, path: str) -> list[float]:
+    quotas = []
+    for folder in _ancestors(root, path):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota > 0:
+                quotas.append(quota / int((folder / "cpu.cfs_period_us").read_text()))
+    return quotas
+
+
+def _whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < least or (most is not None and value > most):
+        span = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {span}, not {value}")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a positive number of seconds, not {value}")
+    return float(value)
+
+
+def _callable(name: str, value: object, example: str) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, such as {name}={example}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The validated knobs of one Runner.
+
+    Attributes:
+        workers: processes.
+        lifespan: gives the (async) context manager each worker enters in its loop before its first call and leaves after its last.
+        concurrency: coroutines at once, per worker.
+        threads: size of the thread pool for plain functions, per worker.
+        loop_factory: makes a worker's event loop. None: uvloop where it is installed, else asyncio's own.
+        start_method: "forkserver" or "spawn".
+        max_message: bytes of one pickled message, in either direction.
+        start_timeout: seconds a worker may take until it is ready.
+        kill_after: seconds between asking a worker to end, or cancelling its calls, and killing it.
+    """
+
+    workers: int
+    lifespan: Lifespan | None
+    concurrency: int
+    threads: int
+    loop_factory: "Callable[[], AbstractEventLoop] | None"
+    start_method: StartMethod
+    max_message: int
+    start_timeout: float
+    kill_after: float
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        workers: int | None,
+        lifespan: Lifespan | None,
+        concurrency: int,
+        threads: int | None,
+        loop_factory: "Callable[[], AbstractEventLoop] | None",
+        start_method: StartMethod | None,
+        max_message: int,
+        start_timeout: float,
+        kill_after: float,
+    ) -> "Options":
+        """The options a user gave, defaults filled in.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value out of range, or a start method this system does not have.
+        """
+        cpus = usable_cpus()
+        _callable("lifespan", lifespan, "open_session")
+        _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
+        method = start_method if start_method is not None else default_start_method()
+        if method not in get_args(StartMethod):
+            extra = ". Forking a process that runs an event loop is not safe" if method == "fork" else ""
+            raise ValueError(f'start_method must be "forkserver" or "spawn", not {method!r}{extra}')
+        if method == "forkserver" and not (HAS_PIDFD and HAS_SETSIG):
+            raise ValueError('start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"')
+        return cls(
+            workers=cpus if workers is None else _whole("workers", workers, 1, 1024),
+            lifespan=lifespan,
+            concurrency=_whole("concurrency", concurrency, 1, 1_000_000),
+            threads=min(32, cpus + 4) if threads is None else _whole("threads", threads, 1, 10_000),
+            loop_factory=loop_factory,
+            start_method=method,  # type: ignore[arg-type]  # one of them, just checked
+            max_message=_whole("max_message", max_message, _LEAST_MESSAGE, _MOST_MESSAGE),
+            start_timeout=_seconds("start_timeout", start_timeout),
+            kill_after=_seconds("kill_after", kill_after),
+        )

@@ -1,0 +1,157 @@
+"""What workers say, and what becomes of it: outcomes to futures, places to the next call."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from percore._calls import Call
+from percore._errors import RemoteError, RunnerClosed
+from percore._ipc.exceptions import load_exception
+from percore._ipc.pickles import load
+from percore._ipc.ring import BrokenFrame
+from percore._member import Member
+from percore._messages import (
+    CANCELLED,
+    DRAINING,
+    ERROR,
+    READY,
+    RELEASE,
+    RESULT,
+    RETURNED,
+    SLOT_BITS,
+    SLOT_MASK,
+    UNPICKLED,
+    UNREADY,
+    VALUE,
+    Body,
+    Payload,
+)
+from percore._points import POINTS, point
+
+if TYPE_CHECKING:
+    from percore._supervisor import Slot, Supervisor
+
+
+class Outcomes:
+    """Receives the messages of all workers of a supervisor."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+
+    def receiver(self, slot: "Slot", member: Member) -> Callable[[int, int, Body], None]:
+        """What to call with each message of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
+        supervisor = self._supervisor
+
+        def receive(op: int, call_id: int, body: Body) -> None:
+            if op == VALUE:
+                call = member.take(call_id)
+                if not call.done():
+                    call.set_result(body)
+                self._ended(member, call)
+            elif op == RESULT:
+                self._result(member, member.take(call_id), cast("Payload", body))
+            elif op == ERROR:
+                self._error(member, member.take(call_id), cast("Payload", body))
+            elif op == CANCELLED:
+                self._cancelled(member, member.take(call_id))
+            elif op == RETURNED:
+                self._returned(member, call_id)
+            elif op == UNPICKLED:
+                supervisor.release(member.calls[call_id])
+            elif op == READY:
+                supervisor.ready(slot, member)
+            elif op == UNREADY:
+                error = load_exception(self._bytes(member, cast("Payload", body)))
+                supervisor.unready(member, error, _text(error))
+            elif op == DRAINING:
+                supervisor.draining(slot, member)
+            else:
+                raise BrokenFrame(f"message {op} does not exist")
+
+        return receive
+
+    def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
+        return member.worker.channel.incoming.read(payload)
+
+    def _release(self, member: Member, payload: Payload) -> None:
+        if type(payload) is int:
+            member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
+
+    def _result(self, member: Member, call: Call, payload: Payload) -> None:
+        data = self._bytes(member, payload)
+        if call.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
+            self._release(member, payload)
+            self._ended(member, call)
+            return
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = load(data)
+        except BaseException as error:  # user code: whatever it raises is this call's, converted
+            failure = error
+        if isinstance(data, memoryview):
+            data.release()
+        self._release(member, payload)
+        if not call.done():
+            if failure is None:
+                call.set_result(result)
+            else:
+                call.set_exception(_unloadable(failure))
+        self._ended(member, call, failed=failure is not None)
+
+    def _error(self, member: Member, call: Call, payload: Payload) -> None:
+        data = self._bytes(member, payload)
+        error = load_exception(data)
+        if isinstance(data, memoryview):
+            data.release()
+        self._release(member, payload)
+        if not call.done():
+            call.set_exception(error)
+        self._ended(member, call, failed=True)
+
+    def _cancelled(self, member: Member, call: Call) -> None:
+        if not call.done():
+            # Not by its caller (the future would be done): by closing.
+            call.set_exception(RunnerClosed("the runner was closed before this call could end"))
+        self._ended(member, call)
+
+    def _returned(self, member: Member, call_id: int) -> None:
+        supervisor = self._supervisor
+        member.recalling = False
+        if call_id == 0:  # a recall found nothing more to give back
+            return
+        call = member.take(call_id)
+        if call.done():
+            supervisor.release(call)
+        elif call.is_cut:
+            supervisor.release(call)
+            call.set_exception(RunnerClosed("the runner was closed before this call could begin"))
+        else:
+            supervisor.dispatch.returned([call])
+        supervisor.pump(call.kind)
+        supervisor.settle()
+
+    def _ended(self, member: Member, call: Call, *, failed: bool = False) -> None:
+        supervisor = self._supervisor
+        supervisor.release(call)
+        member.began = True
+        member.done += 1
+        member.failed += failed
+        if POINTS:
+            point("supervisor.outcome.delivered")
+        supervisor.pump(call.kind)
+        if supervisor.on_idle is not None:
+            supervisor.on_idle()
+
+
+def _unloadable(error: BaseException) -> Exception:
+    """What a caller gets whose result could not be unpickled here."""
+    failure = RemoteError(type(error).__qualname__, f"the result could not be unpickled here: {error!r}")
+    failure.__cause__ = error if isinstance(error, Exception) else None
+    return failure
+
+
+def _text(error: BaseException) -> str:
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None and cause.__cause__ is not cause:
+        cause = cause.__cause__
+    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"

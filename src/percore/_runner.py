@@ -1,0 +1,351 @@
+"""The async face: Runner."""
+
+import asyncio
+import os
+import threading
+import warnings
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
+
+from percore._closing import Closing
+from percore._engines.process import ProcessEngine, Shared
+from percore._errors import RunnerClosed
+from percore._ipc.pickles import alias_main, main_info
+from percore._map import Map
+from percore._options import Lifespan, Options, StartMethod
+from percore._statistics import Statistics, WorkerStatistics
+from percore._supervisor import Slot, Supervisor
+from percore._worker import context
+
+if TYPE_CHECKING:
+    from percore._calls import Call, Function
+    from percore._engine import Engine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
+_ADVICE = {
+    _NEW: "the runner is not started: use `async with percore.Runner() as runner`, or `await runner.start()` first",
+    _STARTING: "the runner is still starting: await `start()` before you call",
+    _CLOSING: "the runner is closing and takes no new calls",
+    _CLOSED: "the runner is closed; make a new one",
+}
+
+
+class Runner:
+    """Runs coroutine functions and plain functions on every CPU: one worker process each, with an event loop and threads.
+
+        async with percore.Runner(lifespan=http) as runner:
+            sizes = await runner.map(fetch, urls)
+
+    A runner belongs to the event loop it was started in. `async with` starts it and closes it: gracefully when the body ends,
+    with `grace=0` when the body is left by an exception.
+
+    Args:
+        workers: processes. Default: the CPUs this process may really use, by affinity and cgroup quota.
+        lifespan: called in each worker, gives an async or plain context manager that is entered in the worker's loop before its
+            first call and left after its last; what it yields is `percore.state()` there.
+        concurrency: coroutines at once, per worker.
+        threads: size of the thread pool for plain functions, per worker. Default: min(32, CPUs + 4).
+        loop_factory: makes the workers' event loops. Default: uvloop where installed, else asyncio's own.
+        start_method: "forkserver" (default on Linux) or "spawn".
+        max_message: bytes of one pickled message; above it that one call gets PayloadTooLarge.
+        start_timeout: seconds a worker may take to be ready.
+        kill_after: seconds a worker may take to end when asked to, before it is killed.
+
+    Raises:
+        TypeError, ValueError: a bad option.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        lifespan: Lifespan | None = None,
+        concurrency: int = 100,
+        threads: int | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        start_method: StartMethod | None = None,
+        max_message: int = 2**30,
+        start_timeout: float = 60.0,
+        kill_after: float = 5.0,
+    ) -> None:
+        self._options = Options.checked(
+            workers=workers,
+            lifespan=lifespan,
+            concurrency=concurrency,
+            threads=threads,
+            loop_factory=loop_factory,
+            start_method=start_method,
+            max_message=max_message,
+            start_timeout=start_timeout,
+            kill_after=kill_after,
+        )
+        self._state = _NEW
+        self._pid = os.getpid()
+        self._thread = 0
+        self._loop: asyncio.AbstractEventLoop
+        self._supervisor: Supervisor
+        self._shared: Shared
+        self._engine: Engine
+        self._closing: Closing | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Start all workers and wait until every one is ready. Cancelled: as closed with `grace=0`.
+
+        Raises:
+            StartupFailed: a worker could not be started, raised in its lifespan or imports, died, or took longer than
+                start_timeout. The others are stopped; nothing is retried.
+            RuntimeError: started before, or in a worker that is importing the user's script.
+        """
+        if context.importing_main:
+            raise RuntimeError(
+                "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
+            )
+        if self._state != _NEW:
+            raise RuntimeError(f"a runner is started once; this one is {self._state}")
+        if os.getpid() != self._pid:
+            raise RuntimeError("this runner was made before a fork; make a new one in the new process")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._state = _STARTING
+        alias_main()
+        main = main_info()
+        try:
+            self._shared = Shared.create(self._options)
+            self._engine = self._make_engine(main)
+        except BaseException:
+            self._state = _CLOSED
+            raise
+        self._supervisor = Supervisor(
+            self._loop, self._options, self._engine, self._shared.arena, main_by_value=main.kind == "value"
+        )
+        try:
+            await self._supervisor.start()
+        except BaseException:
+            await self.aclose(grace=0)
+            raise
+        self._state = _OPEN
+
+    def _make_engine(self, main: Any) -> "Engine":
+        return ProcessEngine(self._loop, self._options, self._shared, main)
+
+    async def aclose(self, *, grace: float | None = None) -> None:
+        """Close the runner: no new calls, accepted ones finish, workers leave their lifespans and end.
+
+        Idempotent; a second caller waits for the first, and a smaller grace tightens it. Every future is done when this returns.
+        Cancelled: all workers are killed at once, and still reaped.
+
+        Args:
+            grace: seconds for accepted calls to end. None: as long as they take. After it those that have not begun are withdrawn
+                and the rest is cancelled, and `kill_after` seconds later killed: these calls end with RunnerClosed.
+        """
+        if self._state == _NEW:
+            self._state = _CLOSED
+        if self._state == _CLOSED:
+            return
+        self._check_here()
+        if self._closing is None:
+            self._state = _CLOSING
+            self._closing = Closing(self._supervisor, self._let_go)
+        self._closing.tighten(grace)
+        await self._closing.wait()
+
+    async def _let_go(self) -> None:
+        try:
+            await self._engine.aclose()
+        finally:
+            self._shared.close()
+            self._state = _CLOSED
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose(grace=None if kind is None else 0)
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", _CLOSED) in (_STARTING, _OPEN, _CLOSING) and os.getpid() == self._pid:
+            warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
+            supervisor = getattr(self, "_supervisor", None)
+            if supervisor is not None:
+                supervisor.kill_all()
+
+    def __repr__(self) -> str:
+        return f"<percore.Runner workers={self._options.workers} {self._state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a Runner cannot be pickled: it belongs to the process and the loop that started it")
+
+    # Calls
+
+    @overload
+    def submit(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
+    @overload
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        """Hand a call over; never blocks.
+
+        The arguments are pickled now, so later changes are not seen. The future can be awaited, or forgotten: percore holds it
+        until it is done. Cancelling it withdraws the call, or cancels it in its worker.
+
+        Raises:
+            RunnerClosed: before start and after close.
+            RunnerBroken: no worker can be started any more.
+            TypeError: `fn` is a coroutine, a generator function, or cannot be called.
+            RuntimeError: from another loop or thread, or after a fork.
+        """
+        self._check_open()
+        return self._submit(self._supervisor.functions.of(fn), args, kwargs)
+
+    def _submit(self, function: "Function", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+        return self._supervisor.submit(function, args, kwargs)
+
+    @overload
+    async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in a worker and return its result.
+
+        Cancelled: returns at once. A call that has not begun never runs. One that has is cancelled in its worker: its `finally`
+        runs on and holds its place until it ends; a plain function runs on in its thread. Whatever comes of it is dropped.
+
+        Raises:
+            WorkerDied: its worker died after the call had begun.
+            RemoteError: it raised something that cannot arrive as itself, or its result cannot be pickled.
+            PayloadTooLarge: arguments or result above max_message.
+            Exception: whatever the function raises; the remote traceback is at the end of its `__cause__` chain.
+            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
+        """
+        self._check_open()
+        return await self._submit(self._supervisor.functions.of(fn), args, kwargs)
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        /,
+        *iterables: Iterable[Any] | AsyncIterable[Any],
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Map[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        /,
+        *iterables: Iterable[Any] | AsyncIterable[Any],
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Map[T]: ...
+    def map(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *iterables: Iterable[Any] | AsyncIterable[Any],
+        ordered: bool = True,
+        window: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Map[Any]:
+        """Call `fn` with the items of the iterables, one of each at a time, until the shortest ends.
+
+        Nothing is pulled before the map is used, once: `await` it for a list, or iterate it with `async for` in bounded memory.
+        Left early, inside `async with` or by `aclose()`, what is under way is cancelled.
+
+        Args:
+            fn: a coroutine function or a plain one.
+            *iterables: sync, async, or endless.
+            ordered: give results in the order of the inputs, or as they come.
+            window: exactly this many items are pulled and not yet handed over. Default: twice what the workers run at once.
+            return_exceptions: give errors in place of results instead of raising them.
+
+        Raises:
+            TypeError, ValueError: something that cannot be called or iterated, or a bad window.
+            RunnerClosed, RuntimeError: as `submit`.
+        """
+        self._check_open()
+        return Map(
+            self._supervisor,
+            fn,
+            iterables,
+            ordered=ordered,
+            window=window,
+            return_exceptions=return_exceptions,
+        )
+
+    # Questions
+
+    def statistics(self) -> Statistics:
+        """A snapshot of the counters. No system call.
+
+        Raises:
+            RunnerClosed: before start and after close.
+            RuntimeError: from another loop or thread, or after a fork.
+        """
+        if self._state in (_NEW, _CLOSED):
+            raise RunnerClosed(_ADVICE[self._state])
+        self._check_here()
+        workers = tuple(self._slot_statistics(slot) for slot in self._supervisor.slots)
+        return Statistics(
+            running=sum(worker.running for worker in workers),
+            queued=sum(worker.queued for worker in workers) + self._supervisor.dispatch.waiting(),
+            done=sum(worker.done for worker in workers),
+            failed=sum(worker.failed for worker in workers),
+            restarts=sum(worker.restarts for worker in workers),
+            workers=workers,
+        )
+
+    def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
+        member = slot.current
+        running, queued = (0, 0) if member is None else member.statistics(self._options.threads)
+        channel = None if member is None else member.worker.channel
+        return WorkerStatistics(
+            index=slot.index,
+            generation=slot.generation,
+            pid=None if member is None else member.pid,
+            state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
+            running=running,
+            queued=queued,
+            done=slot.done + (0 if member is None else member.done),
+            failed=slot.failed + (0 if member is None else member.failed),
+            started_at=None if member is None else member.started_at,
+            bytes_in=0 if channel is None else channel.tx.written,
+            bytes_out=0 if channel is None else channel.rx.read,
+            restarts=slot.restarts,
+        )
+
+    # Misuse
+
+    def _check_open(self) -> None:
+        if self._state is not _OPEN:
+            raise RunnerClosed(_ADVICE[self._state])
+        if asyncio._get_running_loop() is not self._loop:
+            self._check_here()
+        if self._supervisor.broken is not None:
+            raise self._supervisor.refusal()
+
+    def _check_here(self) -> None:
+        """That the caller is in the runner's process, thread and loop.
+
+        Raises:
+            RuntimeError: it is not; the text says which.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("this runner was started before a fork and works only in the process that started it")
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe"
+            )
+        running = asyncio._get_running_loop()
+        if running is not None and running is not self._loop:
+            raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")

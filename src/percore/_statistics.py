@@ -1,0 +1,57 @@
+"""Frozen snapshots of a runner's counters."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """One slot of the pool, by its worker of now.
+
+    Attributes:
+        index: the slot, from 0.
+        generation: how many workers the slot has had.
+        pid: of its worker; None where it has none, or not yet.
+        state: "starting", "ready", "draining", "finishing", "gone" (a replacement is awaited) or "failed" (given up).
+        running: calls that run there.
+        queued: calls queued ahead there.
+        done: calls that have ended in this slot, failures included.
+        failed: those of them that raised or died.
+        started_at: the loop's time at which the worker was started; None where there is none.
+        bytes_in: bytes of frames sent to the worker.
+        bytes_out: bytes of frames that came from it.
+        restarts: replacements started in this slot.
+    """
+
+    index: int
+    generation: int
+    pid: int | None
+    state: str
+    running: int
+    queued: int
+    done: int
+    failed: int
+    started_at: float | None
+    bytes_in: int
+    bytes_out: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A runner's counters at one moment: counted by percore, no system is asked.
+
+    Attributes:
+        running: calls that run in workers.
+        queued: calls that wait, in the supervisor or ahead in workers.
+        done: calls that have ended in workers, failures included.
+        failed: those of them that raised or died.
+        restarts: replacements started.
+        workers: a record a slot, by index.
+    """
+
+    running: int
+    queued: int
+    done: int
+    failed: int
+    restarts: int
+    workers: tuple[WorkerStatistics, ...]

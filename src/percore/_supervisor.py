@@ -1,0 +1,360 @@
+"""The shell: owns every pending call, turns what workers and users do into inputs of the pure core, and does what it decides.
+
+    submit ─▶ Dispatch ─▶ Member.send ─▶ channel ═▶ worker
+    future ◀─ outcome  ◀─ Outcomes    ◀─ channel ◀═ worker
+    exit of a worker ─▶ Life, Dispatch, RestartBudget ─▶ its started calls fail, the others wait again, a replacement starts
+
+Every call has one owner: the queue of Dispatch while it waits, the Member it was sent to afterwards. It leaves the first by being
+sent or withdrawn, the second by its outcome or by the worker's death.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how
+from percore._calls import Call, Function, Functions
+from percore._core.dispatch import Dispatch
+from percore._core.lifecycle import Event, State
+from percore._core.restart import LIMIT, RestartBudget
+from percore._engine import Engine
+from percore._errors import RunnerClosed
+from percore._ipc.slots import SlotWriter
+from percore._member import Member
+from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Body, Kind
+from percore._options import Options
+from percore._outcomes import Outcomes
+from percore._points import POINTS, point
+
+logger: Final = logging.getLogger("percore")
+
+
+class Slot:
+    """A place in the pool: its worker of now, and how its workers have fared."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.generation = 0
+        self.budget = RestartBudget()
+        self.current: Member | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_failed = False
+        self.restarts = 0
+        self.done = 0
+        self.failed = 0
+
+
+class Supervisor:
+    """Keeps the workers of one runner. All methods belong to the thread of its loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, engine: Engine, arena: SlotWriter, *, main_by_value: bool) -> None:
+        self.loop = loop
+        self.options = options
+        self.engine = engine
+        self.arena = arena
+        self.dispatch: Dispatch[Call, Member] = Dispatch(options.concurrency, options.threads)
+        self.functions = Functions(arena, main_by_value=main_by_value)
+        self.slots = [Slot(index) for index in range(options.workers)]
+        self.members: set[Member] = set()
+        self.broken: RunnerBroken | None = None
+        self.is_closing = False
+        self.on_idle: Callable[[], None] | None = None
+        self._outcomes = Outcomes(self)
+        self._starting: asyncio.Future[None] | None = None
+        self._last_report = ""
+
+    # Starting
+
+    async def start(self) -> None:
+        """Start every worker and wait until all are ready.
+
+        Raises:
+            StartupFailed: one could not be started, died, failed, or was late. The others run on: the caller closes.
+        """
+        self._starting = self.loop.create_future()
+        for slot in self.slots:
+            self._spawn(slot)
+        try:
+            await self._starting
+        finally:
+            self._starting = None
+
+    def _spawn(self, slot: Slot) -> None:
+        slot.timer = None
+        slot.generation += 1
+        member = Member(slot.index, slot.generation, self.dispatch.room, self.loop.time())
+        try:
+            member.worker = self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code))
+        except OSError as error:
+            self._report(f"worker {slot.index} could not be started: {error}")
+            self.loop.call_soon(self._never_began, slot, None)
+            return
+        slot.current = member
+        self.members.add(member)
+        slot.timer = self.loop.call_later(self.options.start_timeout, self._late, slot, member)
+        member.worker.channel.open(
+            self._outcomes.receiver(slot, member), lambda error: self._kill(member, f"its channel broke: {error!r}")
+        )
+
+    def _late(self, slot: Slot, member: Member) -> None:
+        if slot.current is member and member.life.state is State.STARTING:
+            self._report(f"worker {slot.index} was not ready after start_timeout={self.options.start_timeout:g} seconds")
+            self._kill(member, "it was not ready in time")
+
+    def ready(self, slot: Slot, member: Member) -> None:
+        """A worker has entered its lifespan."""
+        if member.life.advance(Event.READY) is not State.READY:
+            return
+        if slot.timer is not None:
+            slot.timer.cancel()
+            slot.timer = None
+        self.dispatch.seats.append(member)
+        if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
+            self._starting.set_result(None)
+        self.pump(Kind.TASK)
+        self.pump(Kind.THREAD)
+
+    def unready(self, member: Member, error: BaseException, text: str) -> None:
+        """A worker's start failed, with this exception; it is about to end."""
+        member.life.advance(Event.FAIL)
+        self._last_report = text
+        if self._starting is not None and not self._starting.done():
+            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._starting.set_exception(failure)
+        else:
+            logger.warning("worker %d could not start: %s", member.index, text or error)
+
+    def draining(self, slot: Slot, member: Member) -> None:
+        """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
+        member.life.advance(Event.DRAIN)
+        self._unseat(member)
+        if slot.current is member and not self.is_closing:
+            slot.restarts += 1
+            logger.info("worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
+            self._spawn(slot)
+
+    # Calls
+
+    def submit(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Accept a call. What cannot be pickled fails the future."""
+        call = Call(self, self.loop, function)
+        try:
+            self.functions.encode(call, args, kwargs)
+        except Exception as error:
+            call.set_exception(RuntimeError(f"pickling raised {error!r}") if isinstance(error, StopIteration) else error)
+            return call
+        if POINTS:
+            point("supervisor.call.pickled")
+        if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
+            self._refuse(call)
+            return call
+        member = self.dispatch.submitted(call)
+        if member is not None:
+            member.send(call, self.loop.time())
+        return call
+
+    def cancelled(self, call: Call) -> None:
+        """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
+        member: Member | None = call.member
+        if member is not None:
+            member.worker.channel.send(CANCEL, call.call_id, None)
+        else:
+            self.release(call)
+            self.dispatch.ended(call)
+            self.settle()
+
+    def release(self, call: Call) -> None:
+        """Nobody will need the call's arguments again."""
+        body, call.body = call.body, ()
+        if type(body) is int:
+            self.arena.discard(body)
+
+    def pump(self, kind: Kind) -> None:
+        """Send what can be sent."""
+        while (following := self.dispatch.next(kind)) is not None:
+            call, member = following
+            member.send(call, self.loop.time())
+        if kind is Kind.THREAD and (recall := self.dispatch.recall()) is not None:
+            recall.seat.recalling = True
+            recall.seat.worker.channel.send(RECALL, recall.count, None)
+
+    def forget(self, function: Function) -> None:
+        """A held function is of no use any more."""
+        number = function.number
+        if self.functions.drop(function):
+            for member in self.members:
+                if number in member.defined:
+                    member.defined.discard(number)
+                    member.worker.channel.send(UNDEFINE, number, None)
+
+    def _refuse(self, call: Call) -> None:
+        self.release(call)
+        if not call.done():
+            call.set_exception(self.refusal())
+
+    def refusal(self) -> Exception:
+        """A new instance of the reason why no call is taken."""
+        if self.broken is not None:
+            return RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
+        return RunnerClosed("the runner was closed before this call could end")
+
+    # Deaths
+
+    def _kill(self, member: Member, why: str) -> None:
+        if not member.life.is_gone:
+            member.killed_why = why
+            logger.warning("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            member.worker.kill()
+
+    def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
+        """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
+        member.worker.channel.receive()
+        state = member.life.state
+        member.life.advance(Event.EXIT)
+        if slot.timer is not None and slot.current is member:
+            slot.timer.cancel()
+            slot.timer = None
+        self._unseat(member)
+        self.members.discard(member)
+        begun = self._end_calls(member, exitcode)
+        began = member.began or begun
+        slot.done += member.done
+        slot.failed += member.failed
+        member.worker.close()
+        if state in (State.STARTING, State.READY):
+            log = logger.debug if self.is_closing else logger.warning
+            log("worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
+        if slot.current is member:
+            slot.current = None
+            self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
+        self.pump(Kind.TASK)
+        self.pump(Kind.THREAD)
+        self.settle()
+
+    def _end_calls(self, member: Member, exitcode: int | None) -> bool:
+        """Fail the calls that had begun, take back those that had not. Whether any had begun."""
+        now = self.loop.time()
+        back, begun = [], False
+        for call in list(member.calls.values()):
+            started = member.has_begun(call)
+            begun |= started
+            call.member = None
+            if call.done():
+                self.release(call)
+            elif started or call.is_cut:
+                self.release(call)
+                call.set_exception(
+                    RunnerClosed("the runner was closed before this call could end")
+                    if call.is_cut
+                    else WorkerDied(member.pid, exitcode, call.function.name, now - call.age_from)
+                )
+                member.done += 1
+                member.failed += 1
+            else:
+                back.append(call)
+        member.calls.clear()
+        if back and self._is_hopeless():
+            for call in back:
+                self.release(call)
+                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
+        else:
+            self.dispatch.returned(back)
+        return begun
+
+    def _is_hopeless(self) -> bool:
+        """Whether no worker will come to run what waits."""
+        return self.broken is not None or (self.is_closing and not self.dispatch.seats)
+
+    def _unseat(self, member: Member) -> None:
+        if member in self.dispatch.seats:
+            self.dispatch.seats.remove(member)
+
+    def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
+        if self._starting is not None:
+            if not self._starting.done():
+                reason = f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
+                self._starting.set_exception(StartupFailed(reason, self._last_report))
+            return
+        if self.is_closing:
+            return
+        slot.restarts += 1
+        if began:
+            slot.budget.began()
+            self._spawn(slot)
+        else:
+            self._never_began(slot, exitcode)
+
+    def _never_began(self, slot: Slot, exitcode: int | None) -> None:
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.set_exception(StartupFailed(self._last_report))
+            return
+        if self.is_closing:
+            return
+        delay = slot.budget.died()
+        if delay is not None:
+            slot.timer = self.loop.call_later(delay, self._spawn, slot)
+            return
+        slot.is_failed = True
+        if all(other.is_failed for other in self.slots):
+            self._break(exitcode)
+        else:
+            logger.warning(
+                "worker %d died %d times in a row before it began a call; the runner goes on without it. %s",
+                slot.index,
+                LIMIT,
+                self._last_report,
+            )
+
+    def _break(self, exitcode: int | None) -> None:
+        self.broken = RunnerBroken(LIMIT, exitcode, self._last_report)
+        logger.error("%s", self.broken)
+        for call in self.dispatch.withdraw():
+            self._refuse(call)
+
+    def _report(self, text: str) -> None:
+        self._last_report = text
+        logger.warning("%s", text)
+
+    # Ending
+
+    def unfinished(self) -> bool:
+        """Whether any call waits or runs, those included whose callers have gone."""
+        return bool(self.dispatch.waiting()) or any(member.calls for member in self.members)
+
+    def settle(self) -> None:
+        """While closing: look whether there is something to do next."""
+        if self.on_idle is not None:
+            self.on_idle()
+
+    def cut(self) -> None:
+        """Withdraw what waits and cancel what runs; the callers get RunnerClosed."""
+        for call in self.dispatch.withdraw():
+            self._refuse(call)
+        for member in self.members:
+            for call in member.calls.values():
+                call.is_cut = True
+                if not call.done():
+                    member.worker.channel.send(CANCEL, call.call_id, None)
+
+    def finish(self) -> None:
+        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed."""
+        for slot in self.slots:
+            if slot.timer is not None:
+                slot.timer.cancel()
+                slot.timer = None
+        for member in self.members:
+            if member.life.state is State.STARTING:
+                member.worker.kill()
+            elif member.life.state is not State.FINISHING:
+                member.worker.channel.send(FINISH, 0, None)
+            member.life.advance(Event.FINISH)
+
+    def kill_all(self) -> None:
+        """End every worker now. Their exits follow."""
+        for member in self.members:
+            for call in member.calls.values():
+                call.is_cut = True
+            member.worker.kill()

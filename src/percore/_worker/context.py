@@ -1,0 +1,90 @@
+"""What a call can ask of the worker it runs in."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, overload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentWorker:
+    """The worker a call runs in.
+
+    Attributes:
+        index: its slot, from 0.
+        generation: how many workers the slot has had, this one included.
+        pid: its process id.
+    """
+
+    index: int
+    generation: int
+    pid: int
+
+
+class WorkerContext:
+    """One worker, as its calls see it."""
+
+    __slots__ = ("has_value", "value", "worker")
+
+    def __init__(self, worker: CurrentWorker) -> None:
+        self.worker = worker
+        self.value: Any = None
+        self.has_value = False
+
+    def enter(self, value: object) -> None:
+        """The lifespan has yielded `value`."""
+        self.value = value
+        self.has_value = True
+
+    def leave(self) -> None:
+        """The lifespan ends."""
+        self.value = None
+        self.has_value = False
+
+
+# A worker process has one context for all of its threads, whoever made them. Workers inside one process (a test's engine) have
+# one each, which their tasks and threads inherit.
+of_process: WorkerContext | None = None
+of_task: Final[ContextVar[WorkerContext | None]] = ContextVar("percore_worker", default=None)
+
+importing_main = False
+"""Whether this worker is running the user's script, to find something of it."""
+
+
+def _current(what: str) -> WorkerContext:
+    found = of_task.get() or of_process
+    if found is None:
+        raise RuntimeError(f"percore.{what}() works inside a call, in a worker; this is not one")
+    return found
+
+
+def current_worker() -> CurrentWorker:
+    """Index, generation and pid of the worker this call runs in.
+
+    Raises:
+        RuntimeError: outside a worker.
+    """
+    return _current("current_worker").worker
+
+
+@overload
+def state() -> Any: ...
+@overload
+def state(kind: type[T], /) -> T: ...
+def state(kind: type[Any] | None = None, /) -> Any:
+    """What the lifespan of this worker yielded.
+
+    Args:
+        kind: its expected type, checked, and known to type checkers.
+
+    Raises:
+        RuntimeError: outside a worker, or without a lifespan.
+        TypeError: it is no `kind`.
+    """
+    found = _current("state")
+    if not found.has_value:
+        raise RuntimeError("this runner has no lifespan: give one, percore.Runner(lifespan=...), to have state in its workers")
+    if kind is not None and not isinstance(found.value, kind):
+        raise TypeError(f"the lifespan yields {type(found.value).__name__}, not {kind.__name__}")
+    return found.value

@@ -1,0 +1,156 @@
+"""Where a worker's process begins, once its launcher has given it the world of the supervisor."""
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.doorbell import bell_of
+from percore._ipc.memory import Memory
+from percore._ipc.pickles import MainInfo, load
+from percore._ipc.ring import RingReader, RingWriter
+from percore._ipc.slots import SlotReader, SlotWriter
+from percore._platform import uvloop_wanted
+from percore._points import this_is_worker
+from percore._worker import context as worker_context
+from percore._worker import mainmodule
+from percore._worker.context import CurrentWorker, WorkerContext
+from percore._worker.lifespan import serve_until_finished
+from percore._worker.serve import Server
+
+MARK_SIZE: Final = 8
+
+
+class Boot(NamedTuple):
+    """What the supervisor tells a worker before there is a channel. Plain values alone, and the user's objects as pickles."""
+
+    index: int
+    generation: int
+    places: int
+    threads: int
+    arena_size: int
+    results_size: int
+    slot_size: int
+    max_message: int
+    debug: bool
+    main: tuple[Any, ...]
+    loop_factory: bytes
+    lifespan: bytes
+
+    def pack(self) -> bytes:
+        """As bytes for the launcher."""
+        return pickle.dumps(tuple(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Boot":
+        """What `pack` packed."""
+        return cls(*pickle.loads(data))
+
+
+def cell_size(places: int) -> int:
+    """Bytes of a worker's cell: a ring down, a ring up, and a start mark a place."""
+    return 2 * RING_SIZE + places * MARK_SIZE
+
+
+def marks_of(cell: Memory, places: int) -> memoryview:
+    """The start marks of a cell."""
+    return cell.view[2 * RING_SIZE : 2 * RING_SIZE + places * MARK_SIZE].cast("Q")
+
+
+def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
+    """Be a worker. `fds`: cell, arena (to be read), results, and this side's bell."""
+    exitcode = 1
+    try:
+        exitcode = _run(Boot.unpack(boot), fds)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        _leave(exitcode)
+
+
+def _run(boot: Boot, fds: Sequence[int]) -> int:
+    this_is_worker(boot.index, boot.generation)
+    signal.signal(signal.SIGINT, _ignore_interrupt)
+    main = MainInfo(*boot.main)
+    mainmodule.install(main)
+    context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
+    worker_context.of_process = context
+    gc.collect()
+    gc.freeze()
+    loop = _new_loop(boot)
+    loop.set_debug(boot.debug)
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(_serve(loop, boot, fds, context, main_by_value=main.kind == "value"))
+    finally:
+        _end_loop(loop)
+
+
+def _new_loop(boot: Boot) -> asyncio.AbstractEventLoop:
+    if boot.loop_factory:
+        factory: Callable[[], asyncio.AbstractEventLoop] = load(boot.loop_factory)  # type: ignore[assignment]
+        return factory()
+    if uvloop_wanted():
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+async def _serve(
+    loop: asyncio.AbstractEventLoop, boot: Boot, fds: Sequence[int], context: WorkerContext, *, main_by_value: bool
+) -> int:
+    cell_fd, arena_fd, results_fd, *bell_fds = fds
+    cell = Memory(cell_fd, cell_size(boot.places), writable=True)
+    arena = Memory(arena_fd, boot.arena_size, writable=False)
+    results = Memory(results_fd, boot.results_size, writable=True)
+    for memory in (cell, arena, results):
+        memory.close_fds()
+    channel = Channel(
+        loop,
+        (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
+        bell_of(tuple(bell_fds)),
+        (SlotWriter(results, boot.slot_size, boot.max_message), SlotReader(arena, boot.slot_size)),
+        prompt=True,
+    )
+    server = Server(channel, marks_of(cell, boot.places), threads=boot.threads, main_by_value=main_by_value)
+    channel.open(server.receive, _broken)
+    loop.add_signal_handler(signal.SIGTERM, server.drain)
+    return await serve_until_finished(
+        channel, server, context, lambda: load(boot.lifespan) if boot.lifespan else None, main_by_value=main_by_value
+    )
+
+
+def _broken(error: BaseException) -> None:
+    """The channel is lost, and with it every reason to live."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(70)  # EX_SOFTWARE
+
+
+def _ignore_interrupt(_signum: int, _frame: object) -> None:
+    """Ctrl-C is the supervisor's to handle. A handler, because SIG_IGN would be inherited by the user's subprocesses."""
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    asyncio.set_event_loop(None)
+    # Not closed: threads of calls may still use it, and the process is about to end.
+
+
+def _leave(exitcode: int) -> NoReturn:
+    """End in order, but without waiting for anybody's threads."""
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or gone: there is nothing left to say and nobody to tell
+                stream.flush()
+        os._exit(exitcode)

@@ -1,0 +1,124 @@
+"""The threads of a worker: plain functions run here.
+
+Calls wait in a dict, from which they can be taken back by id until a thread begins them; the queue carries ids alone. A thread
+and the loop may both want a call: `dict.pop` gives it to exactly one.
+
+The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases the
+GIL, another thread takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for
+a moment, and short CPU-bound calls run one at a time, which costs nothing under a GIL: a thread about to run one waits for its turn,
+but not longer than a few milliseconds, so that a long call holds nobody up. Whether calls are CPU-bound is measured on those that
+ran alone (the only ones whose waiting is not for the GIL).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import Context
+from queue import SimpleQueue
+from typing import Any, Final
+
+JOIN_AFTER: Final = 0.004
+"""Seconds after which a call that waits for its turn runs beside the one that has it."""
+
+_YIELD_EVERY: Final = 0.001
+_YIELD_FOR: Final = 50e-6
+
+
+class Threads:
+    """A pool of daemon threads, started as they are needed."""
+
+    def __init__(self, limit: int, run: Callable[[int, Any], None], context: Context) -> None:
+        """`run(call_id, item)` must not raise; it is called in a copy of `context`."""
+        self._limit = limit
+        self._run = run
+        self._context = context
+        self._waiting: dict[int, Any] = {}
+        self._running: dict[int, None] = {}
+        self._ids: SimpleQueue[int | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._turn = threading.Lock()
+        self._takes_turns = True
+        self._yielded = 0.0
+
+    # From the loop
+
+    def put(self, call_id: int, item: Any) -> None:
+        """Queue a call."""
+        self._waiting[call_id] = item
+        if len(self._threads) < self._limit and len(self._waiting) + len(self._running) > len(self._threads):
+            self._start_thread()
+        self._ids.put(call_id)
+
+    def take_back(self, call_id: int) -> bool:
+        """Whether the call had not begun, and never will here."""
+        return self._waiting.pop(call_id, None) is not None
+
+    def take_back_some(self, count: int) -> list[int]:
+        """The ids of up to `count` calls that had not begun, the newest first; they never will here."""
+        taken: list[int] = []
+        while len(taken) < count and self._waiting:
+            try:
+                taken.append(self._waiting.popitem()[0])
+            except KeyError:  # a thread took the last one since we looked
+                break
+        return taken
+
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._waiting and not self._running
+
+    def stop(self) -> None:
+        """End every thread that is not in a call; the others are daemons."""
+        for _ in self._threads:
+            self._ids.put(None)
+
+    def join(self) -> None:
+        """Wait for threads that were stopped; for workers that share a process with others."""
+        for thread in self._threads:
+            thread.join()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._context.copy().run, args=(self._work,), name=f"percore-{len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    # In a thread
+
+    def _work(self) -> None:
+        get, waiting, running = self._ids.get, self._waiting, self._running
+        while (call_id := get()) is not None:
+            # In `running` before it leaves `waiting`: at no moment does the call seem to be nowhere.
+            running[call_id] = None
+            item = waiting.pop(call_id, None)
+            if item is not None:
+                self._run_one(call_id, item)
+                item = None
+            del running[call_id]
+
+    def _run_one(self, call_id: int, item: Any) -> None:
+        has_turn = self._takes_turns and self._turn.acquire(timeout=JOIN_AFTER)
+        if has_turn:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                self._run(call_id, item)
+            finally:
+                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+                self._takes_turns = cpu > 0.5 * wall or wall < 20e-6
+                self._turn.release()
+        else:
+            self._run(call_id, item)
+            if not self._takes_turns and len(self._running) == 1:
+                # Alone: what this one did with its time can be measured, next time around.
+                self._takes_turns = True
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Let the loop have the GIL: at once after each ring, and for a moment once a millisecond."""
+        now = time.perf_counter()
+        if len(self._running) > 1 and now - self._yielded > _YIELD_EVERY:
+            self._yielded = now
+            time.sleep(_YIELD_FOR)
+        else:
+            time.sleep(0)

@@ -1,0 +1,85 @@
+"""The loops tests run under, and the check after every test that nothing is left.
+
+Async tests in tests/contract and tests/e2e run twice, under asyncio and under uvloop; elsewhere one asks with
+`@pytest.mark.both_loops`. `@pytest.mark.asyncio_only` takes a test of those folders out.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests import leaks
+
+TESTS = Path(__file__).parent
+BOTH_LOOPS = (TESTS / "contract", TESTS / "e2e")
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def _loop_factories() -> dict[str, LoopFactory]:
+    factories: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop}
+    if "uvloop" not in os.environ.get("PERCORE_WITHOUT", ""):
+        import uvloop
+
+        # The first loop of a process makes a pipe that libuv keeps for ever; made here, it is no test's leak.
+        uvloop.new_event_loop().close()
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+LOOP_FACTORIES = _loop_factories()
+
+
+# pytest_asyncio's own way to choose loops: no event loop policy is set, which Python 3.14 deprecates.
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    placed = any(item.path.is_relative_to(folder) for folder in BOTH_LOOPS)
+    both = item.get_closest_marker("both_loops") or (placed and not item.get_closest_marker("asyncio_only"))
+    return LOOP_FACTORIES if both else {"asyncio": LOOP_FACTORIES["asyncio"]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail the test that leaves a process, thread, descriptor, memfd or name in /dev/shm. Taken down last of all."""
+    before = leaks.snapshot()
+    yield
+    left = leaks.since(before)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def loop_is_guarded(request: pytest.FixtureRequest, nothing_left: None) -> None:
+    """Set `guarded_loop` up for async tests alone; a sync test has no loop."""
+    # Named here, it is set up first of all async fixtures and after `nothing_left`: so it is taken down when they are
+    # gone and before its loop is closed, which would cancel the tasks; `nothing_left` looks when the loop is closed.
+    if pytest_asyncio.is_async_test(request.node):
+        request.getfixturevalue("guarded_loop")
+
+
+@pytest_asyncio.fixture
+async def guarded_loop() -> AsyncIterator[None]:
+    """Fail the test that leaves an asyncio task pending; make its time limit end the loop."""
+    before = asyncio.all_tasks()
+    asyncio.get_running_loop().set_exception_handler(_end_when_time_is_up)
+    yield
+    for _ in range(3):  # turns of the loop, not time: callbacks of what has ended are still queued
+        await asyncio.sleep(0)
+    current = asyncio.current_task()
+    left = [task for task in asyncio.all_tasks() - before if task is not current]
+    if left:
+        pytest.fail("the test left tasks pending:\n  " + "\n  ".join(map(repr, left)), pytrace=False)
+
+
+def _end_when_time_is_up(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # pytest-timeout raises from a signal handler. Where that hits a callback (under uvloop always: signals arrive in
+    # one), the loop takes it for the callback's own failure, reports it here and would run on. Only SystemExit and
+    # KeyboardInterrupt end a loop.
+    error = context.get("exception")
+    if isinstance(error, pytest.fail.Exception):
+        raise SystemExit(str(error)) from error
+    loop.default_exception_handler(context)

@@ -1,0 +1,424 @@
+"""Processes that are launched: their world, their end, and the end of whoever launched them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from percore._engines.servers import servers
+from tests.e2e import launch_jobs
+from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
+
+ROOT = Path(__file__).parents[2]
+both = pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+
+
+class End:
+    """An on_exit that can be waited for, and that fails when it is called twice."""
+
+    def __init__(self) -> None:
+        self._code: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, code: int | None) -> None:
+        self._code.set_result(code)
+
+    def told(self) -> bool:
+        return self._code.done()
+
+    async def code(self) -> int | None:
+        return await asyncio.wait_for(self._code, 20)
+
+
+def server_pidfd() -> int:
+    assert servers._current is not None
+    return servers._current.pidfd.number
+
+
+def pidfds(pids: list[int]) -> dict[int, int]:
+    return {pid: os.pidfd_open(pid) for pid in pids}
+
+
+def wait_gone(watched: dict[int, int], seconds: float) -> list[int]:
+    """The pids that are not gone within that time. Closes the pidfds."""
+    deadline = time.monotonic() + seconds
+    alive = []
+    for pid, fd in watched.items():
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            alive.append(pid)
+        os.close(fd)
+    return alive
+
+
+async def world_of_child(launcher: Launcher, boot: str) -> Any:
+    read_end, write_end = os.pipe()
+    end = End()
+    with open(read_end, "rb") as answer:  # noqa: ASYNC230  # a pipe, read when its writer has ended
+        try:
+            launcher.launch(boot.encode(), [write_end], end)
+        finally:
+            os.close(write_end)
+        assert await end.code() == 0
+        return json.loads(answer.read())
+
+
+@contextlib.contextmanager
+def stdout_to(path: Path) -> Iterator[None]:
+    """Fd 1 of this process is that file meanwhile."""
+    saved = os.dup(1)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.close(file)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@both
+async def test_a_child_sees_the_world_of_the_moment_of_its_launch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = open_launcher(kind, "tell_world")
+    pids = []
+    for turn in ("first", "second"):
+        folder = tmp_path / turn
+        folder.mkdir()
+        monkeypatch.setenv("PERCORE_LAUNCH_TURN", turn)
+        monkeypatch.setenv(f"PERCORE_LAUNCH_{turn}", "\udcff")
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [*sys.path, turn, ""])
+        monkeypatch.setattr(sys, "argv", ["program", turn])
+        with stdout_to(folder / "out"), umask(0o27 if turn == "first" else 0o77):
+            world = await world_of_child(launcher, turn)
+        if kind == "forkserver":
+            pids.append(server_pidfd())
+        assert world["environment"] == dict(os.environ)
+        assert world["cwd"] == str(folder)
+        assert world["path"] == sys.path
+        assert world["argv"] == ["program", turn]
+        assert world["umask"] == (0o27 if turn == "first" else 0o77)
+        assert world["affinity"] == sorted(os.sched_getaffinity(0))
+        assert world["boot"] == turn
+        assert world["stdin"] == os.devnull
+        assert world["inheritable"] == []
+        assert world["blocked"] == []
+        # 0 to 2, its lifelines, its one fd: nothing of the fork server, of a sibling or of this process.
+        assert len(world["fds"]) <= (6 if kind == "forkserver" else 5)
+        assert (folder / "out").read_text() == f"a word from {turn}\n"
+        monkeypatch.delenv(f"PERCORE_LAUNCH_{turn}")
+    assert len(set(pids)) <= 1, "both were born from the same fork server"
+    await launcher.aclose()
+
+
+@both
+async def test_a_deleted_working_directory_is_kept(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = open_launcher(kind, "obey")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.syspath_prepend(str(ROOT))
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert await end.code() == 3
+    await launcher.aclose()
+
+
+@both
+async def test_exit_codes(kind: str) -> None:
+    launcher = open_launcher(kind, "obey")
+    ends = []
+    for word in CODES:
+        ends.append(End())
+        launcher.launch(word.encode(), [], ends[-1])
+        assert not ends[-1].told()
+    assert [await end.code() for end in ends] == list(CODES.values())
+    await launcher.aclose()
+
+
+@both
+async def test_a_failing_entry_point_shows_its_traceback(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = open_launcher(kind, "refuse")
+    end = End()
+    launcher.launch(b"", [], end)
+    assert await end.code() == 1
+    assert "the entry point failed on purpose" in capfd.readouterr().err
+    await launcher.aclose()
+
+
+@both
+async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str) -> None:
+    launcher = open_launcher(kind, "stay")
+    null = os.open(os.devnull, os.O_WRONLY)
+    end = End()
+    process = launcher.launch(b"idle", [null], end)
+    os.close(null)
+    process.kill(signal.SIGTERM)
+    process.kill()
+    assert await end.code() == -9
+    process.kill()
+    await launcher.aclose()
+
+
+@both
+async def test_nothing_leaks_when_nothing_can_be_started(kind: str) -> None:
+    launcher = open_launcher(kind, "obey")
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in range(16):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + spare, hard))
+        try:
+            with contextlib.suppress(OSError):
+                end = End()
+                launcher.launch(b"exit 3", [], end)
+                assert await end.code() in (3, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await launcher.aclose()
+        assert len(os.listdir("/proc/self/fd")) <= before
+        launcher = open_launcher(kind, "obey")
+    await launcher.aclose()
+
+
+async def test_a_killed_fork_server_takes_its_workers_along_and_the_next_launch_works() -> None:
+    launcher = open_launcher("forkserver", "stay")
+    ends = [End(), End()]
+    for end in ends:
+        await start_ready(launcher, b"idle", end)
+    first = servers._current
+    signal.pidfd_send_signal(server_pidfd(), signal.SIGKILL)
+    assert [await end.code() in (-9, None) for end in ends] == [True, True]
+    last = End()
+    await start_ready(launcher, b"idle", last)
+    assert servers._current is not first
+    await launcher.aclose()
+    assert await last.code() in (-9, None)
+
+
+async def test_a_fork_server_killed_before_it_answers_is_replaced_unasked() -> None:
+    launcher = open_launcher("forkserver", "stay")
+    first = End()
+    await start_ready(launcher, b"idle", first)
+    signal.pidfd_send_signal(server_pidfd(), signal.SIGSTOP)
+    stopped = server_pidfd()
+    second = End()
+    started = asyncio.ensure_future(start_ready(launcher, b"idle", second))
+    await asyncio.sleep(0)  # the request is sent
+    signal.pidfd_send_signal(stopped, signal.SIGKILL)
+    assert await started
+    assert not second.told()
+    assert await first.code() in (-9, None)
+    await launcher.aclose()
+    assert await second.code() in (-9, None)
+
+
+async def test_a_fork_server_that_dies_of_every_request_ends_the_launch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PERCORE_POINTS", "forkserver.request=kill")
+    launcher = open_launcher("forkserver", "obey")
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert await end.code() is None
+    monkeypatch.delenv("PERCORE_POINTS")
+    again = End()
+    launcher.launch(b"exit 3", [], again)
+    assert await again.code() == 3
+    await launcher.aclose()
+
+
+async def test_a_stopped_fork_server_holds_up_no_kill() -> None:
+    launcher = open_launcher("forkserver", "obey")
+    warm = End()
+    launcher.launch(b"exit 3", [], warm)
+    assert await warm.code() == 3
+    signal.pidfd_send_signal(server_pidfd(), signal.SIGSTOP)
+    end = End()
+    process = launcher.launch(b"exit 3", [], end)
+    process.kill()
+    assert await end.code() is None
+    last = End()
+    launcher.launch(b"exit 3", [], last)
+    assert await last.code() == 3
+    await launcher.aclose()
+
+
+async def test_other_limits_get_a_fork_server_of_their_own() -> None:
+    launcher = open_launcher("forkserver", "stay")
+    first, second = End(), End()
+    await start_ready(launcher, b"idle", first)
+    old = servers._current
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else min(hard, 1), hard) if hard else (0, 0))
+    changed = resource.getrlimit(resource.RLIMIT_CORE) != (soft, hard)
+    try:
+        await start_ready(launcher, b"idle", second)
+        assert (servers._current is not old) == changed
+        assert not first.told()
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    await launcher.aclose()
+    assert [await first.code(), await second.code()] == [-9, -9]
+
+
+async def test_the_fork_server_ends_with_the_last_launcher() -> None:
+    one, other = (open_launcher("forkserver", "obey") for _ in range(2))
+    end = End()
+    one.launch(b"exit 0", [], end)
+    assert await end.code() == 0
+    watched = os.dup(server_pidfd())
+    await one.aclose()
+    await one.aclose()
+    with pytest.raises(RuntimeError, match="closed"):
+        one.launch(b"exit 0", [], End())
+    again = End()
+    other.launch(b"exit 3", [], again)
+    assert await again.code() == 3
+    await other.aclose()
+    with pytest.raises(ChildProcessError):  # reaped
+        os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
+    os.close(watched)
+
+
+async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
+    async def several() -> list[int | None]:
+        launcher = open_launcher("forkserver", "obey")
+        codes = []
+        for word in CODES:
+            end = End()
+            launcher.launch(word.encode(), [], end)
+            codes.append(await end.code())
+        await launcher.aclose()
+        return codes
+
+    both_codes = await asyncio.gather(several(), *(asyncio.to_thread(asyncio.run, several()) for _ in range(2)))
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert both_codes == [list(CODES.values())] * 3
+
+
+@both
+async def test_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launcher = open_launcher(kind, "obey")
+        for word, code in CODES.items():
+            end = End()
+            launcher.launch(word.encode(), [], end)
+            assert await end.code() in ({code} if kind == "forkserver" else {code, None})
+        await launcher.aclose()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+async def test_a_stolen_child_never_gives_a_wrong_exit_code() -> None:
+    launcher = open_launcher("spawn", "obey")
+    end = End()
+    process = launcher.launch(b"exit 3", [], end)
+    assert process.pid is not None
+    _, status = os.waitpid(process.pid, 0)  # noqa: ASYNC222  # the thief, before the loop can notice
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert await end.code() in (3, None)
+    await launcher.aclose()
+
+
+@pytest.mark.parametrize("without", ["", "pidfd", "memfd", "setsig", "pidfd,memfd,setsig"])
+@both
+def test_exit_codes_without_what_other_systems_lack_in_silence(kind: str, without: str) -> None:
+    if kind == "forkserver" and "pidfd" in without:
+        kind = "spawn"
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", launch_jobs.__name__, "codes", kind]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PERCORE_WITHOUT": without}, capture_output=True, text=True, timeout=40
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert json.loads(done.stdout) == list(CODES.values())
+
+
+@both
+def test_a_loop_that_ends_without_aclose_leaves_nobody_and_prints_nothing(kind: str) -> None:
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", launch_jobs.__name__, "left", kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
+    assert (done.stderr, done.returncode) == ("", 0)
+    for pid in json.loads(done.stdout)["workers"]:
+        with contextlib.suppress(ProcessLookupError):
+            assert wait_gone(pidfds([pid]), 2) == []
+
+
+@contextlib.contextmanager
+def supervisor(story: str, kind: str, without: str = "") -> Iterator[tuple[int, list[int]]]:
+    """A supervisor amid its story: its pid, and those of its children, which must all be gone afterwards."""
+    command = [sys.executable, "-m", launch_jobs.__name__, story, kind]
+    environment = {**os.environ, "PERCORE_WITHOUT": without}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            told = json.loads(process.stdout.readline())
+            workers = told["workers"]
+            server = {psutil.Process(pid).ppid() for pid in workers} - {process.pid}
+            watched = pidfds([*workers, *server])
+            fork = os.pidfd_open(told["fork"]) if told["fork"] else None
+            yield process.pid, list(watched)
+            process.kill()
+            process.wait()
+            left = wait_gone(watched, 2)
+            if fork is not None:
+                signal.pidfd_send_signal(fork, signal.SIGKILL)
+                assert wait_gone({told["fork"]: fork}, 2) == []
+            assert left == []
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("story", ["plain", "fork", "thread"])
+@both
+def test_a_killed_supervisor_takes_every_child_along(kind: str, story: str) -> None:
+    with supervisor(story, kind) as (_, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        assert len(pids) == (4 if kind == "forkserver" else 3)
+
+
+def test_a_killed_supervisor_takes_a_stopped_fork_server_along() -> None:
+    with supervisor("plain", "forkserver") as (_, pids):
+        os.kill(pids[3], signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGSTOP)
+
+
+async def test_ctrl_c_reaches_no_child(capfd: pytest.CaptureFixture[str]) -> None:
+    for kind in ("forkserver", "spawn"):
+        launcher = open_launcher(kind, "stay")
+        end = End()
+        pid = await start_ready(launcher, b"idle", end)
+        for target in {pid, psutil.Process(pid).ppid()} - {os.getpid()}:
+            os.kill(target, signal.SIGINT)
+        other = End()
+        other_pid = await start_ready(launcher, b"idle", other)
+        assert not end.told()
+        for worker in (pid, other_pid):
+            os.kill(worker, signal.SIGKILL)
+        assert await end.code() == -9
+        assert await other.code() == -9
+        await launcher.aclose()
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,170 @@
+"""What a test may not leave behind: processes, threads, file descriptors, memfd mappings, names in /dev/shm.
+
+    before = leaks.snapshot()
+    ...
+    left = leaks.since(before)      # sentences, empty when nothing is left
+
+Processes are found by descent and, when their parent is gone, by a mark in the environment that every process of this
+test session inherits. A descendant must be gone at once: somebody could have waited for it, and percore's close
+promises to. An orphan ends by its own means (nobody can wait for it), so it is given a moment.
+"""
+
+import contextlib
+import gc
+import os
+import select
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "PERCORE_TEST_SESSION"
+ORPHAN_PATIENCE = 3.0  # seconds: the kernel needs milliseconds, a machine under full load its turn
+THREAD_PATIENCE = 1.0  # seconds for a thread whose work is done and that is only ending
+
+os.environ.setdefault(MARK, f"{os.getpid()}-{os.urandom(8).hex()}")
+
+FD_FOLDER = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
+MAPS = Path("/proc/self/maps")
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there was before a test."""
+
+    pids: frozenset[int]
+    threads: frozenset[threading.Thread]
+    fds: frozenset[tuple[int, str]]
+    memfds: frozenset[str]
+    shm: frozenset[str]
+
+
+def snapshot() -> Snapshot:
+    """Take stock. Costs about a millisecond."""
+    return Snapshot(frozenset(psutil.pids()), frozenset(threading.enumerate()), _fds(), _memfd_mappings(), _shm())
+
+
+def since(before: Snapshot) -> list[str]:
+    """Tell what is there now and was not before, one sentence each.
+
+    Leaked processes are killed, so that no other test meets them.
+    """
+    left = [*_threads_since(before), *_processes_since(before)]
+    if _memory_since(before):
+        # Only now: a full collection takes longer than most unit tests, and what is free without one is no leak either.
+        gc.collect()
+    return [*left, *_memory_since(before)]
+
+
+def _memory_since(before: Snapshot) -> list[str]:
+    return [
+        *(f"file descriptor {fd} -> {target}" for fd, target in sorted(_fds() - before.fds)),
+        *(f"mapping {line}" for line in sorted(_memfd_mappings() - before.memfds)),
+        *(f"/dev/shm/{name}" for name in sorted(_shm() - before.shm)),
+    ]
+
+
+def _fds() -> frozenset[tuple[int, str]]:
+    found = set()
+    for name in os.listdir(FD_FOLDER):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+            found.add((int(name), _target(int(name))))
+    return frozenset(found)
+
+
+def _target(fd: int) -> str:
+    if FD_FOLDER.parent.name == "self":
+        return os.readlink(FD_FOLDER / str(fd))
+    status = os.fstat(fd)
+    return f"{stat.filemode(status.st_mode)} {status.st_dev}:{status.st_ino}"
+
+
+def _memfd_mappings() -> frozenset[str]:
+    """Mappings of memfds, whose descriptors may be closed already: address range, inode and name."""
+    if not MAPS.exists():
+        return frozenset()
+    fields = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines() if "/memfd:" in line]
+    return frozenset(f"{addresses} inode {inode} {name}" for addresses, _, _, _, inode, name in fields)
+
+
+def _shm() -> frozenset[str]:
+    """Names there that are ours: other users of the machine come and go."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(SHM):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    found.add(entry.name)
+    return frozenset(found)
+
+
+def _threads_since(before: Snapshot) -> Iterator[str]:
+    for thread in threading.enumerate():
+        if thread in before.threads:
+            continue
+        with contextlib.suppress(RuntimeError):  # one that is about to be started, or not the threading module's own
+            thread.join(THREAD_PATIENCE)
+        if thread.is_alive():
+            yield f"thread {thread.name}"
+
+
+def _processes_since(before: Snapshot) -> Iterator[str]:
+    descendants, orphans = [], []
+    for pid in psutil.pids():
+        if pid in before.pids:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if _descends(process):
+                descendants.append(process)
+            elif _marked(process):
+                orphans.append(process)
+    lasting = [process for process in orphans if not _ends(process)]
+    for process in [*descendants, *lasting]:
+        kind = "process" if process in descendants else "orphaned process"
+        yield f"{kind} {process.pid} {_described(process)}"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            _ends(process)
+
+
+def _descends(process: psutil.Process) -> bool:
+    return any(parent.pid == os.getpid() for parent in process.parents())
+
+
+def _marked(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.AccessDenied):  # somebody else's; also what an ending process answers
+        return process.environ().get(MARK) == os.environ[MARK]
+    return False
+
+
+def _ends(process: psutil.Process) -> bool:
+    """Whether it ends in time. A zombie has ended: what adopted it may never reap it, as in many a container."""
+    with contextlib.suppress(psutil.TimeoutExpired):
+        if sys.platform != "linux":
+            process.wait(ORPHAN_PATIENCE)
+            return True
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(ORPHAN_PATIENCE * 1000))
+    finally:
+        os.close(fd)
+
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return f"{process.status()}: {' '.join(process.cmdline())}"
+    except psutil.ZombieProcess:
+        return "zombie, never waited for"
+    except psutil.NoSuchProcess:
+        return "gone meanwhile"

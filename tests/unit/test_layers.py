@@ -1,0 +1,253 @@
+"""The layers: which module may import which, and what no module may do.
+
+The tables are the architecture; change them on purpose. Modules are named without the leading `percore.`; the package
+itself is `percore`. An import inside a function counts like one at the top. An import under `if TYPE_CHECKING:` is held
+to the same table, plus ONLY_FOR_TYPES, and is no part of a cycle, because it never happens.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "percore"
+
+VOCABULARY = frozenset({"_errors", "_options", "_messages", "_platform", "_points"})
+# Words only: what decides touches neither the system (_platform) nor a place where tests strike (_points).
+WORDS = frozenset({"_errors", "_options", "_messages"})
+FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.channel"})
+PICKLES = frozenset({"_ipc.rebuild", "_ipc.pickles", "_ipc.exceptions"})
+BYTES = FRAMES | PICKLES
+# How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
+LAUNCH = VOCABULARY | {"_engine", "_engines.fds", "_worker.world"}
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    # The package is lazy: importing it imports nothing but this.
+    "percore": frozenset({"_platform"}),
+    # vocabulary
+    "_errors": VOCABULARY,
+    "_options": VOCABULARY,
+    "_messages": VOCABULARY,
+    "_platform": VOCABULARY,
+    "_points": VOCABULARY,
+    # Errors that derive from the standard library's BrokenProcessPool, costly to import: for the parent's half alone.
+    "_broken": VOCABULARY,
+    "_statistics": WORDS,
+    # decisions
+    "_core": frozenset(),
+    "_core.lifecycle": WORDS,
+    "_core.restart": WORDS,
+    "_core.flow": WORDS,
+    "_core.dispatch": WORDS | {"_core.lifecycle", "_core.restart", "_core.flow"},
+    # bytes
+    "_ipc": frozenset(),
+    "_ipc.memory": VOCABULARY,
+    "_ipc.ring": VOCABULARY,
+    "_ipc.doorbell": VOCABULARY,
+    "_ipc.codec": VOCABULARY | {"_ipc.ring"},
+    "_ipc.slots": VOCABULARY | {"_ipc.memory", "_ipc.ring"},
+    "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"},
+    "_ipc.rebuild": VOCABULARY,
+    "_ipc.pickles": VOCABULARY | {"_ipc.rebuild"},
+    "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.pickles"},
+    # the seam
+    "_engine": VOCABULARY | {"_ipc.channel"},
+    # the child
+    "_worker": frozenset(),
+    "_worker.context": VOCABULARY,
+    "_worker.world": VOCABULARY,
+    "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
+    "_worker.threads": VOCABULARY | BYTES | {"_worker.context"},
+    "_worker.serve": VOCABULARY | BYTES | {"_worker.context", "_worker.threads", "_worker.mainmodule"},
+    "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
+    "_worker.main": VOCABULARY
+    | BYTES
+    | {"_worker.context", "_worker.mainmodule", "_worker.threads", "_worker.serve", "_worker.lifespan"},
+    # It finds _worker.main by the name in the request.
+    "_worker.forkserver": VOCABULARY | {"_worker.world"},
+    # the parent's ways to start processes
+    "_engines": frozenset(),
+    "_engines.fds": VOCABULARY,
+    "_engines.launch": LAUNCH,
+    "_engines.servers": LAUNCH | {"_engines.launch"},
+    "_engines.spawn": LAUNCH | {"_engines.launch"},
+    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers"},
+    # _worker.main: the layout of what its workers are given at their start.
+    "_engines.process": LAUNCH
+    | BYTES
+    | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_worker.main"},
+    # shell
+    "_calls": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
+    "_member": VOCABULARY | {"_calls", "_core.lifecycle", "_engine"},
+    "_outcomes": VOCABULARY | PICKLES | {"_broken", "_calls", "_member", "_ipc.ring"},
+    "_supervisor": VOCABULARY
+    | PICKLES
+    | {"_broken", "_calls", "_member", "_outcomes", "_engine", "_ipc.slots"}
+    | {"_core.lifecycle", "_core.restart", "_core.flow", "_core.dispatch"},
+    "_closing": VOCABULARY | {"_calls", "_member", "_supervisor"},
+    # face
+    "_map": VOCABULARY | {"_calls", "_core.flow", "_supervisor"},
+    "_runner": VOCABULARY
+    | PICKLES
+    | {"_broken", "_calls", "_closing", "_engine", "_engines.process", "_map", "_statistics", "_supervisor"}
+    | {"_worker.context"},
+}
+
+ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
+    # the public names, told to type checkers; at run time they are looked up on first use
+    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_statistics", "_worker.context"}),
+    # a part of the supervisor, handed its owner
+    "_outcomes": frozenset({"_supervisor"}),
+}
+
+# Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
+# clock, touch the system. A name stands for all below it; a layer for all its modules.
+SYSTEM = frozenset({"asyncio", "os", "select", "selectors", "signal", "socket", "subprocess", "threading", "time"})
+PARENT_ONLY = frozenset({"argparse", "concurrent.futures.process", "multiprocessing", "psutil"})
+MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
+    "_core": SYSTEM,
+    "_ipc.ring": SYSTEM,
+    "_ipc.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
+    "_ipc.codec": SYSTEM,
+    **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_engine", "_worker"), PARENT_ONLY),
+}
+
+# Nobody waits by sleeping. A thread of a worker gives the GIL away with `time.sleep(0)`: module -> in how many places.
+GIVES_THE_GIL_AWAY = {"_worker.threads": 2}
+
+
+class Import(NamedTuple):
+    module: str  # who imports
+    target: str  # what, as written: a module, or a module and a name in it
+    typing_only: bool
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module} -> {self.target} (line {self.line})"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "percore"
+
+
+MODULES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in sorted(SRC.rglob("*.py"))}
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterator[Import]:
+    """Every import below `node`; `from a import b` gives `a.b`, because b may be a module."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for statement in child.body:
+                yield from imports(module, ast.Module([statement], []), typing_only=True)
+            yield from imports(module, ast.Module(child.orelse, []), typing_only=typing_only)
+        elif isinstance(child, ast.Import):
+            yield from (Import(module, alias.name, typing_only, child.lineno) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{module}, line {child.lineno}: a relative import"
+            yield from (
+                Import(module, f"{child.module}.{alias.name}", typing_only, child.lineno) for alias in child.names
+            )
+        else:
+            yield from imports(module, child, typing_only=typing_only)
+
+
+def within(target: str, names: frozenset[str] | set[str]) -> bool:
+    return any(target == name or target.startswith(f"{name}.") for name in names)
+
+
+def inner(target: str) -> str | None:
+    """The module of percore that an import loads; None for anybody else's."""
+    if target != "percore" and not target.startswith("percore."):
+        return None
+    path = target.removeprefix("percore").removeprefix(".")
+    while path and path not in MODULES:
+        path = path.rpartition(".")[0]
+    return path or "percore"
+
+
+IMPORTS = [found for module, tree in MODULES.items() for found in imports(module, tree)]
+EDGES = [(found, target) for found in IMPORTS if (target := inner(found.target)) is not None]
+
+
+def test_every_module_has_its_row_and_every_row_its_module() -> None:
+    assert set(MODULES) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_only_what_its_row_allows(module: str) -> None:
+    allowed = MAY_IMPORT.get(module, frozenset())
+    for_types = allowed | ONLY_FOR_TYPES.get(module, frozenset())
+    outside = [
+        str(found)
+        for found, target in EDGES
+        if found.module == module and target not in (for_types if found.typing_only else allowed)
+    ]
+    assert outside == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_nothing_its_layer_must_not_know(module: str) -> None:
+    forbidden = {name for layer, names in MUST_NOT_IMPORT.items() if within(module, {layer}) for name in names}
+    known = [found for found in IMPORTS if found.module == module and not found.typing_only]
+    outside = [str(found) for found in known if within(found.target, forbidden)]
+    assert outside == []
+
+
+def test_no_cycle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found, target in EDGES:
+        if not found.typing_only:
+            graph[found.module].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+def test_the_table_has_no_cycle_either() -> None:
+    # But for the vocabulary, whose modules may use each other in any order that works.
+    graph = {
+        module: allowed - (VOCABULARY if module in VOCABULARY else set()) for module, allowed in MAY_IMPORT.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def imported_names(module: str, names: set[str]) -> list[str]:
+    return [str(found) for found in IMPORTS if found.module == module and found.target in names]
+
+
+def calls_of(name: str, tree: ast.AST) -> list[ast.Call]:
+    """Calls of anything that is called by this name, as a function or as an attribute of whatever."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_never_reads_the_wall_clock(module: str) -> None:
+    # The wall clock jumps; ages and deadlines are time.monotonic's or the loop's.
+    tree = MODULES[module]
+    imported = imported_names(module, {"time.time", "time.time_ns"})
+    # loop.time() is another clock, and allowed.
+    calls = [*calls_of("time", tree), *calls_of("time_ns", tree)]
+    read = [call.lineno for call in calls if ast.unparse(call.func).startswith("time.")]
+    assert (imported, read) == ([], [])
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_never_sleeps(module: str) -> None:
+    imported = imported_names(module, {"time.sleep", "asyncio.sleep"})
+    slept = calls_of("sleep", MODULES[module])
+    given_away = [call for call in slept if ast.unparse(call) == "time.sleep(0)"]
+    waiting = [call.lineno for call in slept if call not in given_away]
+    assert (imported, waiting) == ([], [])
+    assert len(given_away) <= GIVES_THE_GIL_AWAY.get(module, 0)

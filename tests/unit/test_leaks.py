@@ -1,0 +1,116 @@
+"""The check that runs after every test must itself see what is left."""
+
+import asyncio
+import gc
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+
+SLEEPER = "import signal; signal.pause()"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
+def test_a_mapping_outlives_its_memfd() -> None:
+    before = leaks.snapshot()
+    fd = os.memfd_create("left-by-a-test")
+    os.truncate(fd, mmap.PAGESIZE)
+    assert any("file descriptor" in sentence and "left-by-a-test" in sentence for sentence in leaks.since(before))
+    with mmap.mmap(fd, mmap.PAGESIZE):
+        os.close(fd)
+        assert any(sentence.startswith("mapping ") and "left-by-a-test" in sentence for sentence in leaks.since(before))
+    assert leaks.since(before) == []
+
+
+def test_a_descriptor_that_took_the_number_of_another() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        before = leaks.snapshot()
+        number = one.fileno()
+        one.close()
+        reader, writer = os.pipe()
+        assert number in {reader, writer}
+        assert len(leaks.since(before)) == 2
+        os.close(reader)
+        os.close(writer)
+        assert leaks.since(before) == []
+
+
+def test_a_descriptor_held_by_garbage_is_no_leak() -> None:
+    before = leaks.snapshot()
+    gc.disable()
+    try:
+        cycle: list[object] = [os.fdopen(os.dup(2), "wb", closefd=False)]
+        cycle.append(cycle)
+        os.close(cycle[0].fileno())  # type: ignore[attr-defined]
+        del cycle
+    finally:
+        gc.enable()
+    assert leaks.since(before) == []
+
+
+def test_a_thread() -> None:
+    before = leaks.snapshot()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left-by-a-test")
+    thread.start()
+    assert list(leaks.since(before)) == ["thread left-by-a-test"]
+    end.set()
+    thread.join()
+    assert leaks.since(before) == []
+
+
+def test_a_child_is_named_and_killed() -> None:
+    before = leaks.snapshot()
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER])
+    (sentence,) = leaks.since(before)
+    assert sentence.startswith(f"process {child.pid} ")
+    assert SLEEPER in sentence
+    child.wait()
+    assert leaks.since(before) == []
+
+
+def test_a_child_nobody_waited_for() -> None:
+    before = leaks.snapshot()
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and still a zombie
+    (sentence,) = leaks.since(before)
+    assert sentence.startswith(f"process {child.pid} zombie")
+    child.wait()
+
+
+def test_an_orphan_is_found_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "ORPHAN_PATIENCE", 0.2)
+    before = leaks.snapshot()
+    child = f"s.Popen([sys.executable, '-c', {SLEEPER!r}], stdout=s.DEVNULL)"
+    code = f"import subprocess as s, sys; print({child}.pid, flush=True)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, start_new_session=True
+    )
+    (sentence,) = leaks.since(before)
+    assert sentence.startswith(f"orphaned process {int(answer.stdout)} ")
+    assert leaks.since(before) == []
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_name_in_shared_memory() -> None:
+    before = leaks.snapshot()
+    path = Path(f"/dev/shm/left-by-a-test-{os.getpid()}")
+    path.touch()
+    try:
+        assert leaks.since(before) == [str(path)]
+    finally:
+        path.unlink()
+
+
+@pytest.mark.both_loops
+async def test_both_loops_are_asked_for(request: pytest.FixtureRequest) -> None:
+    module = type(asyncio.get_running_loop()).__module__
+    assert module.partition(".")[0] == request.node.callspec.id
