@@ -41,7 +41,7 @@ $(VENV)/.percore-%: pyproject.toml $(STALE) | $(RUN)
 	@touch $@
 
 demo: $(VENV)/.percore-examples
-	$(RUN) examples/scrape.py --compare
+	$(RUN) examples/scrape.py
 
 test: $(VENV)/.percore-test
 	$(RUN) -m pytest $(PYTEST_ARGS)

@@ -127,9 +127,7 @@ async def hand_split(open_half: Callable[[], AbstractContextManager[Half]], proc
             await asyncio.to_thread(child.join)
 
 
-def _serve_half(
-    pipe: Connection[list[int], tuple[range, int]], open_half: Callable[[], AbstractContextManager[Half]]
-) -> None:
+def _serve_half(pipe: Connection[list[int], tuple[range, int]], open_half: Callable[[], AbstractContextManager[Half]]) -> None:
     with open_half() as half:
         while True:
             try:

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from rich.console import Console
+
+import percore
 from crawl.frontier import Frontier, crawl
 from crawl.pages import Page, absolute, fetch_page, get_page, http
 from crawl.report import Tally, live_display, live_table, print_summary
 from farm import Farm, new_event_loop
-from rich.console import Console
-
-import percore
 
 DEMO_SECONDS = 8.0
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C

@@ -66,9 +66,7 @@ async def _percore_threads(calls: int, steps: int) -> AsyncIterator[Round]:
 @asynccontextmanager
 async def _percore_coroutines(calls: int, steps: int, *, window: int | None) -> AsyncIterator[Round]:
     async with percore.Runner(workers=PROCESSES, concurrency=CONCURRENCY) as runner:
-        yield partial(
-            _round, calls, lambda: runner.map(page_async, range(calls), repeat(steps), window=window).collect()
-        )
+        yield partial(_round, calls, lambda: runner.map(page_async, range(calls), repeat(steps), window=window).collect())
 
 
 @asynccontextmanager

@@ -57,9 +57,7 @@ class Frontier:
             self._queue.put_nowait((self._turns[host], depth, url))
 
 
-async def crawl(
-    frontier: Frontier, fetch: Callable[[str], Awaitable[Page]], keep: Callable[[Page], None], *, at_once: int
-) -> None:
+async def crawl(frontier: Frontier, fetch: Callable[[str], Awaitable[Page]], keep: Callable[[Page], None], *, at_once: int) -> None:
     """Visits everything in the frontier and what it leads to, with `at_once` pages under way at any moment.
 
     Ends when nothing is left. Cancelled, it gives up the pages under way; every page kept until then was kept whole.

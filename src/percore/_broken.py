@@ -26,7 +26,7 @@ def signal_of(exitcode: int | None) -> str | None:
 
 
 def how(exitcode: int | None) -> str:
-    """An exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3", "for a reason the system does not tell"."""
+    """An exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3"."""
     name = signal_of(exitcode)
     if name is not None:
         hint = _HINTS.get(name)

@@ -81,16 +81,17 @@ def kind_of(fn: object) -> Kind:
     inner: Any = fn
     while isinstance(inner, partial):
         inner = inner.func
-    for candidate in (inner, getattr(type(inner), "__call__", None) if not inspect.isroutine(inner) and not inspect.isclass(inner) else None):
-        if candidate is None:
-            continue
-        if inspect.iscoroutinefunction(candidate):
-            return Kind.TASK
-        if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
-            raise TypeError(
-                f"{qualified_name(fn)} is a generator function: one call gives one result. "
-                "Give a function that returns a list, or map a function over the inputs of the generator"
-            )
+    # A callable object runs as its class's __call__ does; routines and classes have one too, which says nothing.
+    call = None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
+        return Kind.TASK
+    if any(
+        is_generator(made) for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction) for made in (inner, call)
+    ):
+        raise TypeError(
+            f"{qualified_name(fn)} is a generator function: one call gives one result. "
+            "Give a function that returns a list, or map a function over the inputs of the generator"
+        )
     return Kind.THREAD
 
 

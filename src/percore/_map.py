@@ -3,7 +3,7 @@
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator, Sized
 from inspect import isasyncgen, isgenerator
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
@@ -70,7 +70,7 @@ class Inputs:
                 iterator.close()
 
     def __len__(self) -> int:
-        sizes = [len(source) for source in self._sources if hasattr(source, "__len__")]
+        sizes = [len(source) for source in self._sources if isinstance(source, Sized)]
         if not sizes:
             raise TypeError("this map has no len(): none of its inputs has one")
         return min(sizes)
@@ -121,18 +121,18 @@ class Map(Generic[T]):
         return self.collect().__await__()
 
     async def collect(self) -> list[T]:
-        """All results as a list, in the order of the inputs (with ordered=False: as they came). Cancelled: what is under way is cancelled too.
+        """All results as a list, in the order of the inputs (with ordered=False: as they came).
+
+        Cancelled: what is under way is cancelled too.
 
         Raises:
             RuntimeError: the map was used before.
             Exception: the first error that happens, unless return_exceptions.
         """
         self._use()
-        results: dict[int, T] = {}
         stream = self._stream(ordered=False)
         try:
-            async for index, result in stream:
-                results[index] = result
+            results = {index: result async for index, result in stream}
         finally:
             await stream.aclose()
         return list(results.values()) if not self._ordered else [results[index] for index in range(len(results))]
@@ -154,7 +154,7 @@ class Map(Generic[T]):
     async def aclose(self) -> None:
         """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent."""
         self._is_used = True
-        results = self._results and self._results()
+        results = None if self._results is None else self._results()
         if results is not None:
             await results.aclose()
         self._cancel()
@@ -170,7 +170,11 @@ class Map(Generic[T]):
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
-            warnings.warn("a map was made and never used: `await` it, or iterate it with `async for`", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                "a map was made and never used: `await` it, or iterate it with `async for`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         elif getattr(self, "_pending", None) or getattr(self, "_function", None):
             self._cancel()
 
@@ -191,9 +195,7 @@ class Map(Generic[T]):
 
     async def _stream(self, *, ordered: bool) -> AsyncGenerator[tuple[int, T]]:
         """(index, result) pairs: the heart of all forms."""
-        flow = _Flow(
-            self._supervisor, self._pending, self._window, ordered=ordered, stops_at_errors=not self._return_exceptions
-        )
+        flow = _Flow(self._supervisor, self._pending, self._window, ordered=ordered, stops_at_errors=not self._return_exceptions)
         calls: AsyncGenerator[tuple[int, Call]] | None = None
         try:
             self._function = self._supervisor.functions.hold(self._fn)

@@ -1,9 +1,13 @@
 """One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
 
+from typing import TYPE_CHECKING
+
 from percore._calls import Call, Function
 from percore._core.lifecycle import Life, State
-from percore._engine import Worker
 from percore._messages import DEFINE, ONCE_OPS, Kind
+
+if TYPE_CHECKING:
+    from percore._engine import Worker
 
 
 class Member:

@@ -115,7 +115,7 @@ class Options:
     kill_after: float
 
     @classmethod
-    def checked(
+    def checked(  # noqa: PLR0913  # each a documented knob; the list is closed
         cls,
         *,
         workers: int | None,
@@ -142,7 +142,9 @@ class Options:
             extra = ". Forking a process that runs an event loop is not safe" if method == "fork" else ""
             raise ValueError(f'start_method must be "forkserver" or "spawn", not {method!r}{extra}')
         if method == "forkserver" and not (HAS_PIDFD and HAS_SETSIG):
-            raise ValueError('start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"')
+            raise ValueError(
+                'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"'
+            )
         return cls(
             workers=cpus if workers is None else _whole("workers", workers, 1, 1024),
             lifespan=lifespan,

@@ -1,7 +1,7 @@
 """What workers say, and what becomes of it: outcomes to futures, places to the next call."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from percore._calls import Call
 from percore._errors import RemoteError, RunnerClosed
@@ -39,7 +39,16 @@ class Outcomes:
 
     def receiver(self, slot: "Slot", member: Member) -> Callable[[int, int, Body], None]:
         """What to call with each message of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
-        supervisor = self._supervisor
+        handlers: dict[int, Callable[[int, Any], None]] = {
+            RESULT: lambda call_id, body: self._result(member, member.take(call_id), body),
+            ERROR: lambda call_id, body: self._error(member, member.take(call_id), body),
+            CANCELLED: lambda call_id, _: self._cancelled(member, member.take(call_id)),
+            RETURNED: lambda call_id, _: self._returned(member, call_id),
+            UNPICKLED: lambda call_id, _: self._supervisor.release(member.calls[call_id]),
+            READY: lambda _, __: self._supervisor.ready(slot, member),
+            UNREADY: lambda _, body: self._unready(member, body),
+            DRAINING: lambda _, __: self._supervisor.draining(slot, member),
+        }
 
         def receive(op: int, call_id: int, body: Body) -> None:
             if op == VALUE:
@@ -47,27 +56,16 @@ class Outcomes:
                 if not call.done():
                     call.set_result(body)
                 self._ended(member, call)
-            elif op == RESULT:
-                self._result(member, member.take(call_id), cast("Payload", body))
-            elif op == ERROR:
-                self._error(member, member.take(call_id), cast("Payload", body))
-            elif op == CANCELLED:
-                self._cancelled(member, member.take(call_id))
-            elif op == RETURNED:
-                self._returned(member, call_id)
-            elif op == UNPICKLED:
-                supervisor.release(member.calls[call_id])
-            elif op == READY:
-                supervisor.ready(slot, member)
-            elif op == UNREADY:
-                error = load_exception(self._bytes(member, cast("Payload", body)))
-                supervisor.unready(member, error, _text(error))
-            elif op == DRAINING:
-                supervisor.draining(slot, member)
+            elif op in handlers:
+                handlers[op](call_id, body)
             else:
                 raise BrokenFrame(f"message {op} does not exist")
 
         return receive
+
+    def _unready(self, member: Member, payload: Payload) -> None:
+        error = load_exception(self._bytes(member, payload))
+        self._supervisor.unready(member, error, _text(error))
 
     def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
         return member.worker.channel.incoming.read(payload)

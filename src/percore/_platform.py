@@ -12,7 +12,9 @@ _without = frozenset(filter(None, os.environ.get("PERCORE_WITHOUT", "").replace(
 _known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop"})
 
 if _without - _known:
-    raise ImportError(f"PERCORE_WITHOUT={','.join(sorted(_without))} names something unknown; known are: {', '.join(sorted(_known))}")
+    raise ImportError(
+        f"PERCORE_WITHOUT={','.join(sorted(_without))} names something unknown; known are: {', '.join(sorted(_known))}"
+    )
 
 
 def _pidfd_works() -> bool:

@@ -59,7 +59,7 @@ class Runner:
         TypeError, ValueError: a bad option.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
         self,
         workers: int | None = None,
         *,
@@ -121,9 +121,7 @@ class Runner:
         except BaseException:
             self._state = _CLOSED
             raise
-        self._supervisor = Supervisor(
-            self._loop, self._options, self._engine, self._shared.arena, main_by_value=main.kind == "value"
-        )
+        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._shared.arena, main_by_value=main.by_value)
         try:
             await self._supervisor.start()
         except BaseException:

@@ -10,8 +10,7 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how
 from percore._calls import Call, Function, Functions
@@ -22,10 +21,13 @@ from percore._engine import Engine
 from percore._errors import RunnerClosed
 from percore._ipc.slots import SlotWriter
 from percore._member import Member
-from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Body, Kind
+from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Kind
 from percore._options import Options
 from percore._outcomes import Outcomes
 from percore._points import POINTS, point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger: Final = logging.getLogger("percore")
 
@@ -48,7 +50,15 @@ class Slot:
 class Supervisor:
     """Keeps the workers of one runner. All methods belong to the thread of its loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, engine: Engine, arena: SlotWriter, *, main_by_value: bool) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: Options,
+        engine: Engine,
+        arena: SlotWriter,
+        *,
+        main_by_value: bool,
+    ) -> None:
         self.loop = loop
         self.options = options
         self.engine = engine
@@ -178,7 +188,7 @@ class Supervisor:
             member.send(call, self.loop.time())
         if kind is Kind.THREAD and (recall := self.dispatch.recall()) is not None:
             recall.seat.recalling = True
-            recall.seat.worker.channel.send(RECALL, recall.count, None)
+            recall.seat.worker.channel.send(RECALL, recall.wanted, None)
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more."""
@@ -274,7 +284,9 @@ class Supervisor:
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         if self._starting is not None:
             if not self._starting.done():
-                reason = f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
+                reason = (
+                    f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
+                )
                 self._starting.set_exception(StartupFailed(reason, self._last_report))
             return
         if self.is_closing:

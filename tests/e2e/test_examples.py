@@ -72,9 +72,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 def scrape(*arguments: str | Path, code: int = 0) -> str:
     """Runs the crawler to its end and returns what it printed; it must end with `code` and no complaint."""
     command = [*SCRAPE, *map(str, arguments)]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert (done.returncode, done.stderr) == (code, ""), done.stdout
     return done.stdout
 
@@ -132,9 +130,7 @@ def test_a_file_of_urls_and_every_kind_of_failure(farm: Farm, mode: Mode, tmp_pa
     urls.write_text("# what can go wrong\n\n" + "".join(f"{site}{name}.html#top\n" for name in names))
     output = tmp_path / "pages.jsonl"
     # Nobody listens on port 9 of an address that is no site of the farm.
-    summary = scrape(
-        *mode, "--input", urls, "http://127.1.2.3:9/", "--depth", "0", "--timeout", "0.9", "--output", output
-    )
+    summary = scrape(*mode, "--input", urls, "http://127.1.2.3:9/", "--depth", "0", "--timeout", "0.9", "--output", output)
     pages = by_path(read_pages(output))
     assert {path: page["error"] for path, page in pages.items()} == {
         "/slow.html": "timeout",
@@ -155,9 +151,7 @@ def test_a_file_of_urls_and_every_kind_of_failure(farm: Farm, mode: Mode, tmp_pa
 
 
 @pytest.mark.parametrize(("options", "hosts"), [((), 1), (("--follow-hosts",), 3)])
-def test_a_crawl_stays_on_its_hosts_unless_told_otherwise(
-    farm: Farm, tmp_path: Path, options: tuple[str, ...], hosts: int
-) -> None:
+def test_a_crawl_stays_on_its_hosts_unless_told_otherwise(farm: Farm, tmp_path: Path, options: tuple[str, ...], hosts: int) -> None:
     output = tmp_path / "pages.jsonl"
     scrape("--single", "--depth", "1", "--output", output, farm.starts[5], *options)
     assert len({urlsplit(page["url"]).netloc for page in read_pages(output)}) == hosts

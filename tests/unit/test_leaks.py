@@ -91,9 +91,7 @@ def test_an_orphan_is_found_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None
     before = leaks.snapshot()
     child = f"s.Popen([sys.executable, '-c', {SLEEPER!r}], stdout=s.DEVNULL)"
     code = f"import subprocess as s, sys; print({child}.pid, flush=True)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, start_new_session=True
-    )
+    answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, start_new_session=True)
     (sentence,) = leaks.since(before)
     assert sentence.startswith(f"orphaned process {int(answer.stdout)} ")
     assert leaks.since(before) == []

@@ -44,10 +44,10 @@ S = TypeVar("S", bound=Seat)
 
 
 class Recall(NamedTuple, Generic[S]):
-    """Ask `seat` for up to `count` calls that have not begun."""
+    """Ask `seat` for up to `wanted` calls that have not begun."""
 
     seat: S
-    count: int
+    wanted: int
 
 
 class Dispatch(Generic[C, S]):

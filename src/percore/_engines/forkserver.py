@@ -116,7 +116,8 @@ class _Request:
             self.fds.append(anonymous_file(world_for_fork(entry, boot).dump()))
             # O_PATH: entering a directory asks for fewer rights than reading it.
             self.fds.append(open_file(".", os.O_PATH | os.O_DIRECTORY))
-            self.fds += [duplicate(fd) if is_stream(fd) else open_file(os.devnull, os.O_RDWR) for fd in (1, 2)]
+            for fd in (1, 2):
+                self.fds.append(duplicate(fd) if is_stream(fd) else open_file(os.devnull, os.O_RDWR))
             self.fds.append(read_end)
             for fd in fds:
                 self.fds.append(duplicate(fd))

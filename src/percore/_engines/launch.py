@@ -106,6 +106,7 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
             stdout=None if stdout and is_stream(1) else subprocess.DEVNULL,
             stderr=None if is_stream(2) else subprocess.DEVNULL,
             pass_fds=numbers,
+            env=_environment(),  # os.environ: the C library may know of more, of which Python code sees nothing
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -148,7 +148,7 @@ def make_boot(options: Options, shared: Shared, main: MainInfo, *, debug: bool) 
         if value is None:
             return b""
         sink = Sink(shared.arena, private=True)
-        dump(value, sink, main_by_value=main.kind == "value")
+        dump(value, sink, main_by_value=main.by_value)
         payload = sink.payload()
         assert isinstance(payload, bytes)
         return payload
@@ -184,7 +184,7 @@ class ProcessEngine:
         try:
             arena_fd = self._shared.memory.reader_fd()
             fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs)
-            boot = self._boot._replace(index=index, generation=generation).pack()
+            boot = replace(self._boot, index=index, generation=generation).pack()
             process = self._launcher.launch(boot, fds, on_exit)
         except BaseException:
             cell.close()

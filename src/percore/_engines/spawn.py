@@ -58,9 +58,7 @@ class SpawnLauncher:
 class SpawnedProcess(Watched):
     """A child of this process, watched by its pidfd."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         super().__init__(loop, on_exit)
         self._lifeline = lifeline
         self._watch(pid, open_child(pid))
@@ -78,9 +76,7 @@ class ThreadWatchedProcess:
     free for the moment between the two; only a system that reuses it at once could be hit.)
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         self.pid: int | None = pid
         self._loop = loop
         self._lifeline = lifeline

@@ -3,8 +3,8 @@
 Ringing tells how many bytes were published in one's own ring and how many were consumed of the other's, both since the last ring.
 The system call is also the memory barrier: see `ring`.
 
-EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by the
-            ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
+EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by
+            the ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
             between that and counting loses positions for good, so whoever reads must treat one as the end of the channel.
 SocketBell  where there is no eventfd: a datagram pair with cumulative positions. It can fill up; `ring` then says so, and only the
             newest positions have to be sent once the socket takes some again.
@@ -126,10 +126,8 @@ def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (one.detach(),), (other.detach(),)
     fds: list[int] = []
     try:
-        for _ in range(2):
-            fds.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        for fd in (fds[1], fds[0]):
-            fds.append(os.dup(fd))
+        fds.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
+        fds.extend(os.dup(fd) for fd in (fds[1], fds[0]))
     except OSError:
         for fd in fds:
             os.close(fd)

@@ -96,9 +96,7 @@ def load_exception(data: bytes | memoryview) -> BaseException:
         _end_chain(made[root], RemoteTraceback(text))
         return made[root]
     except BaseException as error:  # a bad frame, or no memory for it
-        return RemoteError(
-            type_name_of(error), f"an exception could not be read: {text_of(error)}", format_traceback(error)
-        )
+        return RemoteError(type_name_of(error), f"an exception could not be read: {text_of(error)}", format_traceback(error))
 
 
 # Sending

@@ -43,7 +43,7 @@ class File(Protocol):
 
 
 class _FastPickler(Pickler):
-    # A Pickler without a table raises and swallows an AttributeError in looking for one: a third of what it costs to make.
+    # A Pickler without a table raises and swallows an AttributeError in looking for one: a third of its cost.
     dispatch_table = copyreg.dispatch_table
 
 
@@ -170,9 +170,7 @@ def unpicklable(value: object, exc: BaseException) -> RemoteError:
     advice = next((_INSTEAD[name] for name in names if name in _INSTEAD), "return plain data instead")
     what = f"the result is a {names[0]}" if culprit is value or culprit is None else f"the result contains a {names[0]}"
     reason = f"{type_name_of(exc)}: {text_of(exc)}"
-    return RemoteError(
-        type_name_of(exc), f"{what}, which cannot be pickled ({reason}); {advice}", format_traceback(exc)
-    )
+    return RemoteError(type_name_of(exc), f"{what}, which cannot be pickled ({reason}); {advice}", format_traceback(exc))
 
 
 def _culprit(value: object, depth: int) -> object | None:
@@ -234,7 +232,7 @@ class MainInfo(NamedTuple):
     kind: Literal["script", "module", "value", "none"]
     target: str
 
-    def as_tuple(self) -> tuple[str, str]:
+    def as_tuple(self) -> tuple[Literal["script", "module", "value", "none"], str]:
         return self.kind, self.target
 
     @property

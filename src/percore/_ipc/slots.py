@@ -10,13 +10,16 @@ No slot free is no failure: the payload stays in private bytes and is copied in 
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable
 from pickle import PickleBuffer
+from typing import TYPE_CHECKING
 
 from percore._errors import PayloadTooLarge
 from percore._ipc.memory import Memory
 from percore._ipc.ring import BrokenFrame
 from percore._messages import SLOT_BITS, SLOT_MASK, Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INLINE_LIMIT = 100_000
 """Bytes of a pickle up to which it travels in a frame. Above it a slot is faster (malloc takes fresh pages from 128 KiB on)."""
@@ -199,7 +202,10 @@ class Sink:
             return False
         # In pieces that overlap: a slice of a memoryview cannot be searched without a copy.
         step, overlap = 1 << 20, len(needle) - 1
-        return any(needle in bytes(self._view[max(0, at - overlap) : min(at + step, self._position)]) for at in range(0, self._position, step))
+        return any(
+            needle in bytes(self._view[max(0, at - overlap) : min(at + step, self._position)])
+            for at in range(0, self._position, step)
+        )
 
     def reset(self) -> None:
         """Forget everything written; a slot that was taken is free again."""

@@ -18,7 +18,12 @@ logger: Final = logging.getLogger("percore")
 
 
 async def serve_until_finished(
-    channel: Channel, server: Server, context: WorkerContext, lifespan: Callable[[], Callable[[], Any] | None], *, main_by_value: bool
+    channel: Channel,
+    server: Server,
+    context: WorkerContext,
+    lifespan: Callable[[], Callable[[], Any] | None],
+    *,
+    main_by_value: bool,
 ) -> int:
     """Enter the lifespan, serve until asked to end, leave it: the exit code.
 

@@ -9,7 +9,8 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from dataclasses import astuple, dataclass
+from typing import Any, Final, NoReturn, cast
 
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
@@ -28,7 +29,8 @@ from percore._worker.serve import Server
 MARK_SIZE: Final = 8
 
 
-class Boot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Boot:
     """What the supervisor tells a worker before there is a channel. Plain values alone, and the user's objects as pickles."""
 
     index: int
@@ -46,7 +48,7 @@ class Boot(NamedTuple):
 
     def pack(self) -> bytes:
         """As bytes for the launcher."""
-        return pickle.dumps(tuple(self))
+        return pickle.dumps(astuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Boot":
@@ -88,7 +90,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     loop.set_debug(boot.debug)
     asyncio.set_event_loop(loop)
     try:
-        return loop.run_until_complete(_serve(loop, boot, fds, context, main_by_value=main.kind == "value"))
+        return loop.run_until_complete(_serve(loop, boot, fds, context, main_by_value=main.by_value))
     finally:
         _end_loop(loop)
 
@@ -125,7 +127,11 @@ async def _serve(
     channel.open(server.receive, _broken)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
     return await serve_until_finished(
-        channel, server, context, lambda: load(boot.lifespan) if boot.lifespan else None, main_by_value=main_by_value
+        channel,
+        server,
+        context,
+        lambda: cast("Callable[[], Any]", load(boot.lifespan)) if boot.lifespan else None,
+        main_by_value=main_by_value,
     )
 
 

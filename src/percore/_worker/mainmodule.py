@@ -1,8 +1,10 @@
 """The supervisor's `__main__` in a worker: run when something of it is first needed, at most once.
 
-A worker starts with an empty module as `__main__` and `__mp_main__`. Pickle looks a name up in it, the name is missing,
-and PEP 562's `__getattr__` runs the user's script or module, named `__mp_main__` as multiprocessing names it, so that
-what stands under `if __name__ == "__main__":` does not run. A script whose functions all live elsewhere never runs.
+A worker starts with an empty module as `__main__`. Pickle looks a name up in it, the name is missing, and PEP 562's
+`__getattr__` runs the user's script or module, named `__mp_main__` as multiprocessing names it, so that what stands
+under `if __name__ == "__main__":` does not run. A script whose functions all live elsewhere never runs. Importing
+`__mp_main__` runs it too, by a finder: an empty module of that name would be asked for the name of every object without
+a `__module__` that this worker pickles.
 
 Guarantees:
 - the main is run once; a failure is remembered and raised at each later need;
@@ -16,6 +18,7 @@ by the main in one thread and by a call in another, would: each has what the oth
 
 import asyncio
 import contextlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
@@ -40,7 +43,7 @@ def install(info: MainInfo) -> None:
     """
     main = ModuleType("__main__")
     if not info.by_value:
-        importer = _Importer(info, main)
+        importer = _Importer(info)
         # PEP 562: the module's own `__getattr__` is asked for what it does not have.
         vars(main)["__getattr__"] = importer.attribute
         # What multiprocessing reads when the user's code makes processes of its own in this worker.
@@ -48,15 +51,14 @@ def install(info: MainInfo) -> None:
             main.__file__ = info.target
         else:
             main.__spec__ = importlib.machinery.ModuleSpec(info.target, None)
-        sys.modules["__mp_main__"] = main
+        sys.meta_path.append(_Finder(importer))
     _replaced.append(sys.modules.get("__main__"))
     sys.modules["__main__"] = main
 
 
 class _Importer:
-    def __init__(self, info: MainInfo, lazy: ModuleType) -> None:
+    def __init__(self, info: MainInfo) -> None:
         self._info = info
-        self._lazy = lazy
         self._lock = threading.RLock()
         self._module: ModuleType | None = None
         self._failure: BaseException | None = None
@@ -71,12 +73,16 @@ class _Importer:
         # Everybody looks at `__file__`, `__spec__`, `__path__` of every module: no reason to run a script.
         if name.startswith("__"):
             raise AttributeError(f"module '__main__' has no attribute {name!r}")
+        return getattr(self.module(), name)
+
+    def module(self) -> ModuleType:
+        """The user's main, run by now, or running in this very thread. Raises ImportError as `attribute` does."""
         with self._lock:
             if self._failure is None and self._module is None:
                 self._run()
-            if self._failure is not None:
+            if self._module is None:
                 raise self._import_error() from self._failure
-            return getattr(self._module, name)
+            return self._module
 
     def _import_error(self) -> ImportError:
         what = "script" if self._info.kind == "script" else "module"
@@ -100,11 +106,35 @@ class _Importer:
         except BaseException as error:  # sys.exit() at the end of an unguarded script, too: it must not end the worker
             self._failure = error
             self._module = None
-            sys.modules["__mp_main__"] = self._lazy
+            sys.modules.pop("__mp_main__", None)
         else:
             sys.modules["__main__"] = module
         finally:
             context.importing_main = False
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `__mp_main__` before anything of it was needed as `__main__`."""
+
+    def __init__(self, importer: _Importer) -> None:
+        self._importer = importer
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "__mp_main__":
+            return None
+        # Run here and not in exec_module: by then the import system has put a module into sys.modules, perhaps over the
+        # one that another thread is running at the moment.
+        self._importer.module()
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = self._importer.module()
+        spec.loader_state = module.__spec__  # about to be replaced by `spec`
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def _prepare(module: ModuleType, info: MainInfo) -> CodeType:

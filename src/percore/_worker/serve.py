@@ -175,7 +175,7 @@ class Server:
             return
         run = self._run(call_id, fn, args, kwargs)
         if _HAS_EAGER_TASKS:
-            task = asyncio.Task(run, loop=self._loop, eager_start=True)
+            task = asyncio.Task(run, loop=self._loop, eager_start=True)  # type: ignore[call-arg]  # 3.12+
             if not task.done():
                 self._tasks[call_id] = task
         else:
@@ -252,7 +252,7 @@ class Server:
         fn = function.fn
         if fn is None:
             # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
-            fn = function.fn = load(self._channel.incoming.read(function.payload))
+            fn = function.fn = cast("Callable[..., Any]", load(self._channel.incoming.read(function.payload)))
         if type(body) is tuple:
             return fn, body, None
         args, kwargs = self._load(call_id, cast("Payload", body), send)

@@ -4,9 +4,9 @@ Calls wait in a dict, from which they can be taken back by id until a thread beg
 and the loop may both want a call: `dict.pop` gives it to exactly one.
 
 The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases the
-GIL, another thread takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for
-a moment, and short CPU-bound calls run one at a time, which costs nothing under a GIL: a thread about to run one waits for its turn,
-but not longer than a few milliseconds, so that a long call holds nobody up. Whether calls are CPU-bound is measured on those that
+GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for
+a moment, and short CPU-bound calls run one at a time, which costs nothing under a GIL: a thread about to run one waits for its
+turn, but not longer than a few milliseconds, so that a long call holds nobody up. Whether calls are CPU-bound is measured on those that
 ran alone (the only ones whose waiting is not for the GIL).
 """
 
