@@ -11,13 +11,15 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from percore._engines.forkserver import ForkServerLauncher
 from percore._engines.spawn import SpawnLauncher
 
 Launcher = ForkServerLauncher | SpawnLauncher
 CODES = {"exit 0": 0, "exit 3": 3, "kill 9": -9, "kill 11": -11}
+STATES = (b"idle", b"stopped", b"gil")  # "stopped" is idle until the test stops it
 
 
 def open_launcher(kind: str, function: str) -> Launcher:
@@ -102,47 +104,50 @@ async def start_ready(launcher: Launcher, boot: bytes, on_exit: Callable[[int | 
     return process.pid
 
 
-async def codes(kind: str) -> None:
+async def codes(kind: str) -> list[int | None]:
     launcher = open_launcher(kind, "obey")
-    told = []
+    told: list[int | None] = []
     for word in CODES:
         exit_code = asyncio.get_running_loop().create_future()
         launcher.launch(word.encode(), [], exit_code.set_result)
         told.append(await exit_code)
     await launcher.aclose()
-    sys.stdout.write(json.dumps(told))
+    return told
 
 
-async def children(kind: str) -> list[int]:
+async def children(kind: str, boots: Iterable[bytes]) -> list[int]:
     launcher = open_launcher(kind, "stay")
-    return [await start_ready(launcher, boot, lambda code: None) for boot in (b"idle", b"stopped", b"gil")]
+    return [await start_ready(launcher, boot, lambda code: None) for boot in boots]
 
 
-def supervise(kind: str, *, fork: bool = False, thread: bool = False) -> None:
+def supervise(kind: str, story: str) -> None:
     """Start workers, tell their pids, and wait to be killed."""
     pids: list[int] = []
-    if thread:
-        starter = threading.Thread(target=lambda: pids.extend(asyncio.run(children(kind))))
+    boots = (b"idle",) if story == "idle" else STATES
+    starter = threading.Thread(target=lambda: pids.extend(asyncio.run(children(kind, boots))))
+    if story == "thread":
         starter.start()
         starter.join()
     else:
-        pids = asyncio.run(children(kind))
-    story = {"workers": pids, "fork": os.fork() if fork else None}
-    if story["fork"] != 0:
-        sys.stdout.write(json.dumps(story) + "\n")
+        starter.run()
+    told = {"workers": pids, "fork": os.fork() if story == "fork" else None}
+    if told["fork"] != 0:
+        sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
     while True:
         signal.pause()
 
 
-def main(story: str, kind: str) -> None:
+def main(story: str, kind: str, file: str = "") -> None:
     match story:
         case "codes":
-            asyncio.run(codes(kind))
+            sys.stdout.write(json.dumps(asyncio.run(codes(kind))))
+        case "codes-to-file":
+            Path(file).write_text(json.dumps(asyncio.run(codes(kind))))
         case "left":
-            sys.stdout.write(json.dumps({"workers": asyncio.run(children(kind))}))
+            sys.stdout.write(json.dumps({"workers": asyncio.run(children(kind, STATES))}))
         case _:
-            supervise(kind, fork=story == "fork", thread=story == "thread")
+            supervise(kind, story)
 
 
 if __name__ == "__main__":

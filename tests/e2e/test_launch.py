@@ -245,9 +245,7 @@ async def test_a_fork_server_killed_before_it_answers_is_replaced_unasked() -> N
     assert await second.code() in (-9, None)
 
 
-async def test_a_fork_server_that_dies_of_every_request_ends_the_launch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_fork_server_that_dies_of_every_request_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERCORE_POINTS", "forkserver.request=kill")
     launcher = open_launcher("forkserver", "obey")
     end = End()
@@ -415,6 +413,20 @@ def test_a_killed_supervisor_takes_a_stopped_fork_server_along() -> None:
     with supervisor("plain", "forkserver") as (_, pids):
         os.kill(pids[3], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGSTOP)
+
+
+@both
+def test_a_killed_supervisor_takes_an_idle_child_along_where_no_signal_can_be_sent(kind: str) -> None:
+    without = "memfd,setsig" if kind == "forkserver" else "pidfd,memfd,setsig"
+    with supervisor("idle", kind, without) as (_, pids):
+        assert len(pids) == (2 if kind == "forkserver" else 1)
+
+
+@both
+def test_a_supervisor_without_standard_streams(kind: str, tmp_path: Path) -> None:
+    program = f"exec {sys.executable} -m {launch_jobs.__name__} codes-to-file {kind} {tmp_path / 'told'} <&- >&- 2>&-"
+    subprocess.run(["/bin/sh", "-c", program], cwd=ROOT, check=True, timeout=40)
+    assert json.loads((tmp_path / "told").read_text()) == list(CODES.values())
 
 
 async def test_ctrl_c_reaches_no_child(capfd: pytest.CaptureFixture[str]) -> None:

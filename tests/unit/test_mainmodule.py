@@ -288,7 +288,7 @@ def test_a_compiled_script(tmp_path: Path, runs: Any) -> None:
 @pytest.mark.usefixtures("fresh")
 def test_by_value_and_none_leave_an_empty_main() -> None:
     for kind in ("value", "none"):
-        install(MainInfo(kind, ""))  # type: ignore[arg-type]
+        install(MainInfo(kind, ""))
         assert "__getattr__" not in vars(sys.modules["__main__"])
         assert "__mp_main__" not in sys.modules
 

@@ -70,8 +70,9 @@ class _Importer:
             AttributeError: it has no such name.
             ImportError: it could not be run, now or at an earlier need; the cause is what it raised.
         """
-        # Everybody looks at `__file__`, `__spec__`, `__path__` of every module: no reason to run a script.
-        if name.startswith("__"):
+        # Everybody looks at `__file__`, `__spec__`, `__path__` of every module, and pickle looks for `<lambda>` here when it
+        # finds an object nowhere else: no reasons to run a script.
+        if name.startswith("__") or not name.isidentifier():
             raise AttributeError(f"module '__main__' has no attribute {name!r}")
         return getattr(self.module(), name)
 

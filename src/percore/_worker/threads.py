@@ -3,11 +3,13 @@
 Calls wait in a dict, from which they can be taken back by id until a thread begins them; the queue carries ids alone. A thread
 and the loop may both want a call: `dict.pop` gives it to exactly one.
 
-The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases the
-GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for
-a moment, and short CPU-bound calls run one at a time, which costs nothing under a GIL: a thread about to run one waits for its
-turn, but not longer than a few milliseconds, so that a long call holds nobody up. Whether calls are CPU-bound is measured on those that
-ran alone (the only ones whose waiting is not for the GIL).
+The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases
+the GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for a
+moment, and short CPU-bound calls take turns, which costs nothing under a GIL:
+    Whether calls are CPU-bound (thread time against wall time) is measured on those that run alone: beside others, waiting for the
+    GIL cannot be told from waiting for something else.
+    Where none runs alone and the process keeps a CPU busy, turns are tried, more and more rarely if in vain.
+    As soon as one call has its turn for longer than a few milliseconds, turns are over, so that none holds the others up.
 """
 
 import threading
@@ -17,11 +19,14 @@ from contextvars import Context
 from queue import SimpleQueue
 from typing import Any, Final
 
-JOIN_AFTER: Final = 0.004
-"""Seconds after which a call that waits for its turn runs beside the one that has it."""
+JOIN_AFTER: Final = 0.005
+"""Seconds that one call may have its turn before the others run beside it."""
 
 _YIELD_EVERY: Final = 0.001
 _YIELD_FOR: Final = 50e-6
+_LOOK_EVERY: Final = 0.05
+_LONGEST_PAUSE: Final = 5.0
+_BUSY: Final = 0.8
 
 
 class Threads:
@@ -36,9 +41,15 @@ class Threads:
         self._running: dict[int, None] = {}
         self._ids: SimpleQueue[int | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._active: dict[int, None] = {}
+        self._begun = 0
         self._turn = threading.Lock()
-        self._takes_turns = True
+        self._turn_began = 0.0
+        self._takes_turns = False
         self._yielded = 0.0
+        self._looked = (0.0, 0.0)
+        self._try_after = 0.0
+        self._pause = 2 * _LOOK_EVERY
 
     # From the loop
 
@@ -98,27 +109,54 @@ class Threads:
             del running[call_id]
 
     def _run_one(self, call_id: int, item: Any) -> None:
-        has_turn = self._takes_turns and self._turn.acquire(timeout=JOIN_AFTER)
-        if has_turn:
-            wall, cpu = time.perf_counter(), time.thread_time()
-            try:
-                self._run(call_id, item)
-            finally:
-                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-                self._takes_turns = cpu > 0.5 * wall or wall < 20e-6
-                self._turn.release()
-        else:
+        has_turn = self._takes_turns and self._wait_for_turn()
+        self._active[call_id] = None
+        self._begun = begun = self._begun + 1
+        is_alone = len(self._active) == 1
+        wall = self._turn_began = time.perf_counter()
+        cpu = time.thread_time() if is_alone else 0.0
+        try:
             self._run(call_id, item)
-            if not self._takes_turns and len(self._running) == 1:
-                # Alone: what this one did with its time can be measured, next time around.
-                self._takes_turns = True
+        finally:
+            if is_alone and self._begun == begun:
+                cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+                self._takes_turns = cpu > 0.5 * wall
+                if self._takes_turns:
+                    self._pause = 2 * _LOOK_EVERY
+            del self._active[call_id]
+            if has_turn:
+                self._turn.release()
         self._give_way()
+
+    def _wait_for_turn(self) -> bool:
+        """Whether the turn is ours. If not, turns are over."""
+        while not self._turn.acquire(timeout=JOIN_AFTER):
+            if not self._takes_turns:
+                return False
+            if time.perf_counter() - self._turn_began > JOIN_AFTER:
+                self._takes_turns = False
+                return False
+        if self._takes_turns:
+            return True
+        self._turn.release()
+        return False
 
     def _give_way(self) -> None:
         """Let the loop have the GIL: at once after each ring, and for a moment once a millisecond."""
         now = time.perf_counter()
-        if len(self._running) > 1 and now - self._yielded > _YIELD_EVERY:
-            self._yielded = now
-            time.sleep(_YIELD_FOR)
-        else:
+        if not self._active or now - self._yielded < _YIELD_EVERY:
             time.sleep(0)
+            return
+        self._yielded = now
+        if not self._takes_turns and now - self._looked[0] > _LOOK_EVERY:
+            self._look(now)
+        time.sleep(_YIELD_FOR)
+
+    def _look(self, now: float) -> None:
+        """Calls run beside each other: try turns if the process keeps a CPU busy, whoever in it does."""
+        cpu = time.process_time()
+        (before, cpu_before), self._looked = self._looked, (now, cpu)
+        if now > self._try_after and cpu - cpu_before > _BUSY * (now - before):
+            self._takes_turns = True
+            self._try_after = now + self._pause
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
