@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from percore._ipc.codec import is_inline
 from percore._ipc.pickles import dump, is_by_reference, qualified_name
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
 from percore._messages import Kind, Payload
@@ -28,18 +27,16 @@ class Owner(Protocol):
 class Call(asyncio.Future[Any]):
     """One call: the future its caller awaits, and what is needed to run it."""
 
-    __slots__ = ("age_from", "body", "call_id", "function", "is_cut", "kind", "member", "owner")
+    __slots__ = ("age_from", "body", "call_id", "function", "kind", "member", "owner")
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, function: "Function") -> None:
-        super().__init__(loop=loop)
-        self.owner = owner
-        self.function = function
-        self.kind = function.kind
-        self.body: tuple[Any, ...] | Payload = ()
-        self.member: Any = None
-        self.call_id = 0
-        self.age_from = 0.0
-        self.is_cut = False
+    # Set by whoever makes the call, and the last two by whoever sends it: an initialiser would cost a third more.
+    owner: Owner
+    function: "Function"
+    kind: int
+    body: tuple[Any, ...] | Payload
+    member: Any
+    call_id: int
+    age_from: float
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the future and withdraw the call, or cancel it in its worker. Its result, should one come, is dropped."""
@@ -54,7 +51,7 @@ class Function:
 
     __slots__ = ("fn", "kind", "number", "payload", "users")
 
-    def __init__(self, fn: Callable[..., Any], kind: Kind) -> None:
+    def __init__(self, fn: Callable[..., Any], kind: int) -> None:
         self.fn = fn
         self.kind = kind
         self.number = 0
@@ -66,7 +63,7 @@ class Function:
         return qualified_name(self.fn)
 
 
-def kind_of(fn: object) -> Kind:
+def kind_of(fn: object) -> int:
     """Where calls of `fn` run.
 
     Raises:
@@ -152,7 +149,7 @@ class Functions:
         self._last += 1
         function.number = self._last
 
-    def encode(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pickle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pickle what the call is to carry.
 
         Raises:
@@ -160,13 +157,7 @@ class Functions:
             BaseException: whatever the user's objects raise while they are pickled.
         """
         function = call.function
-        if function.number:
-            if not kwargs and is_inline(args):
-                call.body = args
-                return
-            carried: tuple[object, ...] = (args, kwargs)
-        else:
-            carried = (function.fn, args, kwargs)
+        carried = (args, kwargs) if function.number else (function.fn, args, kwargs)
         # Half of the slots stay for calls at the moment they are sent: those that wait can then never hold all of them and so
         # keep one ahead of them from being sent.
         sink = Sink(self._slots, private=self._slots.in_use * 2 > self._slots.count)

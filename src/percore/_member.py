@@ -7,7 +7,11 @@ from percore._core.lifecycle import Life, State
 from percore._messages import DEFINE, ONCE_OPS, Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from percore._engine import Worker
+    from percore._ipc.ring import RingWriter
+    from percore._messages import Body
 
 
 class Member:
@@ -18,53 +22,57 @@ class Member:
         self.generation = generation
         self.life = Life()
         self.worker: Worker
+        self._tx: RingWriter
+        self._send: Callable[[int, int, Body], None]
         self.calls: dict[int, Call] = {}
         self.defined: set[int] = set()
         self.load = [0, 0]
         self.recalling = False
-        self.began = False
         self.done = 0
         self.failed = 0
         self.started_at = now
         self.killed_why = ""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
         self.stride = places_for(room)
-        self._free = [place + self.stride for place in reversed(range(room))]
+        self.free = [place + self.stride for place in reversed(range(room))]
 
     @property
     def pid(self) -> int | None:
         return self.worker.pid
 
+    def attach(self, worker: "Worker") -> None:
+        """The worker runs."""
+        self.worker = worker
+        self._tx = worker.channel.tx
+        self._send = worker.channel.send
+
     def is_behind(self) -> bool:
         """Whether the worker has not read everything it was sent."""
-        return self.worker.channel.tx.is_unread()
+        return self._tx.written != self._tx.acknowledged
 
     def send(self, call: Call, now: float) -> None:
         """Send a call. The worker must have room."""
-        call_id = self._free.pop()
-        call.call_id = call_id
+        call.call_id = call_id = self.free.pop()
         call.member = self
         call.age_from = now
         self.calls[call_id] = call
         self.load[call.kind] += 1
-        function = call.function
-        channel = self.worker.channel
-        number = function.number
-        if number:
-            if number not in self.defined:
-                self.define(function)
-        else:
-            number = ONCE_OPS[call.kind]
+        number = call.function.number
+        if number not in self.defined:
+            number = self._define(call.function)
         body = call.body
         if type(body) is bytes:
-            channel.send_payload(number, call_id, body)
+            self.worker.channel.send_payload(number, call_id, body)
         else:
-            channel.send(number, call_id, body)
+            self._send(number, call_id, body)
 
-    def define(self, function: Function) -> None:
-        """Tell the worker what a number stands for."""
+    def _define(self, function: Function) -> int:
+        """How to name the function: by its number, told now, or not at all, since it travels with the call."""
+        if not function.number:
+            return ONCE_OPS[function.kind]
         self.defined.add(function.number)
-        self.worker.channel.send(DEFINE, function.number, (int(function.kind), function.payload))
+        self._send(DEFINE, function.number, (function.kind, function.payload))
+        return function.number
 
     def take(self, call_id: int) -> Call:
         """The call of that id, which the worker is done with; its place is free.
@@ -73,7 +81,7 @@ class Member:
             KeyError: it has no such call.
         """
         call = self.calls.pop(call_id)
-        self._free.append(call_id + self.stride)
+        self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         call.member = None
         return call

@@ -7,7 +7,6 @@ A message is a triple (op, id, body), marshalled in frames. `id` is a call's unl
     an int      one pickle in a slot of shared memory: length << SLOT_BITS | slot
 """
 
-from enum import IntEnum
 from typing import Final, TypeAlias
 
 SLOT_BITS: Final = 10
@@ -39,11 +38,11 @@ UNREADY: Final = 8  # the start failed; body: a pickled exception
 DRAINING: Final = 9  # asked to end from outside: takes no more calls
 
 
-class Kind(IntEnum):
-    """Where a call runs, and so which places it takes."""
+class Kind:
+    """Where a call runs, and so which places it takes. Plain ints: they are looked at several times a call."""
 
-    TASK = 0
-    THREAD = 1
+    TASK: Final = 0
+    THREAD: Final = 1
 
 
 ONCE_OPS: Final = (ONCE_TASK, ONCE_THREAD)

@@ -50,12 +50,22 @@ class Outcomes:
             DRAINING: lambda _, __: self._supervisor.draining(slot, member),
         }
 
+        calls, free, stride, load = member.calls, member.free, member.stride, member.load
+
         def receive(op: int, call_id: int, body: Body) -> None:
             if op == VALUE:
-                call = member.take(call_id)
+                # As `member.take` and `_ended`, without the calls: this is the path of most outcomes.
+                call = calls.pop(call_id)
+                free.append(call_id + stride)
+                load[call.kind] -= 1
+                call.member = None
+                member.done += 1
                 if not call.done():
                     call.set_result(body)
-                self._ended(member, call)
+                if type(call.body) is int:
+                    self._supervisor.release(call)
+                if POINTS:
+                    point("supervisor.outcome.delivered")
             elif op in handlers:
                 handlers[op](call_id, body)
             else:
@@ -120,25 +130,18 @@ class Outcomes:
         call = member.take(call_id)
         if call.done():
             supervisor.release(call)
-        elif call.is_cut:
+        elif supervisor.is_cut:
             supervisor.release(call)
             call.set_exception(RunnerClosed("the runner was closed before this call could begin"))
         else:
             supervisor.dispatch.returned([call])
-        supervisor.pump(call.kind)
-        supervisor.settle()
 
     def _ended(self, member: Member, call: Call, *, failed: bool = False) -> None:
-        supervisor = self._supervisor
-        supervisor.release(call)
-        member.began = True
+        self._supervisor.release(call)
         member.done += 1
         member.failed += failed
         if POINTS:
             point("supervisor.outcome.delivered")
-        supervisor.pump(call.kind)
-        if supervisor.on_idle is not None:
-            supervisor.on_idle()
 
 
 def _unloadable(error: BaseException) -> Exception:

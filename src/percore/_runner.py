@@ -19,8 +19,9 @@ from percore._supervisor import Slot, Supervisor
 from percore._worker import context
 
 if TYPE_CHECKING:
-    from percore._calls import Call, Function
     from percore._engine import Engine
+
+_running_loop = asyncio._get_running_loop  # None where none runs, instead of an exception
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -201,10 +202,7 @@ class Runner:
             RuntimeError: from another loop or thread, or after a fork.
         """
         self._check_open()
-        return self._submit(self._supervisor.functions.of(fn), args, kwargs)
-
-    def _submit(self, function: "Function", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
-        return self._supervisor.submit(function, args, kwargs)
+        return self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
 
     @overload
     async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -224,7 +222,7 @@ class Runner:
             RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
         """
         self._check_open()
-        return await self._submit(self._supervisor.functions.of(fn), args, kwargs)
+        return await self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
 
     @overload
     def map(
@@ -327,7 +325,7 @@ class Runner:
     def _check_open(self) -> None:
         if self._state is not _OPEN:
             raise RunnerClosed(_ADVICE[self._state])
-        if asyncio._get_running_loop() is not self._loop:
+        if _running_loop() is not self._loop:
             self._check_here()
         if self._supervisor.broken is not None:
             raise self._supervisor.refusal()
@@ -344,6 +342,6 @@ class Runner:
             raise RuntimeError(
                 "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe"
             )
-        running = asyncio._get_running_loop()
+        running = _running_loop()
         if running is not None and running is not self._loop:
             raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")

@@ -19,6 +19,7 @@ from percore._core.lifecycle import Event, State
 from percore._core.restart import LIMIT, RestartBudget
 from percore._engine import Engine
 from percore._errors import RunnerClosed
+from percore._ipc.codec import is_inline
 from percore._ipc.slots import SlotWriter
 from percore._member import Member
 from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Kind
@@ -69,6 +70,7 @@ class Supervisor:
         self.members: set[Member] = set()
         self.broken: RunnerBroken | None = None
         self.is_closing = False
+        self.is_cut = False
         self.on_idle: Callable[[], None] | None = None
         self._outcomes = Outcomes(self)
         self._starting: asyncio.Future[None] | None = None
@@ -95,7 +97,7 @@ class Supervisor:
         slot.generation += 1
         member = Member(slot.index, slot.generation, self.dispatch.room, self.loop.time())
         try:
-            member.worker = self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code))
+            member.attach(self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         except OSError as error:
             self._report(f"worker {slot.index} could not be started: {error}")
             self.loop.call_soon(self._never_began, slot, None)
@@ -104,7 +106,9 @@ class Supervisor:
         self.members.add(member)
         slot.timer = self.loop.call_later(self.options.start_timeout, self._late, slot, member)
         member.worker.channel.open(
-            self._outcomes.receiver(slot, member), lambda error: self._kill(member, f"its channel broke: {error!r}")
+            self._outcomes.receiver(slot, member),
+            lambda error: self._kill(member, f"its channel broke: {error!r}"),
+            self.advance,
         )
 
     def _late(self, slot: Slot, member: Member) -> None:
@@ -122,8 +126,6 @@ class Supervisor:
         self.dispatch.seats.append(member)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
-        self.pump(Kind.TASK)
-        self.pump(Kind.THREAD)
 
     def unready(self, member: Member, error: BaseException, text: str) -> None:
         """A worker's start failed, with this exception; it is about to end."""
@@ -149,21 +151,34 @@ class Supervisor:
 
     def submit(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Accept a call. What cannot be pickled fails the future."""
-        call = Call(self, self.loop, function)
-        try:
-            self.functions.encode(call, args, kwargs)
-        except Exception as error:
-            call.set_exception(RuntimeError(f"pickling raised {error!r}") if isinstance(error, StopIteration) else error)
+        call = Call(loop=self.loop)
+        call.owner = self
+        call.function = function
+        call.kind = function.kind
+        call.member = None
+        if function.number and not kwargs and is_inline(args):
+            call.body = args
+        elif not self._pickle(call, args, kwargs):
             return call
         if POINTS:
             point("supervisor.call.pickled")
-        if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
-            self._refuse(call)
-            return call
         member = self.dispatch.submitted(call)
         if member is not None:
             member.send(call, self.loop.time())
         return call
+
+    def _pickle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Pickle what the call is to carry. False: the call has ended instead."""
+        call.body = ()
+        try:
+            self.functions.pickle(call, args, kwargs)
+        except Exception as error:
+            call.set_exception(RuntimeError(f"pickling raised {error!r}") if isinstance(error, StopIteration) else error)
+            return False
+        if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
+            self._refuse(call)
+            return False
+        return True
 
     def cancelled(self, call: Call) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
@@ -173,7 +188,8 @@ class Supervisor:
         else:
             self.release(call)
             self.dispatch.ended(call)
-            self.settle()
+            if self.on_idle is not None:
+                self.on_idle()
 
     def release(self, call: Call) -> None:
         """Nobody will need the call's arguments again."""
@@ -181,14 +197,17 @@ class Supervisor:
         if type(body) is int:
             self.arena.discard(body)
 
-    def pump(self, kind: Kind) -> None:
-        """Send what can be sent."""
-        while (following := self.dispatch.next(kind)) is not None:
-            call, member = following
-            member.send(call, self.loop.time())
-        if kind is Kind.THREAD and (recall := self.dispatch.recall()) is not None:
+    def advance(self) -> None:
+        """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
+        for kind in (Kind.TASK, Kind.THREAD):
+            while (following := self.dispatch.next(kind)) is not None:
+                call, member = following
+                member.send(call, self.loop.time())
+        if (recall := self.dispatch.recall()) is not None:
             recall.seat.recalling = True
             recall.seat.worker.channel.send(RECALL, recall.wanted, None)
+        if self.on_idle is not None:
+            self.on_idle()
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more."""
@@ -229,7 +248,7 @@ class Supervisor:
         self._unseat(member)
         self.members.discard(member)
         begun = self._end_calls(member, exitcode)
-        began = member.began or begun
+        began = member.done > 0 or begun
         slot.done += member.done
         slot.failed += member.failed
         member.worker.close()
@@ -239,9 +258,7 @@ class Supervisor:
         if slot.current is member:
             slot.current = None
             self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
-        self.pump(Kind.TASK)
-        self.pump(Kind.THREAD)
-        self.settle()
+        self.advance()
 
     def _end_calls(self, member: Member, exitcode: int | None) -> bool:
         """Fail the calls that had begun, take back those that had not. Whether any had begun."""
@@ -253,11 +270,11 @@ class Supervisor:
             call.member = None
             if call.done():
                 self.release(call)
-            elif started or call.is_cut:
+            elif started or self.is_cut:
                 self.release(call)
                 call.set_exception(
                     RunnerClosed("the runner was closed before this call could end")
-                    if call.is_cut
+                    if self.is_cut
                     else WorkerDied(member.pid, exitcode, call.function.name, now - call.age_from)
                 )
                 member.done += 1
@@ -336,18 +353,13 @@ class Supervisor:
         """Whether any call waits or runs, those included whose callers have gone."""
         return bool(self.dispatch.waiting()) or any(member.calls for member in self.members)
 
-    def settle(self) -> None:
-        """While closing: look whether there is something to do next."""
-        if self.on_idle is not None:
-            self.on_idle()
-
     def cut(self) -> None:
         """Withdraw what waits and cancel what runs; the callers get RunnerClosed."""
+        self.is_cut = True
         for call in self.dispatch.withdraw():
             self._refuse(call)
         for member in self.members:
             for call in member.calls.values():
-                call.is_cut = True
                 if not call.done():
                     member.worker.channel.send(CANCEL, call.call_id, None)
 
@@ -366,7 +378,6 @@ class Supervisor:
 
     def kill_all(self) -> None:
         """End every worker now. Their exits follow."""
+        self.is_cut = True
         for member in self.members:
-            for call in member.calls.values():
-                call.is_cut = True
             member.worker.kill()

@@ -20,7 +20,7 @@ AHEAD: Final = 4
 class Queued(Protocol):
     """A call, as far as it matters here."""
 
-    kind: Kind
+    kind: int
 
     def done(self) -> bool:
         """Whether it has ended while it waited (was cancelled)."""
@@ -65,7 +65,7 @@ class Dispatch(Generic[C, S]):
         """Calls that one worker may hold at once, of all kinds."""
         return sum(self._room)
 
-    def places(self, kind: Kind) -> int:
+    def places(self, kind: int) -> int:
         """Calls of that kind that one worker can run at once."""
         return self._places[kind]
 
@@ -99,7 +99,7 @@ class Dispatch(Generic[C, S]):
             queue.extend(live)
             self._ended[kind] = 0
 
-    def next(self, kind: Kind) -> tuple[C, S] | None:
+    def next(self, kind: int) -> tuple[C, S] | None:
         """The next call of that kind that can be sent, and where to."""
         queue = self._queues[kind]
         while queue:
@@ -132,11 +132,11 @@ class Dispatch(Generic[C, S]):
             return None
         return Recall(fullest, min(free, -(-surplus // 2)))
 
-    def _pick(self, kind: Kind) -> S | None:
+    def _pick(self, kind: int) -> S | None:
         best = self._least(kind, self._places[kind])
         return best if best is not None or self._room[kind] == self._places[kind] else self._least(kind, self._room[kind])
 
-    def _least(self, kind: Kind, limit: int) -> S | None:
+    def _least(self, kind: int, limit: int) -> S | None:
         """The least loaded of those with fewer than `limit`, preferring any that is not behind."""
         best: S | None = None
         best_load = limit

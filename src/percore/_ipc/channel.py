@@ -57,6 +57,7 @@ class Channel:
         self.outgoing, self.incoming = slots
         self.on_message: Callable[[int, int, Body], None]
         self.on_broken: Callable[[BaseException], None] = _ignore
+        self.on_batch: Callable[[], None] | None = None
         self.full_count = 0
         self._bell = bell
         self._prompt = prompt
@@ -69,10 +70,16 @@ class Channel:
         self._is_open = False
         self._bell_waits = False
 
-    def open(self, on_message: Callable[[int, int, Body], None], on_broken: Callable[[BaseException], None]) -> None:
-        """Begin to receive."""
+    def open(
+        self,
+        on_message: Callable[[int, int, Body], None],
+        on_broken: Callable[[BaseException], None],
+        on_batch: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to receive. `on_batch` is called when all that had been published was delivered."""
         self.on_message = on_message
         self.on_broken = on_broken
+        self.on_batch = on_batch
         self._is_open = True
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
@@ -240,6 +247,8 @@ class Channel:
                 on_message = self.on_message
                 for op, call_id, body in messages:
                     on_message(op, call_id, body)
+            if self.on_batch is not None:
+                self.on_batch()
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):

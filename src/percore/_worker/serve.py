@@ -41,6 +41,7 @@ from percore._messages import (
 from percore._points import POINTS, point
 from percore._worker.threads import Threads
 
+TASK: Final = Kind.TASK
 _HAS_EAGER_TASKS: Final = sys.version_info >= (3, 12, 1)
 
 Send = Callable[[int, int, Body], None]
@@ -51,7 +52,7 @@ class Function:
 
     __slots__ = ("fn", "kind", "payload")
 
-    def __init__(self, kind: Kind, payload: Payload) -> None:
+    def __init__(self, kind: int, payload: Payload) -> None:
         self.kind = kind
         self.payload = payload
         self.fn: Callable[..., Any] | None = None
@@ -90,7 +91,7 @@ class Server:
         """Take one message. Raises for what no supervisor says."""
         if op > 0:
             function = self._functions[op]
-            if function.kind is Kind.TASK:
+            if function.kind == TASK:
                 self._start_task(call_id, function, body)
             elif self._is_draining:
                 self._channel.send(RETURNED, call_id, None)
@@ -101,7 +102,7 @@ class Server:
 
     def _define(self, number: int, body: tuple[int, Payload]) -> None:
         kind, payload = body
-        self._functions[number] = Function(Kind(kind), payload)
+        self._functions[number] = Function(kind, payload)
 
     def _undefine(self, number: int, _body: None) -> None:
         del self._functions[number]
@@ -168,12 +169,15 @@ class Server:
         self._marks[call_id & self._mask] = call_id
         if POINTS:
             point("worker.call.marked")
-        try:
-            fn, args, kwargs = self._unpack(call_id, function, body, channel.send)
-        except BaseException as error:  # user code ran; whatever it raised is this call's outcome
-            self._answer_error(call_id, error, channel.send)
-            return
-        run = self._run(call_id, fn, args, kwargs)
+        fn = None if function is None else function.fn
+        if fn is not None and type(body) is tuple:
+            run = self._run(call_id, fn, body, None)
+        else:
+            try:
+                run = self._run(call_id, *self._unpack(call_id, function, body, channel.send))
+            except BaseException as error:  # user code ran; whatever it raised is this call's outcome
+                self._answer_error(call_id, error, channel.send)
+                return
         if _HAS_EAGER_TASKS:
             task = asyncio.Task(run, loop=self._loop, eager_start=True)  # type: ignore[call-arg]  # 3.12+
             if not task.done():
@@ -189,9 +193,13 @@ class Server:
         except BaseException as error:
             self._end_task(call_id, error)
         else:
-            self._answer(call_id, result, self._channel.send)
             self._tasks.pop(call_id, None)
-            self._cancelled.discard(call_id)
+            if self._cancelled:
+                self._cancelled.discard(call_id)
+            if is_inline_value(result) and not POINTS:
+                self._channel.send(VALUE, call_id, result)
+            else:
+                self._answer(call_id, result, self._channel.send)
         if self._is_draining:
             self._look_drained()
 
