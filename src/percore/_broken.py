@@ -66,10 +66,12 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.started = started
         self.attempts = attempts
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
-        super().__init__(
-            f"worker {pid} died {how(exitcode)} {began}; the call was not repeated because it may have had effects: "
-            "call again if that is safe"
+        why = (
+            "the call was not repeated because it may have had effects: call again if that is safe"
+            if started
+            else "no other worker will come to run it"
         )
+        super().__init__(f"worker {pid} died {how(exitcode)} {began}; {why}")
 
 
 class RunnerBroken(PercoreError, BrokenProcessPool):

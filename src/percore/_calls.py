@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
+from percore._errors import RunnerClosed
 from percore._ipc.pickles import dump, is_by_reference, qualified_name
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
 from percore._messages import Kind, Payload
@@ -44,6 +45,11 @@ class Call(asyncio.Future[Any]):
             self.owner.cancelled(self)
             return True
         return False
+
+    def cut_off(self) -> None:
+        """End by the closing of the runner. Unlike other failures nobody has to read this one: whoever closed knows."""
+        self.set_exception(RunnerClosed("the runner was closed before this call could end"))
+        self.exception()
 
 
 class Function:

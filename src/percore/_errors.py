@@ -22,7 +22,8 @@ class PercoreError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Built again from its fields; what the user added (notes, attributes) follows as state.
-        return type(self), tuple(getattr(self, name) for name in self._fields), self.__dict__.copy() or None
+        fields = tuple(getattr(self, name) for name in self._fields) if self._fields else self.args
+        return type(self), fields, self.__dict__.copy() or None
 
 
 class RunnerClosed(PercoreError, RuntimeError):

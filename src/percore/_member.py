@@ -62,7 +62,8 @@ class Member:
             number = self._define(call.function)
         body = call.body
         if type(body) is bytes:
-            self.worker.channel.send_payload(number, call_id, body)
+            # The slot it is copied into is the call's from then on, as if it had been pickled there.
+            self.worker.channel.send_payload(number, call_id, body, stored=lambda payload: setattr(call, "body", payload))
         else:
             self._send(number, call_id, body)
 

@@ -31,7 +31,7 @@ def _cgroup_quota() -> float | None:
     """CPUs' worth of time a period of this process's cgroup, the tightest of it and its ancestors (v2 and v1)."""
     quotas = []
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 quotas += _quotas_v2(Path("/sys/fs/cgroup"), path)
@@ -49,7 +49,7 @@ def _ancestors(root: Path, path: str) -> list[Path]:
 def _quotas_v2(root: Path, path: str) -> list[float]:
     quotas = []
     for folder in _ancestors(root, path):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
                 quotas.append(int(quota) / int(period))
@@ -78,9 +78,13 @@ def _whole(name: str, value: object, least: int, most: int | None = None) -> int
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number of seconds, not {value}")
-    return float(value)
+    try:
+        seconds = float(value)
+    except OverflowError:  # an int beyond any float
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, not {seconds:g}")
+    return seconds
 
 
 def _callable(name: str, value: object, example: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from percore._calls import Call
-from percore._errors import RemoteError, RunnerClosed
+from percore._errors import RemoteError
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
 from percore._ipc.ring import BrokenFrame
@@ -40,9 +40,9 @@ class Outcomes:
     def receiver(self, slot: "Slot", member: Member) -> Callable[[int, int, Body], None]:
         """What to call with each message of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
         handlers: dict[int, Callable[[int, Any], None]] = {
-            RESULT: lambda call_id, body: self._result(member, member.take(call_id), body),
-            ERROR: lambda call_id, body: self._error(member, member.take(call_id), body),
-            CANCELLED: lambda call_id, _: self._cancelled(member, member.take(call_id)),
+            RESULT: lambda call_id, body: self._result(member, call_id, body),
+            ERROR: lambda call_id, body: self._error(member, call_id, body),
+            CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, _: self._returned(member, call_id),
             UNPICKLED: lambda call_id, _: self._supervisor.release(member.calls[call_id]),
             READY: lambda _, __: self._supervisor.ready(slot, member),
@@ -55,13 +55,14 @@ class Outcomes:
         def receive(op: int, call_id: int, body: Body) -> None:
             if op == VALUE:
                 # As `member.take` and `_ended`, without the calls: this is the path of most outcomes.
-                call = calls.pop(call_id)
+                call = calls[call_id]
+                if not call.done():
+                    call.set_result(body)
+                del calls[call_id]
                 free.append(call_id + stride)
                 load[call.kind] -= 1
                 call.member = None
                 member.done += 1
-                if not call.done():
-                    call.set_result(body)
                 if type(call.body) is int:
                     self._supervisor.release(call)
                 if POINTS:
@@ -84,11 +85,14 @@ class Outcomes:
         if type(payload) is int:
             member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
 
-    def _result(self, member: Member, call: Call, payload: Payload) -> None:
+    # Until its future is done a call stays its worker's: whatever breaks the channel before that, it ends when the worker does.
+
+    def _result(self, member: Member, call_id: int, payload: Payload) -> None:
+        call = member.calls[call_id]
         data = self._bytes(member, payload)
         if call.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
             self._release(member, payload)
-            self._ended(member, call)
+            self._ended(member, call_id)
             return
         result: Any = None
         failure: BaseException | None = None
@@ -98,29 +102,31 @@ class Outcomes:
             failure = error
         if isinstance(data, memoryview):
             data.release()
-        self._release(member, payload)
         if not call.done():
             if failure is None:
                 call.set_result(result)
             else:
                 call.set_exception(_unloadable(failure))
-        self._ended(member, call, failed=failure is not None)
+        self._release(member, payload)
+        self._ended(member, call_id, failed=failure is not None)
 
-    def _error(self, member: Member, call: Call, payload: Payload) -> None:
+    def _error(self, member: Member, call_id: int, payload: Payload) -> None:
+        call = member.calls[call_id]
         data = self._bytes(member, payload)
         error = load_exception(data)
         if isinstance(data, memoryview):
             data.release()
-        self._release(member, payload)
         if not call.done():
             call.set_exception(error)
-        self._ended(member, call, failed=True)
+        self._release(member, payload)
+        self._ended(member, call_id, failed=True)
 
-    def _cancelled(self, member: Member, call: Call) -> None:
+    def _cancelled(self, member: Member, call_id: int) -> None:
+        call = member.calls[call_id]
         if not call.done():
             # Not by its caller (the future would be done): by closing.
-            call.set_exception(RunnerClosed("the runner was closed before this call could end"))
-        self._ended(member, call)
+            call.cut_off()
+        self._ended(member, call_id)
 
     def _returned(self, member: Member, call_id: int) -> None:
         supervisor = self._supervisor
@@ -132,12 +138,12 @@ class Outcomes:
             supervisor.release(call)
         elif supervisor.is_cut:
             supervisor.release(call)
-            call.set_exception(RunnerClosed("the runner was closed before this call could begin"))
+            call.cut_off()
         else:
             supervisor.dispatch.returned([call])
 
-    def _ended(self, member: Member, call: Call, *, failed: bool = False) -> None:
-        self._supervisor.release(call)
+    def _ended(self, member: Member, call_id: int, *, failed: bool = False) -> None:
+        self._supervisor.release(member.take(call_id))
         member.done += 1
         member.failed += failed
         if POINTS:

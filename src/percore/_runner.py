@@ -201,7 +201,8 @@ class Runner:
             TypeError: `fn` is a coroutine, a generator function, or cannot be called.
             RuntimeError: from another loop or thread, or after a fork.
         """
-        self._check_open()
+        if self._state is not _OPEN or _running_loop() is not self._loop:
+            self._check_open()
         return self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
 
     @overload
@@ -221,7 +222,8 @@ class Runner:
             Exception: whatever the function raises; the remote traceback is at the end of its `__cause__` chain.
             RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
         """
-        self._check_open()
+        if self._state is not _OPEN or _running_loop() is not self._loop:
+            self._check_open()
         return await self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
 
     @overload

@@ -84,11 +84,11 @@ class Supervisor:
         Raises:
             StartupFailed: one could not be started, died, failed, or was late. The others run on: the caller closes.
         """
-        self._starting = self.loop.create_future()
+        starting = self._starting = self.loop.create_future()
         for slot in self.slots:
             self._spawn(slot)
         try:
-            await self._starting
+            await starting
         finally:
             self._starting = None
 
@@ -126,6 +126,7 @@ class Supervisor:
         self.dispatch.seats.append(member)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
+            self._starting = None  # now, not when its waiter runs: a worker may die before that and has to be replaced
 
     def unready(self, member: Member, error: BaseException, text: str) -> None:
         """A worker's start failed, with this exception; it is about to end."""
@@ -151,6 +152,8 @@ class Supervisor:
 
     def submit(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Accept a call. What cannot be pickled fails the future."""
+        if self.broken is not None:
+            raise self.refusal()
         call = Call(loop=self.loop)
         call.owner = self
         call.function = function
@@ -199,6 +202,12 @@ class Supervisor:
 
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
+        if not self.dispatch.is_quiet():
+            self._dispatch()
+        if self.on_idle is not None:
+            self.on_idle()
+
+    def _dispatch(self) -> None:
         for kind in (Kind.TASK, Kind.THREAD):
             while (following := self.dispatch.next(kind)) is not None:
                 call, member = following
@@ -206,8 +215,6 @@ class Supervisor:
         if (recall := self.dispatch.recall()) is not None:
             recall.seat.recalling = True
             recall.seat.worker.channel.send(RECALL, recall.wanted, None)
-        if self.on_idle is not None:
-            self.on_idle()
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more."""
@@ -220,8 +227,12 @@ class Supervisor:
 
     def _refuse(self, call: Call) -> None:
         self.release(call)
-        if not call.done():
+        if call.done():
+            return
+        if self.broken is not None:
             call.set_exception(self.refusal())
+        else:
+            call.cut_off()
 
     def refusal(self) -> Exception:
         """A new instance of the reason why no call is taken."""
@@ -272,11 +283,10 @@ class Supervisor:
                 self.release(call)
             elif started or self.is_cut:
                 self.release(call)
-                call.set_exception(
-                    RunnerClosed("the runner was closed before this call could end")
-                    if self.is_cut
-                    else WorkerDied(member.pid, exitcode, call.function.name, now - call.age_from)
-                )
+                if self.is_cut:
+                    call.cut_off()
+                else:
+                    call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, now - call.age_from))
                 member.done += 1
                 member.failed += 1
             else:
@@ -292,7 +302,8 @@ class Supervisor:
 
     def _is_hopeless(self) -> bool:
         """Whether no worker will come to run what waits."""
-        return self.broken is not None or (self.is_closing and not self.dispatch.seats)
+        coming = (State.STARTING, State.READY)
+        return self.broken is not None or (self.is_closing and not any(member.life.state in coming for member in self.members))
 
     def _unseat(self, member: Member) -> None:
         if member in self.dispatch.seats:
@@ -364,7 +375,12 @@ class Supervisor:
                     member.worker.channel.send(CANCEL, call.call_id, None)
 
     def finish(self) -> None:
-        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed."""
+        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed.
+
+        What still waits does so for workers that have died meanwhile and are not replaced any more.
+        """
+        for call in self.dispatch.withdraw():
+            self._refuse(call)
         for slot in self.slots:
             if slot.timer is not None:
                 slot.timer.cancel()

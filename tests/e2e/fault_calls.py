@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 import percore
 from percore._ipc import codec
+from percore._ipc.channel import Channel
 from percore._messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -92,13 +92,6 @@ def hold(wire: str, gate: str) -> tuple[int, int, int]:
 
 async def hold_in_task(wire: str, gate: str) -> tuple[int, int, int]:
     return await asyncio.to_thread(hold, wire, gate)
-
-
-def spawn_sleep(wire: str) -> int:
-    """Run a program that stays; its exit code."""
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        tell(wire, str(process.pid))
-        return process.wait()
 
 
 # Calls that die
@@ -188,11 +181,15 @@ def pattern(seed: int, size: int) -> bytes:
     return (block * (size // len(block) + 1))[:size]
 
 
+async def pattern_in_task(seed: int, size: int) -> bytes:
+    return pattern(seed, size)
+
+
 # Workers that misbehave
 
 
 def _channel() -> Any:
-    return next(thing for thing in gc.get_objects() if type(thing).__name__ == "Channel" and type(thing).__module__ == "percore._ipc.channel")
+    return next(thing for thing in gc.get_objects() if isinstance(thing, Channel))
 
 
 class _Vandal:
@@ -203,7 +200,7 @@ class _Vandal:
 
     def ring(self, published: int, consumed: int) -> bool:
         with open("/proc/self/maps", encoding="ascii") as maps, open("/proc/self/mem", "r+b", buffering=0) as memory:
-            start, end = next(_span(line) for line in maps if "percore" in line and "rw-s" in line and _is_cell(line))
+            start, _ = next(_span(line) for line in maps if "percore" in line and "rw-s" in line and _is_cell(line))
             memory.seek(start + (1 << 19))
             memory.write(b"\xa5" * (1 << 19))
         ringing: bool = self._bell.ring(published, consumed)
@@ -244,7 +241,7 @@ def _misbehave(channel: Any, how: str) -> None:
     else:
         call_id = max(call for call in channel.on_message.__self__._marks if call) if how.startswith("own call") else 0
         message = _FRAMES[how]
-        channel._bell.ring(channel.tx.write(codec.encode(message(call_id))), 0)  # type: ignore[arg-type]
+        channel._bell.ring(channel.tx.write(codec.encode(message(call_id))), 0)
 
 
 _LIES = {
@@ -296,7 +293,7 @@ def dying_if(path: str, births: str, index: int = -1) -> Iterator[None]:
 async def hanging_if(path: str, births: str) -> AsyncIterator[None]:
     """Never be ready while the file exists."""
     tell(births)
-    if os.path.exists(path):
+    if os.path.exists(path):  # noqa: ASYNC240  # a look at a name
         await asyncio.Event().wait()
     yield
 

@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.world": VOCABULARY,
     "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
     "_worker.threads": VOCABULARY | BYTES | {"_worker.context"},
-    "_worker.serve": VOCABULARY | BYTES | {"_worker.context", "_worker.threads", "_worker.mainmodule"},
+    "_worker.eager": WORDS,
+    "_worker.serve": VOCABULARY | BYTES | {"_worker.eager", "_worker.threads"},
     "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
     "_worker.main": VOCABULARY
     | BYTES
@@ -79,11 +80,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.process": LAUNCH | BYTES | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_worker.main"},
     # shell
     "_calls": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
-    "_member": VOCABULARY | {"_calls", "_core.lifecycle", "_engine"},
+    "_member": VOCABULARY | {"_calls", "_core.lifecycle", "_engine", "_ipc.ring"},
     "_outcomes": VOCABULARY | PICKLES | {"_broken", "_calls", "_member", "_ipc.ring"},
     "_supervisor": VOCABULARY
     | PICKLES
-    | {"_broken", "_calls", "_member", "_outcomes", "_engine", "_ipc.slots"}
+    | {"_broken", "_calls", "_member", "_outcomes", "_engine", "_ipc.codec", "_ipc.slots"}
     | {"_core.lifecycle", "_core.restart", "_core.flow", "_core.dispatch"},
     "_closing": VOCABULARY | {"_calls", "_member", "_supervisor"},
     # face

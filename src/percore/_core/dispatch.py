@@ -58,6 +58,7 @@ class Dispatch(Generic[C, S]):
         self._room = (concurrency, threads * (1 + AHEAD))
         self._queues: tuple[deque[C], deque[C]] = (deque(), deque())
         self._ended = [0, 0]
+        self._is_ahead = False
         self.seats: list[S] = []
 
     @property
@@ -99,6 +100,10 @@ class Dispatch(Generic[C, S]):
             queue.extend(live)
             self._ended[kind] = 0
 
+    def is_quiet(self) -> bool:
+        """Whether nothing waits and nothing is queued ahead: there is nothing to decide."""
+        return not (self._queues[0] or self._queues[1] or self._is_ahead)
+
     def next(self, kind: int) -> tuple[C, S] | None:
         """The next call of that kind that can be sent, and where to."""
         queue = self._queues[kind]
@@ -122,19 +127,23 @@ class Dispatch(Generic[C, S]):
     def recall(self) -> Recall[S] | None:
         """Whom to ask for plain calls that have not begun, when a worker has a free thread and nothing waits here."""
         kind = Kind.THREAD
-        threads = self._places[kind]
-        if len(self.seats) < 2 or self._queues[kind]:
+        if not self._is_ahead or len(self.seats) < 2 or self._queues[kind]:
             return None
+        threads = self._places[kind]
         free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)
         fullest = max(self.seats, key=lambda seat: seat.load[kind])
         surplus = fullest.load[kind] - threads
+        self._is_ahead = surplus > 0
         if free <= 0 or surplus <= 0 or fullest.recalling:
             return None
         return Recall(fullest, min(free, -(-surplus // 2)))
 
     def _pick(self, kind: int) -> S | None:
         best = self._least(kind, self._places[kind])
-        return best if best is not None or self._room[kind] == self._places[kind] else self._least(kind, self._room[kind])
+        if best is None and self._room[kind] > self._places[kind]:
+            best = self._least(kind, self._room[kind])
+            self._is_ahead |= best is not None
+        return best
 
     def _least(self, kind: int, limit: int) -> S | None:
         """The least loaded of those with fewer than `limit`, preferring any that is not behind."""

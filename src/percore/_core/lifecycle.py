@@ -36,7 +36,13 @@ _TABLE: Final[dict[State, dict[Event, State]]] = {
         Event.EXIT: State.GONE,
     },
     State.READY: {Event.DRAIN: State.DRAINING, Event.FINISH: State.FINISHING, Event.EXIT: State.GONE},
-    State.DRAINING: {Event.DRAIN: State.DRAINING, Event.FINISH: State.FINISHING, Event.EXIT: State.GONE},
+    State.DRAINING: {
+        Event.READY: State.DRAINING,  # asked to end while it was starting, it tells all the same how that went
+        Event.FAIL: State.FINISHING,
+        Event.DRAIN: State.DRAINING,
+        Event.FINISH: State.FINISHING,
+        Event.EXIT: State.GONE,
+    },
     State.FINISHING: {
         Event.READY: State.FINISHING,
         Event.FAIL: State.FINISHING,

@@ -40,6 +40,10 @@ def _ignore(_error: BaseException) -> None:
     return
 
 
+def _keep_nothing(_payload: int) -> None:
+    return
+
+
 class Channel:
     """One side of a channel. All methods are the loop's alone, except `send_from_thread`."""
 
@@ -87,40 +91,77 @@ class Channel:
 
     def send(self, op: int, call_id: int, body: Body) -> None:
         """Queue a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
+        if self._sent_this_turn:
+            self._enqueue(op, call_id, body)
+            return
+        self._sent_this_turn = True
+        if POINTS or self._queue or self._frame is not None or not self._send_alone((op, call_id, body)):
+            self._enqueue(op, call_id, body)
+            self.flush()
+        self.loop.call_soon(self._end_turn)
+
+    def _enqueue(self, op: int, call_id: int, body: Body) -> None:
         self._queue.append((op, call_id, body))
         if type(body) is bytes:
             self._heavy += len(body)
-        if not self._sent_this_turn:
-            self._sent_this_turn = True
-            self.loop.call_soon(self._end_turn)
+
+    def _send_alone(self, message: Message) -> bool:
+        """`flush` for the one message of a caller who waits for its answer, in as few steps as can be. False: not sent."""
+        if not self._is_open or not self._lock.acquire(False):
+            return False
+        try:
+            data = encode([message])
+            tx = self.tx
+            if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:
+                return False
+            self._ring(tx.write(data))
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._lock.release()
+        if self._queue:  # a thread may have tried meanwhile
             self.flush()
+        return True
 
     def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
         """As `send`, from any thread; the message is in the ring on return, unless another thread is about to do that."""
-        self._queue.append((op, call_id, body))
-        if type(body) is bytes:
-            self._heavy += len(body)
+        self._enqueue(op, call_id, body)
         self.flush()
 
-    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
-        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot."""
+    def send_payload(
+        self,
+        op: int,
+        call_id: int,
+        body: Body,
+        send: Callable[[int, int, Body], None] | None = None,
+        stored: Callable[[int], None] = _keep_nothing,
+    ) -> None:
+        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot.
+
+        `stored` is told which payload the pickle has become, for whoever frees its slot once the other side has read it.
+        """
         send = send or self.send
         if type(body) is bytes and len(body) > INLINE_LIMIT:
-            stored = self.outgoing.store(body)
-            if stored is None:
-                self.outgoing.waiters.append(lambda: self._retry_payload(op, call_id, body))
+            payload = self.outgoing.store(body)
+            if payload is None:
+                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, stored))
                 return
-            body = stored
+            stored(payload)
+            body = payload
         send(op, call_id, body)
 
-    def _retry_payload(self, op: int, call_id: int, body: Body) -> bool:
+    def _retry_payload(self, op: int, call_id: int, body: Body, stored: Callable[[int], None]) -> bool:
         if self._is_open:
-            self.send_payload(op, call_id, body, self.send_from_thread)  # whatever thread gave the slot back
+            # In whatever thread gave the slot back.
+            self.send_payload(op, call_id, body, self.send_from_thread, stored)
         return self._is_open
 
     def _end_turn(self) -> None:
         self._sent_this_turn = False
-        self.flush()
+        if self._queue:
+            self.flush()
 
     def flush(self) -> None:
         """Move what is queued into the ring, as far as it fits, and ring."""
@@ -247,6 +288,8 @@ class Channel:
                 on_message = self.on_message
                 for op, call_id, body in messages:
                     on_message(op, call_id, body)
+                    if not self._is_open:  # that message, or what it made us send, has ended the channel
+                        return
             if self.on_batch is not None:
                 self.on_batch()
         except BaseException as error:

@@ -20,8 +20,20 @@ _INT_LIMIT = 1 << 256
 _COUNT_LIMIT = 32
 
 
+def is_inline_value(value: object) -> bool:
+    """Whether this value can travel in a frame as it is: small, and of an exact immutable type."""
+    kind = type(value)
+    if kind is int:
+        return -_INT_LIMIT < value < _INT_LIMIT  # type: ignore[operator]
+    if kind is str or kind is bytes:
+        return len(value) <= _TEXT_LIMIT  # type: ignore[arg-type]
+    return kind in _PLAIN
+
+
 def is_inline(args: tuple[object, ...]) -> bool:
-    """Whether these arguments can travel in a frame as they are: few, small, and of exact immutable types."""
+    """As `is_inline_value`, for the arguments of a call: not too many, and small together."""
+    if len(args) == 1:
+        return is_inline_value(args[0])
     text = 0
     for value in args:
         kind = type(value)
@@ -33,16 +45,6 @@ def is_inline(args: tuple[object, ...]) -> bool:
         elif kind not in _PLAIN:
             return False
     return text <= _TEXT_LIMIT and len(args) <= _COUNT_LIMIT
-
-
-def is_inline_value(value: object) -> bool:
-    """As `is_inline`, for one value."""
-    kind = type(value)
-    if kind is int:
-        return -_INT_LIMIT < value < _INT_LIMIT  # type: ignore[operator]
-    if kind is str or kind is bytes:
-        return len(value) <= _TEXT_LIMIT  # type: ignore[arg-type]
-    return kind in _PLAIN
 
 
 def encode(messages: Sequence[Message]) -> bytes:

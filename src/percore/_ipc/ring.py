@@ -10,10 +10,12 @@ A frame is 8 bytes of header (length of the data, CRC-32 of the data; little end
 """
 
 import struct
-import zlib
+from zlib import crc32
 
 _HEADER = struct.Struct("<II")
 HEADER_SIZE = _HEADER.size
+_pack = _HEADER.pack
+_unpack_from = _HEADER.unpack_from
 
 
 class BrokenFrame(Exception):
@@ -41,7 +43,7 @@ class RingWriter:
 
     def write(self, data: bytes) -> int:
         """Write one frame and return its bytes, header included, to be published by the doorbell. `free()` must hold it."""
-        frame = _HEADER.pack(len(data), zlib.crc32(data)) + data
+        frame = _pack(len(data), crc32(data)) + data
         length = len(frame)
         at = self.written % self.size
         end = at + length
@@ -58,10 +60,10 @@ class RingWriter:
         """The peer has read `count` bytes more.
 
         Raises:
-            BrokenFrame: it cannot have read what was never written.
+            BrokenFrame: it cannot have read what was never written, nor have unread anything.
         """
         self.acknowledged += count
-        if self.acknowledged > self.written:
+        if count < 0 or self.acknowledged > self.written:
             raise BrokenFrame(f"peer acknowledged {self.acknowledged} of {self.written} bytes")
 
     def release(self) -> None:
@@ -83,10 +85,10 @@ class RingReader:
         """The peer has published `count` bytes more.
 
         Raises:
-            BrokenFrame: more than the ring holds.
+            BrokenFrame: more than the ring holds, or less than nothing.
         """
         self.end += count
-        if self.end - self.read > self.size:
+        if count < 0 or self.end - self.read > self.size:
             raise BrokenFrame(f"peer published {self.end - self.read} bytes into a ring of {self.size}")
 
     def next(self) -> memoryview | bytes | None:
@@ -95,16 +97,22 @@ class RingReader:
         Raises:
             BrokenFrame: a length that does not fit what was published, or a wrong CRC.
         """
-        available = self.end - self.read
+        read = self.read
+        available = self.end - read
         if not available:
             return None
         if available < HEADER_SIZE:
             raise BrokenFrame(f"{available} bytes published: less than a header")
-        length, crc = _HEADER.unpack(self._bytes(self.read, HEADER_SIZE))
+        at = read % self.size
+        if at + available <= self.size:  # nothing of it wraps around: the short way
+            length, crc = _unpack_from(self._view, at)
+            data: memoryview | bytes = self._view[at + HEADER_SIZE : at + HEADER_SIZE + length]
+        else:
+            length, crc = _HEADER.unpack(self._bytes(read, HEADER_SIZE))
+            data = self._bytes(read + HEADER_SIZE, min(length, available - HEADER_SIZE))
         if length > available - HEADER_SIZE:
             raise BrokenFrame(f"frame of {length} bytes in {available} published ones")
-        data = self._bytes(self.read + HEADER_SIZE, length)
-        if zlib.crc32(data) != crc:
+        if crc32(data) != crc:
             raise BrokenFrame(f"wrong CRC over a frame of {length} bytes")
         return data
 

@@ -10,19 +10,20 @@ No slot free is no failure: the payload stays in private bytes and is copied in 
 import heapq
 import threading
 from collections import deque
+from collections.abc import Callable
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING
 
 from percore._errors import PayloadTooLarge
 from percore._ipc.memory import Memory
 from percore._ipc.ring import BrokenFrame
 from percore._messages import SLOT_BITS, SLOT_MASK, Payload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 INLINE_LIMIT = 100_000
 """Bytes of a pickle up to which it travels in a frame. Above it a slot is faster (malloc takes fresh pages from 128 KiB on)."""
+
+_FRAME_SIZE = 64 << 10
+_FRAME_STARTS = (b"\x95", b"\x80\x05\x95")
+"""A pickler writes its opcodes in frames of about 64 KiB, and bytes larger than that on their own, outside of any frame."""
 
 WARM_LIMIT = 64 << 20
 """Bytes of touched pages a map may keep when all its slots are free."""
@@ -40,11 +41,11 @@ class SlotWriter:
         self._lock = threading.Lock()  # held for arithmetic only: never over user code, a system call, or a wait
         self._freed: list[int] = []
         self._fresh = 0
+        self._is_taken = bytearray(self.count)
         self._touched = [0] * self.count
         self._warm = 0
         self.in_use = 0
-        self.waiters: deque[Callable[[], bool]] = deque()
-        """Called in order when a slot comes back, until one says that it had a use for it."""
+        self._waiters: deque[Callable[[], bool]] = deque()
 
     def take(self) -> int | None:
         """The lowest free slot, or None."""
@@ -56,6 +57,7 @@ class SlotWriter:
                 self._fresh += 1
             else:
                 return None
+            self._is_taken[slot] = True
             self.in_use += 1
             return slot
 
@@ -67,10 +69,9 @@ class SlotWriter:
         """
         cold = 0
         with self._lock:
-            if not 0 <= slot < self._fresh or slot in self._freed:
+            if not 0 <= slot < self.count or not self._is_taken[slot]:
                 raise BrokenFrame(f"slot {slot} was released and is not in use")
-            heapq.heappush(self._freed, slot)
-            self.in_use -= 1
+            self._is_taken[slot] = False
             touched = max(self._touched[slot], used)
             self._warm += touched - self._touched[slot]
             if self._warm > WARM_LIMIT:
@@ -79,11 +80,35 @@ class SlotWriter:
                 touched = keep
             self._touched[slot] = touched
         if cold:
-            # Still under nobody's eyes: the slot is free, and the caller is the only one who hands it out again.
+            # Before anyone can take the slot: what they write there would be given back as well.
             start = slot * self.slot_size
             self._memory.give_back(start + touched, start + cold)
-        while self.waiters and not self.waiters.popleft()():
-            pass
+        with self._lock:
+            heapq.heappush(self._freed, slot)
+            self.in_use -= 1
+        self._offer()
+
+    def wait(self, waiter: Callable[[], bool]) -> None:
+        """Have `waiter` called when a slot comes back, after those that wait already. It says whether it had a use for the slot.
+
+        No wake-up is lost: 1. a thread finds no slot free; 2. the last one in use comes back, and nobody waits; 3. the thread
+        waits, and looks again.
+        """
+        self._waiters.append(waiter)
+        with self._lock:
+            is_free = bool(self._freed) or self._fresh < self.count
+        if is_free:
+            self._offer()
+
+    def _offer(self) -> None:
+        """A slot is free: tell the waiters in order, until one has a use for it."""
+        while self._waiters:
+            try:
+                waiter = self._waiters.popleft()
+            except IndexError:  # another thread was offering, too
+                return
+            if waiter():
+                return
 
     def view(self, slot: int) -> memoryview:
         """The memory of one slot."""
@@ -144,7 +169,7 @@ class Sink:
     worth it. Where none may be taken the bytes stay private.
     """
 
-    __slots__ = ("_head", "_limit", "_parts", "_position", "_slot", "_slots", "_view")
+    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_view")
 
     def __init__(self, slots: SlotWriter, *, private: bool = False) -> None:
         """With `private`, no slot is taken however large the pickle is."""
@@ -155,6 +180,7 @@ class Sink:
         self._slot: int | None = None
         self._view: memoryview | None = None
         self._parts: list[bytes] | None = [] if private else None
+        self._frames: list[tuple[int, int]] = []
 
     def write(self, data: bytes | bytearray | memoryview | PickleBuffer, /) -> None:
         """Append `data`.
@@ -169,6 +195,8 @@ class Sink:
                 self._head = data
                 return
             self._grow_large()
+        if type(data) is bytes and (len(data) <= _FRAME_SIZE or data.startswith(_FRAME_STARTS)):
+            self._frames.append((self._position, self._position + len(data)))
         if isinstance(data, PickleBuffer):
             data = data.raw()
         elif not isinstance(data, bytes):
@@ -193,19 +221,12 @@ class Sink:
             self.write(head)
 
     def contains(self, needle: bytes) -> bool:
-        """Whether `needle` is anywhere in what was written."""
+        """Whether the pickle that was written has `needle` in its frames; large data outside of them is not looked at."""
         if self._head is not None:
             return needle in self._head
         if self._parts is not None:
-            return needle in b"".join(self._parts)
-        if self._view is None:
-            return False
-        # In pieces that overlap: a slice of a memoryview cannot be searched without a copy.
-        step, overlap = 1 << 20, len(needle) - 1
-        return any(
-            needle in bytes(self._view[max(0, at - overlap) : min(at + step, self._position)])
-            for at in range(0, self._position, step)
-        )
+            return any(needle in part for part in self._parts)
+        return self._view is not None and any(needle in bytes(self._view[start:end]) for start, end in self._frames)
 
     def reset(self) -> None:
         """Forget everything written; a slot that was taken is free again."""
@@ -213,6 +234,7 @@ class Sink:
         private = self._parts is not None and slot is None and self._head is None
         self._head, self._view, self._slot, self._position = None, None, None, 0
         self._parts = [] if private else None
+        self._frames = []
         if slot is not None:
             self._slots.give(slot, used)
 

@@ -24,11 +24,12 @@ async def serve_until_finished(
     lifespan: Callable[[], Callable[[], Any] | None],
     *,
     main_by_value: bool,
+    tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks,
 ) -> int:
     """Enter the lifespan, serve until asked to end, leave it: the exit code.
 
     `lifespan` unpickles the user's factory, or gives None. What fails before the worker is ready is told to the supervisor; what
-    fails afterwards is logged.
+    fails afterwards is logged. `tasks` gives this worker's: all of the loop, unless workers share one.
     """
     stack = _Entered(context)
     try:
@@ -45,7 +46,7 @@ async def serve_until_finished(
     if POINTS:
         point("worker.ready")
     await server.finished
-    await _cancel_leftovers()
+    await _cancel_leftovers(tasks)
     try:
         await stack.leave()
     except Exception:
@@ -95,10 +96,10 @@ async def _as_async(manager: Any) -> AsyncGenerator[Any]:
         yield value
 
 
-async def _cancel_leftovers() -> None:
+async def _cancel_leftovers(of_worker: Callable[[], set[asyncio.Task[Any]]]) -> None:
     """Cancel the tasks that calls have left behind, before the lifespan takes away what they use. Their errors are logged."""
     me = asyncio.current_task()
-    tasks = [task for task in asyncio.all_tasks() if task is not me]
+    tasks = [task for task in of_worker() if task is not me]
     for task in tasks:
         task.cancel()
     if tasks:

@@ -39,11 +39,10 @@ from percore._messages import (
     Payload,
 )
 from percore._points import POINTS, point
+from percore._worker.eager import task_starter
 from percore._worker.threads import Threads
 
 TASK: Final = Kind.TASK
-_HAS_EAGER_TASKS: Final = sys.version_info >= (3, 12, 1)
-
 Send = Callable[[int, int, Body], None]
 
 
@@ -72,6 +71,7 @@ class Server:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._threads = Threads(threads, self._run_on_thread, copy_context())
+        self._start = task_starter(self._loop)
         self._is_draining = False
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[int, Callable[[int, Any], None]] = {
@@ -178,12 +178,9 @@ class Server:
             except BaseException as error:  # user code ran; whatever it raised is this call's outcome
                 self._answer_error(call_id, error, channel.send)
                 return
-        if _HAS_EAGER_TASKS:
-            task = asyncio.Task(run, loop=self._loop, eager_start=True)  # type: ignore[call-arg]  # 3.12+
-            if not task.done():
-                self._tasks[call_id] = task
-        else:
-            self._tasks[call_id] = self._loop.create_task(run)
+        task = self._start(run)
+        if not task.done():
+            self._tasks[call_id] = task
 
     async def _run(self, call_id: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         try:

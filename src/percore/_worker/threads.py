@@ -50,6 +50,7 @@ class Threads:
         self._looked = (0.0, 0.0)
         self._try_after = 0.0
         self._pause = 2 * _LOOK_EVERY
+        self._on_idle: Callable[[], None] | None = None
 
     # From the loop
 
@@ -78,6 +79,14 @@ class Threads:
         """Whether nothing waits or runs."""
         return not self._waiting and not self._running
 
+    def when_idle(self, tell: Callable[[], None]) -> None:
+        """From now on call `tell`, in some thread, each time that a thread leaves nothing waiting or running behind.
+
+        No wake-up is lost when the loop asks `is_idle` after this: 1. a thread has answered its call, and still counts as running;
+        2. the loop asks and hears that something runs; 3. the thread leaves, and now tells.
+        """
+        self._on_idle = tell
+
     def stop(self) -> None:
         """End every thread that is not in a call; the others are daemons."""
         for _ in self._threads:
@@ -92,8 +101,8 @@ class Threads:
         thread = threading.Thread(
             target=self._context.copy().run, args=(self._work,), name=f"percore-{len(self._threads)}", daemon=True
         )
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     # In a thread
 
@@ -107,6 +116,8 @@ class Threads:
                 self._run_one(call_id, item)
                 item = None
             del running[call_id]
+            if self._on_idle is not None and self.is_idle():
+                self._on_idle()
 
     def _run_one(self, call_id: int, item: Any) -> None:
         has_turn = self._takes_turns and self._wait_for_turn()

@@ -1,0 +1,113 @@
+"""One suite for every engine: `make` gives the runners a test asks for, on the engine it is run with."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from percore import Runner
+from percore._platform import default_start_method
+from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
+
+MakeRunner: TypeAlias = Callable[..., Runner]
+
+REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
+ENGINES = ["fake", *REAL]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A fresh interpreter for each test is what takes the time here, and whatever follows its start is the same as under
+    # the fork server: so spawn is run under asyncio's loop alone, once for each test.
+    twice = [item for item in items if "spawn" in item.name and "uvloop" in item.name and "contract" in item.path.parts]
+    if twice:
+        config.hook.pytest_deselected(items=twice)
+        items[:] = [item for item in items if item not in set(twice)]
+
+
+@pytest.fixture(scope="session")
+def warm_fork_server() -> Iterator[None]:
+    """Keep one fork server for the session: starting one takes longer than most tests."""
+    if "forkserver" not in REAL:
+        yield
+        return
+    from percore._engines.forkserver import ForkServerLauncher
+
+    async def start_and_stop() -> None:
+        async with Runner(1, start_method="forkserver"):
+            pass
+
+    launcher = ForkServerLauncher.open()
+    asyncio.run(start_and_stop())
+    yield
+    asyncio.run(launcher.aclose())
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=REAL)
+def real_engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
+    return str(request.param)
+
+
+def _maker(engine: str) -> MakeRunner:
+    def make(workers: int = 1, **options: object) -> Runner:
+        if engine == "fake":
+            return FakeRunner(workers, **options)  # type: ignore[arg-type]
+        return Runner(workers, start_method=engine, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def make(engine: str) -> MakeRunner:
+    """Makes runners, not started, on every engine."""
+    return _maker(engine)
+
+
+@pytest.fixture
+def make_real(real_engine: str) -> MakeRunner:
+    """Makes runners, not started, with processes."""
+    return _maker(real_engine)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def other_gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "other_gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "log")
+    yield log
+    log.close()
+
+
+class WorkerLog:
+    """What workers have logged: fakes into this process's logging, processes on standard error."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+        self._capfd = capfd
+        self._caplog = caplog
+
+    def text(self) -> str:
+        return self._capfd.readouterr().err + self._caplog.text
+
+
+@pytest.fixture
+def worker_log(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> WorkerLog:
+    return WorkerLog(capfd, caplog)

@@ -1,0 +1,242 @@
+"""Cancelling calls: by their future, by whoever awaits them, before and after they began."""
+
+import asyncio
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import percore
+from percore._messages import CANCEL
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+
+
+def _count_messages(runner: percore.Runner) -> Counter[int]:
+    """How often each message is sent to the workers, from now on."""
+    sent: Counter[int] = Counter()
+    for member in runner._supervisor.members:
+        channel: Any = member.worker.channel
+        send = channel.send
+
+        def counted(op: int, call_id: int, body: Any, send: Any = send) -> None:
+            sent[op] += 1
+            send(op, call_id, body)
+
+        channel.send = counted
+    return sent
+
+
+async def test_cancelling_the_future_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        sent = _count_messages(runner)
+        future = runner.submit(jobs.await_, log.path, gate.path, 1)
+        assert await log.next() == "1"
+        assert future.cancel()
+        assert future.cancelled()
+        assert await log.next() == "cancelled 1"
+        assert not future.cancel()
+        assert sent[CANCEL] == 1
+        assert await runner.run(jobs.aecho, 2) == 2
+
+
+async def test_cancelling_the_awaiting_task_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        sent = _count_messages(runner)
+        task = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, 1))
+        assert await log.next() == "1"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await log.next() == "cancelled 1"
+        assert sent[CANCEL] == 1
+
+
+async def test_a_timeout_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await runner.run(jobs.await_, log.path, gate.path, 1)
+        assert await log.take(2) == ["1", "cancelled 1"]
+
+
+async def test_a_task_group_cancels_its_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async def fail_when(line: str) -> None:
+        assert await log.next() == line
+        raise KeyError("sibling")
+
+    async with make() as runner:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(runner.run(jobs.await_, log.path, gate.path, 1))
+                group.create_task(fail_when("1"))
+        assert [type(error) for error in caught.value.exceptions] == [KeyError]
+        assert await log.next() == "cancelled 1"
+
+
+async def test_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=1) as runner:
+        running = runner.submit(jobs.await_, log.path, gate.path, "first")
+        waiting = runner.submit(jobs.await_, log.path, gate.path, "second")
+        assert await log.next() == "first"
+        waiting.cancel()
+        assert runner.statistics().queued == 0
+        gate.open()
+        await running
+        await runner.run(jobs.await_, log.path, gate.path, "third")
+        assert log.rest() == ["third"]
+
+
+async def test_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=1) as runner:
+        running = runner.submit(jobs.wait, log.path, gate.path, "first")
+        ahead = [runner.submit(jobs.wait, log.path, gate.path, f"ahead {i}") for i in range(3)]
+        assert await log.next() == "first"
+        ahead[1].cancel()
+        await runner.run(jobs.aecho)  # whatever was sent before has been read now
+        gate.open()
+        await asyncio.gather(running, ahead[0], ahead[2])
+        assert log.rest() == ["ahead 0", "ahead 2"]
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_calls_cancelled_at_once_give_their_places_back(make: MakeRunner, fn: Any) -> None:
+    async with make(concurrency=2, threads=2) as runner:
+        for _ in range(20):
+            futures = [runner.submit(fn, i) for i in range(5)]
+            for future in futures:
+                future.cancel()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await runner.map(fn, range(10)) == list(range(10))
+        assert runner.statistics().queued == 0
+
+
+async def test_a_call_cancelled_before_its_worker_read_it_never_runs(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make_real(concurrency=4) as runner:
+        blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+        assert await log.next() == "blocked"
+        unread = runner.submit(jobs.await_, log.path, gate.path, "unread")
+        await asyncio.sleep(0)
+        unread.cancel()
+        await asyncio.sleep(0)
+        gate.open()
+        await blocking
+        async with asyncio.timeout(10):
+            assert await runner.map(jobs.aecho, range(8)) == list(range(8))
+        assert log.rest() in ([], ["unread", "cancelled unread"])
+        assert runner.statistics().running == 0
+
+
+async def test_cleaning_up_goes_on_and_holds_the_place(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make(concurrency=1) as runner:
+        sent = _count_messages(runner)
+        future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
+        assert await log.next() == "began"
+        future.cancel()
+        assert await log.next() == "cleaning"
+        following = runner.submit(jobs.say, log.path, "plain")
+        await following
+        waiting = runner.submit(jobs.await_, log.path, other_gate.path, "following")
+        assert runner.statistics().running == 1
+        other_gate.open()
+        await waiting
+        assert log.rest() == ["plain", "clean", "following"]
+        assert sent[CANCEL] == 1
+
+
+async def test_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    sent = _count_messages(runner)
+    future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
+    assert await log.next() == "began"
+    closing = [asyncio.create_task(runner.aclose(grace=0)) for _ in range(2)]
+    assert await log.next() == "cleaning"
+    future.cancel()
+    await asyncio.sleep(0)
+    other_gate.open()
+    await asyncio.gather(*closing)
+    assert log.rest() == ["clean"]
+    assert sent[CANCEL] == 1
+
+
+async def test_close_waits_for_the_clean_up_of_a_cancelled_call(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make() as runner:
+        future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
+        assert await log.next() == "began"
+        future.cancel()
+        assert await log.next() == "cleaning"
+        asyncio.get_running_loop().call_soon(other_gate.open)
+    assert log.rest() == ["clean"]
+
+
+async def test_a_plain_call_that_began_runs_on_and_holds_its_thread(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=1) as runner:
+        task = asyncio.create_task(runner.run(jobs.wait, log.path, gate.path, "running"))
+        assert await log.next() == "running"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        following = runner.submit(jobs.say, log.path, "following")
+        await runner.run(jobs.aecho)
+        assert log.rest() == []
+        gate.open()
+        await following
+        assert log.rest() == ["following"]
+
+
+async def test_an_awaitable_of_a_plain_function_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        path, shut = log.path, gate.path
+        future = runner.submit(lambda: jobs.await_(path, shut, 1))
+        assert await log.next() == "1"
+        future.cancel()
+        assert await log.next() == "cancelled 1"
+
+
+async def test_what_comes_after_the_cancellation_is_dropped(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    reports: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reports.append(context))
+    async with make(concurrency=2) as runner:
+        stubborn = runner.submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+        failing = runner.submit(jobs.fail_when_cancelled, log.path, gate.path)
+        assert await log.take(2) == ["began", "began"]
+        stubborn.cancel()
+        failing.cancel()
+        assert await log.next() == "ignored"
+        other_gate.open()
+        assert await runner.map(jobs.aecho, range(6)) == list(range(6))
+        assert stubborn.cancelled()
+        assert failing.cancelled()
+    del stubborn, failing
+    gc.collect()
+    assert reports == []
+
+
+async def test_a_call_that_is_done_cannot_be_cancelled(make: MakeRunner) -> None:
+    async with make() as runner:
+        sent = _count_messages(runner)
+        future = runner.submit(jobs.aecho, 1)
+        assert await future == 1
+        assert not future.cancel()
+        assert sent[CANCEL] == 0
+
+
+async def test_one_of_many_is_cancelled_alone(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(10)]
+        await log.take(10)
+        futures[4].cancel()
+        assert await log.next() == "cancelled 4"
+        gate.open()
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [result for result in results if not isinstance(result, BaseException)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]

@@ -1,0 +1,290 @@
+"""aclose in all its outcomes."""
+
+import asyncio
+import functools
+import gc
+import os
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+
+
+async def _closing(runner: percore.Runner, grace: float | None = None) -> "asyncio.Task[None]":
+    """aclose under way: it has been called and waits."""
+    task = asyncio.create_task(runner.aclose(grace=grace))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def _errors(futures: "list[asyncio.Future[Any]]") -> list[type]:
+    """What done futures ended with; none may be cancelled."""
+    assert all(future.done() for future in futures)
+    assert not any(future.cancelled() for future in futures)
+    return [type(future.exception()) for future in futures]
+
+
+@pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
+async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(
+    make: MakeRunner, log: Log, gate: Gate, fn: Any
+) -> None:
+    runner = make(concurrency=1, threads=1)
+    await runner.start()
+    futures = [runner.submit(fn, log.path, gate.path, i) for i in range(8)]
+    assert await log.next() == "0"
+    closing = await _closing(runner)
+    for use in (runner.submit, runner.map):
+        with pytest.raises(percore.RunnerClosed, match="closing"):
+            use(jobs.echo, [1])  # type: ignore[operator]
+    with pytest.raises(percore.RunnerClosed, match="closing"):
+        await runner.run(jobs.aecho)
+    gate.open()
+    await closing
+    assert [future.result() for future in futures] == list(range(8))
+
+
+async def test_grace_zero_withdraws_what_waits_and_cancels_what_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(5)]
+    assert await log.next() == "0"
+    await runner.aclose(grace=0)
+    assert _errors(futures) == [percore.RunnerClosed] * 5
+    assert log.rest() == ["cancelled 0"]
+
+
+async def test_grace_zero_takes_back_what_was_queued_ahead(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(threads=1)
+    await runner.start()
+    futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(20)]
+    assert await log.next() == "0"
+    closing = await _closing(runner, 0)
+    await asyncio.wait(futures[1:])
+    gate.open()
+    await closing
+    assert _errors(futures[1:]) == [percore.RunnerClosed] * 19
+    assert log.rest() == []
+
+
+async def test_a_grace_that_is_over(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
+    assert await log.next() == "0"
+    await runner.aclose(grace=0.05)
+    assert _errors(futures) == [percore.RunnerClosed] * 3
+
+
+async def test_a_grace_that_is_enough(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
+    assert await log.next() == "0"
+    closing = await _closing(runner, 30)
+    gate.open()
+    await closing
+    assert [future.result() for future in futures] == [0, 1, 2]
+
+
+async def test_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(threads=1, kill_after=0.1)
+    await runner.start()
+    future = runner.submit(jobs.wait, log.path, gate.path, 0)
+    assert await log.next() == "0"
+    await runner.aclose(grace=0)
+    assert _errors([future]) == [percore.RunnerClosed]
+
+
+async def test_a_call_that_ends_while_it_is_cut_keeps_its_result(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    runner = make()
+    await runner.start()
+    future = runner.submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+    assert await log.next() == "began"
+    closing = await _closing(runner, 0)
+    assert await log.next() == "ignored"
+    other_gate.open()
+    await closing
+    assert future.result() == "answer"
+
+
+async def test_a_second_caller_waits_for_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    future = runner.submit(jobs.await_, log.path, gate.path, 0)
+    first, second = await _closing(runner), await _closing(runner)
+    gate.open()
+    await second
+    assert future.result() == 0
+    await first
+
+
+async def test_a_smaller_grace_tightens_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    future = runner.submit(jobs.await_, log.path, gate.path, 0)
+    assert await log.next() == "0"
+    first = await _closing(runner)
+    await runner.aclose(grace=0.01)
+    await first
+    assert _errors([future]) == [percore.RunnerClosed]
+
+
+async def test_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    future = runner.submit(jobs.await_, log.path, gate.path, 0)
+    assert await log.next() == "0"
+    first = await _closing(runner, 0.05)
+    async with asyncio.timeout(10):
+        await runner.aclose(grace=1000)
+    await first
+    assert _errors([future]) == [percore.RunnerClosed]
+
+
+async def test_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(2, kill_after=1000, lifespan=functools.partial(jobs.resource, log.path))
+    await runner.start()
+    pids = [worker.pid for worker in runner.statistics().workers]
+    futures = [runner.submit(fn, log.path, gate.path, "call") for fn in (jobs.wait, jobs.await_)]
+    assert sorted(await log.take(4)) == ["call", "call", "enter", "enter"]
+    closing = await _closing(runner)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert _errors(futures) == [percore.RunnerClosed] * 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid or 0, 0)
+    with pytest.raises(percore.RunnerClosed, match="is closed"):
+        runner.submit(jobs.echo)
+
+
+async def test_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make_real(kill_after=1000)
+    await runner.start()
+    futures = [runner.submit(jobs.block_loop, log.path, gate.path), runner.submit(jobs.aecho, 1)]
+    assert await log.next() == "blocked"
+    closing = await _closing(runner, 0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert _errors(futures) == [percore.RunnerClosed] * 2
+
+
+async def test_of_two_callers_one_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(threads=1)
+    await runner.start()
+    future = runner.submit(jobs.wait, log.path, gate.path, 0)
+    assert await log.next() == "0"
+    first, second = await _closing(runner), await _closing(runner)
+    second.cancel()
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert _errors([future]) == [percore.RunnerClosed]
+
+
+async def test_a_cut_call_fails_a_task_group(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+
+    async def close() -> None:
+        await log.next()
+        await runner.aclose(grace=0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(runner.run(jobs.await_, log.path, gate.path, 0))
+            group.create_task(close())
+    assert [type(error) for error in caught.value.exceptions] == [percore.RunnerClosed]
+    await runner.aclose()
+
+
+async def test_a_cut_call_that_nobody_reads_is_not_reported(make: MakeRunner, log: Log, gate: Gate) -> None:
+    reports: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reports.append(context))
+    runner = make(concurrency=1)
+    await runner.start()
+    for i in range(3):
+        runner.submit(jobs.await_, log.path, gate.path, i)
+    await log.next()
+    await runner.aclose(grace=0)
+    gc.collect()
+    assert reports == []
+
+
+async def test_the_body_s_error_closes_with_grace_zero(make: MakeRunner, log: Log, gate: Gate) -> None:
+    futures = []
+    with pytest.raises(KeyError, match="body"):
+        async with make(concurrency=1) as runner:
+            futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
+            await log.next()
+            raise KeyError("body")
+    assert _errors(futures) == [percore.RunnerClosed] * 3
+
+
+async def test_the_body_s_end_closes_gracefully(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        futures = [runner.submit(fn, i) for i in range(50) for fn in (jobs.echo, jobs.aecho)]
+    assert [future.result() for future in futures] == [i for i in range(50) for _ in range(2)]
+
+
+async def test_closing_twice_does_nothing(make: MakeRunner) -> None:
+    runner = make()
+    await runner.start()
+    await runner.aclose()
+    await runner.aclose()
+    await runner.aclose(grace=0)
+
+
+async def test_closing_what_never_started(make: MakeRunner) -> None:
+    runner = make()
+    await runner.aclose()
+    with pytest.raises(percore.RunnerClosed, match="closed"):
+        runner.submit(jobs.echo)
+    with pytest.raises(RuntimeError, match="started once"):
+        await runner.start()
+
+
+async def test_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
+    starting = asyncio.create_task(runner.start())
+    await log.take(2)
+    async with asyncio.timeout(10):
+        await runner.aclose(grace=0)
+        with pytest.raises(percore.PercoreError):
+            await starting
+    with pytest.raises(percore.RunnerClosed):
+        runner.submit(jobs.echo)
+
+
+async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(
+    make: MakeRunner, log: Log, gate: Gate
+) -> None:
+    runner = make(concurrency=2)
+    await runner.start()
+    futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
+    assert sorted(await log.take(2)) == ["0", "1"]
+    closing = await _closing(runner)
+    (member,) = runner._supervisor.members
+    member.worker.kill()
+    await closing
+    errors = _errors(futures)
+    assert errors[:2] == [percore.WorkerDied] * 2
+    assert set(errors[2:]) <= {percore.WorkerDied, percore.RunnerClosed}
+    assert not any(future.exception().started for future in futures[2:] if isinstance(future.exception(), percore.WorkerDied))
+
+
+async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
+    async with make() as one, make() as other:
+        pids = {(await runner.run(jobs.where)).pid for runner in (one, other)}
+        assert len(pids) == 2
+        await one.aclose()
+        assert await other.run(jobs.aecho, 1) == 1

@@ -1,0 +1,213 @@
+"""A worker's death costs its own started calls, and nothing else."""
+
+import asyncio
+import functools
+import signal
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeWorker
+
+
+def _worker(runner: percore.Runner, index: int = 0) -> Any:
+    """The worker of a slot, as its engine gave it."""
+    member = runner._supervisor.slots[index].current
+    assert member is not None
+    return member.worker
+
+
+async def test_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        pid = runner.statistics().workers[0].pid
+        future = runner.submit(jobs.await_, log.path, gate.path, 1)
+        await log.next()
+        _worker(runner).kill()
+        with pytest.raises(percore.WorkerDied) as caught:
+            await future
+    error = caught.value
+    assert isinstance(error, BrokenProcessPool)
+    assert (error.pid, error.exitcode, error.signal) == (pid, -9, "SIGKILL")
+    assert (error.call, error.started, error.attempts) == ("await_", True, 1)
+    assert error.age is not None
+    assert 0 < error.age < 60
+    assert f"worker {pid} died by SIGKILL (perhaps out of memory" in str(error)
+    assert "while it ran await_" in str(error)
+
+
+async def test_an_exit_code_is_told(make_real: MakeRunner) -> None:
+    async with make_real() as runner:
+        with pytest.raises(percore.WorkerDied, match="with exit code 3") as caught:
+            await runner.run(jobs.die)
+        assert (caught.value.exitcode, caught.value.signal) == (3, None)
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_every_started_call_of_that_worker_fails_and_no_other(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, concurrency=5) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(10)]
+        await log.take(10)
+        _worker(runner).kill()
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        gate.open()
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(result) for result in results].count(percore.WorkerDied) == 5
+        assert [type(result) for result in results].count(int) == 5
+
+
+async def test_calls_that_wait_here_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=1) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(4)]
+        assert await log.next() == "0"
+        _worker(runner).kill()
+        with pytest.raises(percore.WorkerDied):
+            await futures[0]
+        gate.open()
+        assert await asyncio.gather(*futures[1:]) == [1, 2, 3]
+
+
+async def test_calls_queued_ahead_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=1) as runner:
+        futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(4)]
+        assert await log.next() == "0"
+        await runner.run(jobs.aecho)  # all of them have been read there
+        _worker(runner).kill()
+        with pytest.raises(percore.WorkerDied):
+            await futures[0]
+        gate.open()
+        assert await asyncio.gather(*futures[1:]) == [1, 2, 3]
+        assert sorted(line for line in log.rest() if not line.startswith("cancelled")) == ["1", "2", "3"]
+
+
+async def test_calls_queued_ahead_run_elsewhere(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, threads=1) as runner:
+        futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(8)]
+        await log.take(2)
+        _worker(runner).kill()
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        gate.open()
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(future.exception()) for future in done] == [percore.WorkerDied]
+        assert sum(isinstance(result, int) for result in results) == 7
+
+
+async def _stop_reading(runner: percore.Runner, log: Log, gate: Gate) -> "asyncio.Future[Any] | None":
+    """Have worker 0 read nothing more: by a call that blocks its loop, where it has one of its own."""
+    worker = _worker(runner)
+    if isinstance(worker, FakeWorker):
+        worker.pause()
+        return None
+    blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+    assert await log.next() == "blocked"
+    return blocking
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_calls_that_were_sent_and_not_read_run_on_the_replacement(
+    make: MakeRunner, log: Log, gate: Gate, fn: Any
+) -> None:
+    async with make(concurrency=10, threads=2) as runner:
+        blocking = await _stop_reading(runner, log, gate)
+        futures = [runner.submit(fn, [i]) for i in range(6)]
+        await asyncio.sleep(0)
+        _worker(runner).kill()
+        assert await asyncio.gather(*futures) == [[i] for i in range(6)]
+        if blocking is not None:
+            with pytest.raises(percore.WorkerDied):
+                await blocking
+
+
+async def test_large_arguments_run_again_from_the_same_bytes(make: MakeRunner, log: Log, gate: Gate) -> None:
+    data = jobs.pattern(1 << 20)
+    async with make(concurrency=10) as runner:
+        blocking = await _stop_reading(runner, log, gate)
+        futures = [runner.submit(jobs.aecho, data) for _ in range(3)]
+        await asyncio.sleep(0)
+        _worker(runner).kill()
+        assert await asyncio.gather(*futures) == [data] * 3
+        if blocking is not None:
+            await asyncio.wait([blocking])
+            assert type(blocking.exception()) is percore.WorkerDied
+
+
+async def test_the_replacement_is_new(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
+        before = await runner.run(jobs.where)
+        future = runner.submit(jobs.await_, log.path, gate.path, 1)
+        assert await log.take(2) == ["enter", "1"]
+        _worker(runner).kill()
+        await asyncio.wait([future])
+        after = await runner.run(jobs.where)
+        assert (after.index, after.generation) == (0, 2)
+        assert after.pid != before.pid
+        assert isinstance(future.exception(), percore.WorkerDied)
+        assert "enter" in log.rest()
+        assert runner.statistics().restarts == 1
+
+
+async def test_a_worker_that_dies_idle_is_replaced(make: MakeRunner) -> None:
+    async with make() as runner:
+        for generation in range(1, 4):
+            assert (await runner.run(jobs.where)).generation == generation
+            _worker(runner).kill()
+            await _gone(runner, generation)
+        assert runner.statistics().failed == 0
+
+
+async def _gone(runner: percore.Runner, generation: int) -> None:
+    """Wait for the replacement of this generation: calls before it would still be sent to the dying worker."""
+    while runner.statistics().workers[0].generation == generation:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_map_goes_on_over_a_death(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=2) as runner:
+        repeated = [log.path] * 20, [gate.path] * 20
+        task = asyncio.create_task(runner.map(jobs.await_, *repeated, range(20), return_exceptions=True).collect())
+        assert await log.take(2) == ["0", "1"]
+        _worker(runner).kill()
+        gate.open()
+        results = await task
+        assert [type(result) for result in results[:2]] == [percore.WorkerDied] * 2
+        assert results[2:] == list(range(2, 20))
+
+
+async def test_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, concurrency=1) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
+        await log.take(2)
+        for index in range(2):
+            _worker(runner, index).kill()
+        await asyncio.wait(futures[:2])
+        gate.open()
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(result) for result in results] == [percore.WorkerDied] * 2 + [int] * 4
+
+
+async def test_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=1, lifespan=functools.partial(jobs.resource, log.path)) as runner:
+        pid = (await runner.run(jobs.where)).pid
+        coroutine = runner.submit(jobs.await_, log.path, gate.path, "task")
+        plain = [runner.submit(jobs.wait, log.path, gate.path, f"plain {i}") for i in range(4)]
+        assert sorted(await log.take(3)) == ["enter", "plain 0", "task"]
+        _worker(runner).kill(signal.SIGTERM)
+        assert await log.next() == "enter"  # the replacement
+        assert (await runner.run(jobs.awhere)).pid != pid
+        gate.open()
+        assert await coroutine == "task"
+        assert await asyncio.gather(*plain) == [f"plain {i}" for i in range(4)]
+        assert runner.statistics().failed == 0
+    assert log.rest().count("exit") == 2
+
+
+async def test_sigint_does_nothing(make_real: MakeRunner) -> None:
+    async with make_real() as runner:
+        pid = (await runner.run(jobs.where)).pid
+        _worker(runner).kill(signal.SIGINT)
+        assert (await runner.run(jobs.where)).pid == pid
+        assert (await runner.run(jobs.awhere)).pid == pid

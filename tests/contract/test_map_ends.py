@@ -1,0 +1,333 @@
+"""How a map ends: by errors, at their place or at once, and early, by whoever uses it."""
+
+import asyncio
+import gc
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+
+
+class Source:
+    """A generator, sync or async, over numbers, and whether it was closed."""
+
+    def __init__(self, *, fails_after: int | None = None) -> None:
+        self.closed = asyncio.Event()
+        self._fails_after = fails_after
+
+    def numbers(self) -> Iterator[int]:
+        try:
+            for i in itertools.count():
+                if i == self._fails_after:
+                    raise OSError("the input broke")
+                yield i
+        finally:
+            self.closed.set()
+
+    async def anumbers(self) -> AsyncIterator[int]:
+        try:
+            for i in itertools.count():
+                if i == self._fails_after:
+                    raise OSError("the input broke")
+                yield i
+        finally:
+            self.closed.set()
+
+    def open(self, kind: str) -> Any:
+        return self.numbers() if kind == "sync" else self.anumbers()
+
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+def _waiting(runner: percore.Runner, log: Log, gate: Gate, source: Any, **options: Any) -> percore.Map[Any]:
+    """A map of which no call ends before the gate is open."""
+    return runner.map(jobs.await_, itertools.repeat(log.path), itertools.repeat(gate.path), source, **options)
+
+
+# Errors
+
+
+async def test_a_stream_raises_an_error_at_its_place(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    async with make() as runner:
+        same = [itertools.repeat(value) for value in (log.path, gate.path, other_gate.path)]
+        results = aiter(runner.map(jobs.wait_or_fail, *same, range(7), itertools.repeat(3)))
+        first = asyncio.ensure_future(anext(results))
+        # Those after the error are cancelled at once, while those before it still run.
+        said = await log.take(9)
+        assert sorted(said) == sorted(["0", "1", "2", "4", "5", "6", "cancelled 4", "cancelled 5", "cancelled 6"])
+        assert not first.done()
+        gate.open()
+        assert [await first, await anext(results), await anext(results)] == [0, 1, 2]
+        with pytest.raises(ValueError, match="failed at 3"):
+            await anext(results)
+        with pytest.raises(StopAsyncIteration):
+            await anext(results)
+
+
+async def test_a_list_raises_an_error_as_soon_as_it_happens(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make() as runner:
+        same = [itertools.repeat(value) for value in (log.path, gate.path, other_gate.path)]
+        with pytest.raises(ValueError, match="failed at 3"):
+            await runner.map(jobs.wait_or_fail, *same, range(7), itertools.repeat(3))
+        said = [line for line in await log.take(12) if line.startswith("cancelled")]
+        assert sorted(said) == [f"cancelled {i}" for i in (0, 1, 2, 4, 5, 6)]
+
+
+async def test_an_unordered_stream_raises_an_error_as_soon_as_it_happens(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make() as runner:
+        same = [itertools.repeat(value) for value in (log.path, gate.path, other_gate.path)]
+        with pytest.raises(ValueError, match="failed at 3"):
+            async for _ in runner.map(jobs.wait_or_fail, *same, range(7), itertools.repeat(3), ordered=False):
+                pytest.fail("no result can be there")
+        await log.take(12)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_after_an_error_nothing_more_is_pulled(make: MakeRunner, ordered: bool) -> None:
+    source = Source()
+    async with make() as runner:
+        with pytest.raises(ValueError, match="bad"):
+            async for _ in runner.map(jobs.afail, map(lambda _: ValueError("bad"), source.numbers()), ordered=ordered):
+                pass
+        assert runner.statistics().running == 0 or await runner.run(jobs.aecho) is None
+
+
+async def test_return_exceptions_puts_errors_at_their_places(make: MakeRunner) -> None:
+    async with make() as runner:
+        results = await runner.map(jobs.add, [1, "a", 3], [1, 1, 1], return_exceptions=True)
+        assert (results[0], type(results[1]), results[2]) == (2, TypeError, 4)
+        streamed = [value async for value in runner.map(jobs.aadd, [1, "a", 3], [1, 1, 1], return_exceptions=True)]
+        assert [type(value) for value in streamed] == [int, TypeError, int]
+        unordered = await runner.map(jobs.aadd, [1, "a", 3], [1, 1, 1], return_exceptions=True, ordered=False)
+        assert sorted(type(value).__name__ for value in unordered) == ["TypeError", "int", "int"]
+
+
+async def test_arguments_that_cannot_be_pickled_are_an_error_at_their_place(make: MakeRunner) -> None:
+    async with make() as runner:
+        results = await runner.map(jobs.aecho, [1, jobs.RefusesPickle(), 3], return_exceptions=True)
+        assert (results[0], type(results[1]), results[2]) == (1, ValueError, 3)
+
+
+async def test_a_function_that_cannot_be_pickled_fails_the_map(make: MakeRunner) -> None:
+    refusing = jobs.RefusesPickle()
+    async with make() as runner:
+        with pytest.raises(ValueError, match="do not pickle me"):
+            await runner.map(lambda _: refusing, [1])
+        assert await runner.map(jobs.aecho, [1]) == [1]
+
+
+@KINDS
+async def test_a_failing_input_fails_the_stream_after_what_was_pulled(make: MakeRunner, kind: str) -> None:
+    source = Source(fails_after=3)
+    seen = []
+    async with make() as runner:
+        with pytest.raises(OSError, match="the input broke"):
+            async for value in runner.map(jobs.aecho, source.open(kind)):
+                seen.append(value)
+    assert seen == [0, 1, 2]
+
+
+@KINDS
+async def test_a_failing_input_fails_the_list_after_what_was_pulled(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
+    source = Source(fails_after=3)
+    async with make() as runner:
+        task = asyncio.create_task(_waiting(runner, log, gate, source.open(kind)).collect())
+        assert await log.take(3) == ["0", "1", "2"]
+        await source.closed.wait()
+        assert not task.done()
+        gate.open()
+        with pytest.raises(OSError, match="the input broke"):
+            await task
+        assert log.rest() == []
+
+
+async def test_an_input_that_cannot_be_iterated_after_all_fails_the_map(make: MakeRunner) -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("no iterator")
+
+    async with make() as runner:
+        with pytest.raises(OSError, match="no iterator"):
+            await runner.map(jobs.aecho, Broken())
+
+
+# Leaving early
+
+
+@KINDS
+async def test_leaving_async_with_cancels_the_rest_and_closes_generators(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
+    source = Source()
+    async with make() as runner:
+        async with _waiting(runner, log, gate, source.open(kind), window=2) as results:
+            first = asyncio.ensure_future(anext(aiter(results)))
+            await log.take(2)
+            first.cancel()
+            await asyncio.wait([first])
+        assert source.closed.is_set()
+        assert sorted(await log.take(2)) == ["cancelled 0", "cancelled 1"]
+        with pytest.raises(RuntimeError, match="used once"):
+            aiter(results)
+
+
+@KINDS
+async def test_aclose_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+    source = Source()
+    async with make() as runner:
+        results = runner.map(jobs.aecho, source.open(kind), window=4)
+        stream = aiter(results)
+        assert await anext(stream) == 0
+        await results.aclose()
+        assert source.closed.is_set()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await results.aclose()
+
+
+@KINDS
+async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+    source = Source()
+    async with make() as runner:
+        async for value in runner.map(jobs.aecho, source.open(kind), window=4):
+            assert value == 0
+            break
+        gc.collect()
+        await source.closed.wait()
+
+
+@KINDS
+async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
+    source = Source()
+    gate_of = {0: "open"}
+    async with make() as runner:
+        results = aiter(runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))
+        assert await anext(results) == 0
+        assert sorted(await log.take(2)) == ["1", "2"]
+        del results
+        gc.collect()
+        await source.closed.wait()
+        assert sorted(await log.take(2)) == ["cancelled 1", "cancelled 2"]
+    assert gate_of
+
+
+async def _first_returns(log: str, gate: str, place: int) -> int:
+    return 0 if place == 0 else await jobs.await_(log, gate, place)  # type: ignore[no-any-return]
+
+
+async def test_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+    source = Source()
+    async with make(concurrency=2) as runner:
+        task = asyncio.create_task(_waiting(runner, log, gate, source.numbers(), window=5).collect())
+        await log.take(2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert source.closed.is_set()
+        assert sorted(await log.take(2)) == ["cancelled 0", "cancelled 1"]
+        assert await runner.run(jobs.aecho, 1) == 1
+        assert log.rest() == []
+
+
+async def test_cancelling_a_map_that_waits_for_its_input(make: MakeRunner) -> None:
+    never = asyncio.Event()
+
+    async def stuck() -> AsyncIterator[int]:
+        yield 0
+        await never.wait()
+
+    async with make() as runner:
+        results = aiter(runner.map(jobs.aecho, stuck()))
+        assert await anext(results) == 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(results)
+
+
+async def test_the_user_s_file_stays_open(make: MakeRunner, tmp_path: Path) -> None:
+    (tmp_path / "urls").write_text("a\nb\nc\n")
+    with (tmp_path / "urls").open() as lines:
+        async with make() as runner:
+            async with runner.map(jobs.aecho, lines, window=1) as results:
+                assert await anext(aiter(results)) == "a\n"
+            assert not lines.closed
+
+
+# Closing the runner
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_an_open_list_ends_what_it_pulled_when_the_runner_closes(
+    make: MakeRunner, log: Log, gate: Gate, ordered: bool
+) -> None:
+    source = Source()
+    runner = make()
+    await runner.start()
+    task = asyncio.create_task(_waiting(runner, log, gate, source.numbers(), window=3, ordered=ordered).collect())
+    await log.take(3)
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    gate.open()
+    with pytest.raises(percore.RunnerClosed):
+        await task
+    await closing
+    assert log.rest() == []
+    assert source.closed.is_set()
+
+
+async def test_an_open_stream_gives_what_it_pulled_when_the_runner_closes(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    results = aiter(_waiting(runner, log, gate, Source().numbers(), window=3))
+    first = asyncio.ensure_future(anext(results))
+    await log.take(3)
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    gate.open()
+    assert [await first, await anext(results), await anext(results)] == [0, 1, 2]
+    with pytest.raises(percore.RunnerClosed):
+        await anext(results)
+    await closing
+
+
+async def test_a_map_that_waits_for_its_input_ends_when_the_runner_closes(make: MakeRunner) -> None:
+    never = asyncio.Event()
+
+    async def stuck() -> AsyncIterator[int]:
+        yield 0
+        await never.wait()
+
+    runner = make()
+    await runner.start()
+    results = aiter(runner.map(jobs.aecho, stuck()))
+    assert await anext(results) == 0
+    await runner.aclose()
+    async with asyncio.timeout(5):
+        with pytest.raises(percore.RunnerClosed):
+            await anext(results)
+
+
+async def test_a_cut_map_raises_runner_closed(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    task = asyncio.create_task(_waiting(runner, log, gate, range(3), return_exceptions=True).collect())
+    await log.take(3)
+    await runner.aclose(grace=0)
+    with pytest.raises(percore.RunnerClosed):
+        await task

@@ -1,0 +1,208 @@
+"""Mistakes get a sentence, at the line that makes them."""
+
+import asyncio
+import os
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+import percore
+from percore import Runner
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+
+USES = {
+    "submit": lambda runner: runner.submit(jobs.echo, 1),
+    "map": lambda runner: runner.map(jobs.echo, [1]),
+    "statistics": lambda runner: runner.statistics(),
+}
+every_use = pytest.mark.parametrize("use", USES)
+
+
+@every_use
+async def test_before_start(make: MakeRunner, use: str) -> None:
+    with pytest.raises(percore.RunnerClosed, match="not started"):
+        USES[use](make())
+
+
+async def test_run_before_start(make: MakeRunner) -> None:
+    with pytest.raises(percore.RunnerClosed, match="async with"):
+        await make().run(jobs.echo)
+
+
+@every_use
+async def test_after_close(make: MakeRunner, use: str) -> None:
+    async with make() as runner:
+        pass
+    with pytest.raises(percore.RunnerClosed, match="closed"):
+        USES[use](runner)
+    with pytest.raises(percore.RunnerClosed, match="closed"):
+        await runner.run(jobs.echo)
+
+
+async def test_a_runner_is_started_once(make: MakeRunner) -> None:
+    async with make() as runner:
+        with pytest.raises(RuntimeError, match="started once"):
+            await runner.start()
+    with pytest.raises(RuntimeError, match="started once"):
+        await runner.start()
+
+
+def test_from_another_loop(make: MakeRunner) -> None:
+    ours, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    runner = make()
+    ours.run_until_complete(runner.start())
+
+    async def use() -> None:
+        for call in USES.values():
+            with pytest.raises(RuntimeError, match="another event loop"):
+                call(runner)
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await runner.run(jobs.echo)
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await runner.aclose()
+
+    other.run_until_complete(use())
+    ours.run_until_complete(runner.aclose())
+    for loop in (ours, other):
+        loop.close()
+
+
+async def test_from_another_thread(make: MakeRunner) -> None:
+    async with make() as runner:
+        texts: list[str] = []
+
+        def use() -> None:
+            for call in USES.values():
+                try:
+                    call(runner)
+                except RuntimeError as error:
+                    texts.append(str(error))
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        assert len(texts) == len(USES)
+        assert all("another thread" in text for text in texts)
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_after_a_fork(make: MakeRunner) -> None:
+    async with make() as runner:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: this process has threads. The child uses none
+            pid = os.fork()
+        if not pid:
+            os._exit(_count_refusals(runner))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(USES)
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+def _count_refusals(runner: Runner) -> int:
+    refusals = 0
+    for call in USES.values():
+        try:
+            call(runner)
+        except RuntimeError as error:
+            refusals += "before a fork" in str(error)
+        except BaseException:
+            return 99
+    return refusals
+
+
+@pytest.mark.parametrize("verb", ["submit", "map"])
+async def test_a_coroutine_object_is_closed_and_refused(make: MakeRunner, verb: str) -> None:
+    async with make() as runner:
+        coroutine: Any = jobs.aecho(1)
+        with pytest.raises(TypeError, match=r"runner\.run\(aecho, \.\.\.\), not runner\.run\(aecho\(\.\.\.\)\)"):
+            getattr(runner, verb)(coroutine, [1])
+        with pytest.raises(RuntimeError, match="cannot reuse already awaited"):
+            coroutine.send(None)
+        with pytest.raises(TypeError, match="not runner.run"):
+            await runner.run(jobs.aecho(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fn", [jobs.numbers, jobs.anumbers])
+async def test_a_generator_function_is_refused(make: MakeRunner, fn: Any) -> None:
+    async with make() as runner:
+        with pytest.raises(TypeError, match="numbers is a generator function"):
+            runner.submit(fn)
+        with pytest.raises(TypeError, match="generator function"):
+            await runner.run(fn)
+        with pytest.raises(TypeError, match="generator function"):
+            runner.map(fn, [1])
+
+
+@pytest.mark.parametrize("fn", [None, 5, "fetch"])
+async def test_what_cannot_be_called_is_refused(make: MakeRunner, fn: Any) -> None:
+    async with make() as runner:
+        with pytest.raises(TypeError, match="a function is needed"):
+            runner.submit(fn)
+        with pytest.raises(TypeError, match="a function is needed"):
+            runner.map(fn, [1])
+
+
+async def test_a_map_wants_iterables(make: MakeRunner) -> None:
+    async with make() as runner:
+        with pytest.raises(TypeError, match="at least one iterable"):
+            runner.map(jobs.echo)
+        with pytest.raises(TypeError, match="map needs iterables, not 5"):
+            runner.map(jobs.echo, [1], 5)  # type: ignore[arg-type]
+        for window in (0, -1):
+            with pytest.raises(ValueError, match="window must be at least 1"):
+                runner.map(jobs.echo, [1], window=window)
+        for window in (1.5, True, "3"):
+            with pytest.raises(TypeError, match="window must be a whole number"):
+                runner.map(jobs.echo, [1], window=window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("workers", 0, ValueError),
+        ("workers", 1.5, TypeError),
+        ("workers", True, TypeError),
+        ("concurrency", 0, ValueError),
+        ("concurrency", "9", TypeError),
+        ("threads", 0, ValueError),
+        ("threads", -1, ValueError),
+        ("lifespan", 5, TypeError),
+        ("loop_factory", "uvloop", TypeError),
+        ("start_method", "fork", ValueError),
+        ("start_method", 5, ValueError),
+        ("max_message", 10, ValueError),
+        ("max_message", 1 << 40, ValueError),
+        ("start_timeout", 0, ValueError),
+        ("start_timeout", float("nan"), ValueError),
+        ("kill_after", float("inf"), ValueError),
+        ("kill_after", "1", TypeError),
+    ],
+)
+def test_a_bad_option_is_named(option: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=option):
+        Runner(**{option: value})
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="chunksize"):
+        Runner(chunksize=5)  # type: ignore[call-arg]
+
+
+async def test_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
+    async with make() as runner:
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(runner)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            await runner.run(jobs.echo, runner)
+
+
+async def test_a_runner_that_is_dropped_warns_and_ends_its_workers(make: MakeRunner) -> None:
+    runner = make()
+    await runner.start()
+    text = repr(runner)
+    assert "open" in text
+    await runner.aclose()
+    assert "closed" in repr(runner)

@@ -1,0 +1,147 @@
+"""Bytes of every size, in both directions, also when everything is full."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import percore
+from percore._ipc.channel import RING_SIZE
+from percore._ipc.slots import INLINE_LIMIT
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+
+AROUND = [4096, INLINE_LIMIT, RING_SIZE // 2, RING_SIZE]
+SIZES = [0, 1, 100, *(edge + offset for edge in AROUND for offset in (-40, -1, 0, 1)), 1 << 20, 5_000_000]
+
+FEW_SLOTS = {"max_message": 1 << 36}
+"""The larger a slot, the fewer there are: 16 down, 4 up."""
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_every_size_there_and_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        for size in SIZES:
+            data = jobs.pattern(size)
+            assert await runner.run(fn, data) == data
+
+
+@pytest.mark.parametrize("fn", [jobs.length, jobs.alength])
+async def test_every_size_there(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        assert await runner.map(fn, map(jobs.pattern, SIZES)) == SIZES
+
+
+@pytest.mark.parametrize("fn", [jobs.pattern, jobs.apattern])
+async def test_every_size_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        assert await runner.map(fn, SIZES) == [jobs.pattern(size) for size in SIZES]
+
+
+async def test_large_things_of_many_parts(make: MakeRunner) -> None:
+    things = [
+        [f"item {i}" for i in range(100_000)],
+        {i: (str(i), float(i)) for i in range(50_000)},
+        "ü" * 2_000_000,
+        bytearray(b"ab") * 500_000,
+        [jobs.pattern(200_000)] * 3,
+    ]
+    async with make() as runner:
+        for thing in things:
+            assert await runner.run(jobs.aecho, thing) == thing
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    base = jobs.pattern(1 << 20)
+    async with make(threads=2, **FEW_SLOTS) as runner:
+        futures = [runner.submit(fn, b"%04d" % i + base) for i in range(200)]
+        for i, future in enumerate(futures):
+            assert await future == b"%04d" % i + base
+
+
+async def test_both_directions_full_of_frames(make: MakeRunner) -> None:
+    base = jobs.pattern(50_000)
+    async with make() as runner:
+        futures = [runner.submit(jobs.aecho, b"%04d" % i + base) for i in range(400)]
+        for i, future in enumerate(futures):
+            assert await future == b"%04d" % i + base
+
+
+async def test_small_calls_pass_beside_waiting_large_ones(make: MakeRunner) -> None:
+    data = jobs.pattern(1 << 20)
+    async with make(**FEW_SLOTS) as runner:
+        large = [runner.submit(jobs.aecho, data) for _ in range(60)]
+        small = [runner.submit(jobs.aecho, i) for i in range(300)]
+        assert await asyncio.gather(*small) == list(range(300))
+        assert all(result == data for result in await asyncio.gather(*large))
+
+
+async def test_cancelled_large_calls_give_their_slots_back(make: MakeRunner) -> None:
+    data = jobs.pattern(1 << 20)
+    async with make(concurrency=2, **FEW_SLOTS) as runner:
+        for _ in range(3):
+            futures = [runner.submit(jobs.aecho, data) for _ in range(30)]
+            await futures[0]
+            for future in futures:
+                future.cancel()
+            await asyncio.wait(futures)
+        assert await runner.map(jobs.alength, [data] * 40) == [len(data)] * 40
+
+
+# Too large
+
+
+async def test_arguments_above_max_message_fail_their_call_alone(make: MakeRunner) -> None:
+    async with make(max_message=1 << 20) as runner:
+        future = runner.submit(jobs.length, bytes(2 << 20))
+        with pytest.raises(percore.PayloadTooLarge, match="max_message=1048576") as caught:
+            await future
+        assert caught.value.limit == 1 << 20
+        assert await runner.run(jobs.length, bytes(900_000)) == 900_000
+
+
+@pytest.mark.parametrize("fn", [jobs.pattern, jobs.apattern])
+async def test_a_result_above_max_message_fails_its_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make(max_message=1 << 20) as runner:
+        with pytest.raises(percore.PayloadTooLarge) as caught:
+            await runner.run(fn, 2 << 20)
+        assert caught.value.limit == 1 << 20
+        assert len(await runner.run(fn, 900_000)) == 900_000
+        assert runner.statistics().restarts == 0
+
+
+async def test_the_limit_holds_below_the_size_of_a_frame(make: MakeRunner) -> None:
+    async with make(max_message=1024) as runner:
+        for size in (5000, 50_000, 500_000):
+            with pytest.raises(percore.PayloadTooLarge):
+                await runner.run(jobs.length, bytes(size))
+            with pytest.raises(percore.PayloadTooLarge):
+                await runner.run(jobs.pattern, size)
+        assert await runner.run(jobs.aecho, (1, 2)) == (1, 2)
+
+
+async def test_an_exception_above_max_message_tells_so(make: MakeRunner) -> None:
+    async with make(max_message=1 << 20) as runner:
+        with pytest.raises(percore.PayloadTooLarge):
+            await runner.run(jobs.fail_large, 2 << 20)
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_a_function_above_max_message_fails_its_call_alone(make: MakeRunner) -> None:
+    data = bytes(2 << 20)
+    async with make(max_message=1 << 20) as runner:
+        with pytest.raises(percore.PayloadTooLarge):
+            await runner.run(lambda: len(data))
+        with pytest.raises(percore.PayloadTooLarge):
+            await runner.map(lambda value: len(data) + value, [1, 2])
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_a_large_function_travels_with_run_and_with_map(make: MakeRunner) -> None:
+    data = jobs.pattern(1 << 20)
+    async with make(2, **FEW_SLOTS) as runner:
+        assert await runner.run(lambda: len(data)) == len(data)
+        for _ in range(20):
+            assert await runner.map(lambda value: len(data) + value, range(3)) == [len(data) + i for i in range(3)]

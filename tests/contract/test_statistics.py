@@ -1,0 +1,168 @@
+"""statistics(), and who gets which call."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeWorker
+
+
+async def test_counters_of_an_idle_runner(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        snapshot = runner.statistics()
+        assert isinstance(snapshot, percore.Statistics)
+        assert (snapshot.running, snapshot.queued, snapshot.done, snapshot.failed, snapshot.restarts) == (0, 0, 0, 0, 0)
+        assert [(worker.index, worker.generation, worker.state) for worker in snapshot.workers] == [(0, 1, "ready"), (1, 1, "ready")]
+        assert len({worker.pid for worker in snapshot.workers}) == 2
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            snapshot.done = 5  # type: ignore[misc]
+
+
+async def test_running_and_queued(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=2, threads=1) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path) for _ in range(5)]
+        futures += [runner.submit(jobs.wait, log.path, gate.path) for _ in range(8)]
+        await log.take(3)
+        snapshot = runner.statistics()
+        assert (snapshot.running, snapshot.queued, snapshot.done) == (3, 10, 0)
+        gate.open()
+        await asyncio.gather(*futures)
+        snapshot = runner.statistics()
+        assert (snapshot.running, snapshot.queued, snapshot.done) == (0, 0, 13)
+
+
+async def test_done_and_failed(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        await runner.map(jobs.aadd, [1, 2, "a"], [1] * 3, return_exceptions=True)
+        await runner.map(jobs.add, [1, 2, "a"], [1] * 3, return_exceptions=True)
+        snapshot = runner.statistics()
+        assert (snapshot.done, snapshot.failed) == (6, 2)
+        assert sum(worker.done for worker in snapshot.workers) == 6
+        assert sum(worker.failed for worker in snapshot.workers) == 2
+
+
+async def test_a_death_is_counted(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        await runner.run(jobs.aecho)
+        future = runner.submit(jobs.await_, log.path, gate.path)
+        await log.next()
+        (member,) = runner._supervisor.members
+        member.worker.kill()
+        await asyncio.wait([future])
+        assert isinstance(future.exception(), percore.WorkerDied)
+        await runner.run(jobs.aecho)
+        snapshot = runner.statistics()
+        assert (snapshot.done, snapshot.failed, snapshot.restarts) == (3, 1, 1)
+        assert (snapshot.workers[0].generation, snapshot.workers[0].restarts) == (2, 1)
+
+
+async def test_bytes_grow(make: MakeRunner) -> None:
+    async with make() as runner:
+        before = runner.statistics().workers[0]
+        await runner.run(jobs.aecho, bytes(10_000))
+        after = runner.statistics().workers[0]
+        assert after.bytes_in - before.bytes_in > 10_000
+        assert after.bytes_out - before.bytes_out > 10_000
+
+
+async def test_it_can_be_asked_while_closing(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make()
+    await runner.start()
+    future = runner.submit(jobs.await_, log.path, gate.path)
+    closing = asyncio.create_task(runner.aclose())
+    await log.next()
+    assert runner.statistics().running == 1
+    gate.open()
+    await closing
+    await future
+
+
+# Who gets which call
+
+
+async def test_calls_spread_over_workers(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2) as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path) for _ in range(20)]
+        await log.take(20)
+        assert [worker.running for worker in runner.statistics().workers] == [10, 10]
+        gate.open()
+        await asyncio.gather(*futures)
+
+
+async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
+    """Block the loop of one worker; its index."""
+    member = runner._supervisor.slots[0].current
+    assert member is not None
+    worker: Any = member.worker
+    if isinstance(worker, FakeWorker):
+        worker.pause()
+        runner.submit(jobs.aecho)  # what it does not read tells that it is blocked
+        while not member.load[0]:
+            await runner.run(jobs.aecho)
+        return 0
+    runner.submit(jobs.block_loop, log.path, gate.path)
+    assert await log.next() == "blocked"
+    return next(worker.index for worker in runner.statistics().workers if worker.running)
+
+
+def _unblock(runner: percore.Runner, gate: Gate) -> None:
+    gate.open()
+    member = runner._supervisor.slots[0].current
+    assert member is not None
+    worker: Any = member.worker
+    if isinstance(worker, FakeWorker):
+        worker.resume()
+
+
+async def test_a_blocked_worker_is_not_given_coroutines(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2) as runner:
+        blocked = await _block(runner, log, gate)
+        for _ in range(30):
+            assert (await runner.run(jobs.awhere)).index != blocked
+        _unblock(runner, gate)
+
+
+async def test_a_blocked_worker_is_not_given_many_coroutines_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2) as runner:
+        blocked = await _block(runner, log, gate)
+        async with asyncio.timeout(10):
+            workers = await asyncio.gather(*(runner.run(jobs.awhere) for _ in range(30)))
+        assert blocked not in {worker.index for worker in workers}
+        _unblock(runner, gate)
+
+
+async def test_a_blocked_worker_is_not_given_plain_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, threads=2) as runner:
+        blocked = await _block(runner, log, gate)
+        for _ in range(30):
+            assert (await runner.run(jobs.where)).index != blocked
+        _unblock(runner, gate)
+
+
+async def test_a_busy_thread_holds_up_nobody_while_another_is_free(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, threads=1) as runner:
+        busy = runner.submit(jobs.wait, log.path, gate.path)
+        await log.next()
+        assert await runner.map(jobs.echo, range(30)) == list(range(30))
+        gate.open()
+        await busy
+
+
+async def test_what_waits_behind_a_busy_thread_is_recalled(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make(2, threads=1) as runner:
+        busy = [runner.submit(jobs.wait, log.path, path) for path in (gate.path, other_gate.path)]
+        await log.take(2)
+        ahead = [runner.submit(jobs.echo, i) for i in range(8)]
+        other_gate.open()
+        assert await asyncio.gather(*ahead) == list(range(8))
+        assert not busy[0].done()
+        gate.open()
+        await asyncio.gather(*busy)

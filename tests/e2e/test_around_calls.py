@@ -1,0 +1,564 @@
+"""What surrounds a call in its worker: its process, its streams, its end; and what of it nobody should notice."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import percore
+from percore._engines.process import ProcessEngine
+from tests.e2e import scripts
+from tests.e2e.scripts import TIMEOUT, output_of, python
+
+both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
+
+
+def program(body: str, definitions: str = "", options: str = "2") -> str:
+    """A guarded script: `body` runs inside `async with percore.Runner(options) as runner`."""
+    indented = "\n".join(f"        {line}" for line in body.strip().splitlines())
+    return f"""\
+import asyncio
+import contextlib
+import os
+import sys
+import percore
+{definitions}
+async def main():
+    async with percore.Runner({options}) as runner:
+{indented}
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+# What calls leave behind
+
+
+def test_tasks_left_behind_run_on_and_are_cancelled_before_the_lifespan_ends(tmp_path: Path) -> None:
+    definitions = """
+left = []
+
+@contextlib.asynccontextmanager
+async def session():
+    yield "session"
+    print("lifespan left")
+
+async def linger(ticks):
+    try:
+        await ticks.get()
+        print("ran on")
+        await ticks.get()
+    finally:
+        await asyncio.sleep(0)
+        print("cancelled with", percore.state())
+
+async def start():
+    ticks = asyncio.Queue()
+    left.append((ticks, asyncio.create_task(linger(ticks))))
+
+async def wake():
+    left[0][0].put_nowait(None)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return len(left)
+"""
+    text = program("await runner.run(start)\nprint(await runner.run(wake))", definitions, "1, lifespan=session")
+    told = output_of(text, tmp_path).splitlines()
+    told.remove("1")  # the supervisor's own, which keeps its own time
+    assert told == ["ran on", "cancelled with session", "lifespan left"]
+
+
+def test_errors_of_tasks_left_behind_are_logged(tmp_path: Path) -> None:
+    definitions = """
+tasks = []
+
+async def fail_when_cancelled():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise LookupError("lost on the way out")
+
+async def fail_at_once():
+    raise LookupError("lost at once")
+
+async def start(fn):
+    task = asyncio.create_task(fn())
+    if fn is fail_when_cancelled:
+        tasks.append(task)
+    await asyncio.sleep(0)
+"""
+    body = "await runner.run(start, fail_when_cancelled)\nawait runner.run(start, fail_at_once)\nprint(await runner.run(abs, -1))"
+    (tmp_path / "program.py").write_text(program(body, definitions, "1"))
+    done = python("program.py", cwd=tmp_path)
+    assert (done.code, done.out) == (0, "1\n")
+    assert done.err.count("LookupError: lost on the way out") == 1
+    assert done.err.count("LookupError: lost at once") == 1
+
+
+def test_a_thread_left_behind_holds_nobody_up(tmp_path: Path) -> None:
+    definitions = """
+import threading
+
+def start():
+    threading.Thread(target=threading.Event().wait).start()
+    return threading.active_count() > 1
+"""
+    assert output_of(program("print(await runner.run(start))", definitions), tmp_path) == "True\n"
+
+
+@both_methods
+def test_atexit_handlers_of_workers_run(method: str, tmp_path: Path) -> None:
+    definitions = """
+import atexit
+
+@contextlib.contextmanager
+def session():
+    yield
+    print("lifespan left")
+
+def register():
+    atexit.register(print, "at exit", flush=False)
+"""
+    text = program("await runner.run(register)", definitions, f"1, lifespan=session, start_method={method!r}")
+    assert output_of(text, tmp_path) == "lifespan left\nat exit\n"
+
+
+# Streams
+
+
+@both_methods
+def test_what_workers_print_is_flushed_whole(method: str, tmp_path: Path) -> None:
+    definitions = """
+def say(n):
+    print(f"line {n}")
+    print("x" * 1023, file=sys.stderr)
+
+def shout():
+    sys.stderr.write("y" * 1_000_000)
+"""
+    body = "await runner.map(say, range(200))\nawait runner.run(shout)"
+    (tmp_path / "program.py").write_text(program(body, definitions, f"2, start_method={method!r}"))
+    done = python("program.py", cwd=tmp_path)
+    assert done.code == 0
+    assert sorted(done.out.splitlines()) == sorted(f"line {n}" for n in range(200))
+    assert (done.err.count("x"), done.err.count("y"), done.err.count("\n")) == (200 * 1023, 1_000_000, 200)
+
+
+@both_methods
+def test_workers_print_to_the_standard_output_of_the_moment_they_start(method: str, tmp_path: Path) -> None:
+    text = f"""\
+import asyncio
+import os
+import sys
+import percore
+
+def redirect(path):
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.dup2(fd, 1)
+    os.close(fd)
+
+async def main():
+    async with percore.Runner(1, start_method={method!r}) as first:
+        await first.run(print, "to the pipe")
+        redirect("redirected")
+        async with percore.Runner(1, start_method={method!r}) as second:
+            await second.run(print, "to the file")
+        await first.run(print, "to the pipe, too")
+        try:
+            await first.run(os._exit, 3)
+        except percore.WorkerDied as error:
+            assert error.exitcode == 3, error
+        await first.run(print, "to the file by a replacement")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    (tmp_path / "program.py").write_text(text)
+    done = python("program.py", cwd=tmp_path)
+    assert done.code == 0, done
+    # os._exit flushes nothing: what that worker had printed into a pipe is lost as in any process that ends so.
+    assert done.out in ("", "to the pipe\nto the pipe, too\n")
+    assert (tmp_path / "redirected").read_text() == "to the file\nto the file by a replacement\n"
+
+
+@both_methods
+def test_standard_input_of_a_worker_is_the_null_device(method: str, tmp_path: Path) -> None:
+    definitions = """
+def look():
+    return sys.stdin.read(), os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+"""
+    body = "print(await runner.run(look))\nprint(sys.stdin.read())"
+    (tmp_path / "program.py").write_text(program(body, definitions, f"2, start_method={method!r}"))
+    done = python("program.py", cwd=tmp_path, given="for the supervisor")
+    assert (done.code, done.out, done.err) == (0, "('', True)\nfor the supervisor\n", "")
+
+
+# The world
+
+
+@both_methods
+def test_a_replacement_sees_the_world_of_its_own_start(method: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "appeared.py").write_text("VALUE = 7\n")
+    definitions = """
+import time
+
+def look():
+    umask = os.umask(0)
+    os.umask(umask)
+    try:
+        from appeared import VALUE
+    except ImportError:
+        VALUE = None
+    seen = [os.environ.get("FIRST"), os.environ.get("SECOND"), time.strftime("%Z")]
+    return *seen, os.path.basename(os.getcwd()), umask, VALUE
+"""
+    body = """
+print(await runner.run(look))
+del os.environ["FIRST"]
+os.environ["SECOND"] = "new"
+os.environ["TZ"] = "XYZ-3"
+os.umask(0o027)
+sys.path.append(os.path.abspath("elsewhere"))
+os.chdir("elsewhere")
+print(await runner.run(look))
+with contextlib.suppress(percore.WorkerDied):
+    await runner.run(os._exit, 0)
+print(await runner.run(look))
+"""
+    os_umask = os.umask(0o022)
+    try:
+        told = output_of(
+            program(body, definitions, f"1, start_method={method!r}"),
+            tmp_path,
+            environment={"FIRST": "old", "TZ": "ABC-1"},
+        )
+    finally:
+        os.umask(os_umask)
+    before = ("old", None, "ABC", tmp_path.name, 0o022, None)
+    after = (None, "new", "XYZ", "elsewhere", 0o027, 7)
+    assert told.splitlines() == [repr(before), repr(before), repr(after)]
+
+
+async def test_workers_have_uvloop_by_default_and_asyncio_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "asyncio" if "uvloop" in os.environ.get("PERCORE_WITHOUT", "") else "uvloop"
+    async with percore.Runner(1) as default, percore.Runner(1, loop_factory=asyncio.new_event_loop) as plain:
+        assert await default.run(scripts.loop_traits) == (expected, False)
+        assert await plain.run(scripts.loop_traits) == ("asyncio", False)
+
+
+@pytest.mark.parametrize("factory", [None, asyncio.new_event_loop])
+async def test_the_debug_flag_of_the_loop_is_inherited(factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+    loop = asyncio.get_running_loop()
+    loop.slow_callback_duration = TIMEOUT
+    loop.set_debug(True)
+    try:
+        async with percore.Runner(1, loop_factory=factory) as runner:
+            assert (await runner.run(scripts.loop_traits))[1] is True
+    finally:
+        loop.set_debug(False)
+
+
+PARENTS_HALF = (
+    "percore._broken",
+    "percore._calls",
+    "percore._closing",
+    "percore._core",
+    "percore._engines",
+    "percore._map",
+    "percore._member",
+    "percore._options",
+    "percore._outcomes",
+    "percore._runner",
+    "percore._statistics",
+    "percore._supervisor",
+    "multiprocessing",
+    "psutil",
+    "concurrent.futures.process",
+)
+
+
+@both_methods
+def test_a_worker_never_loads_the_parents_half(method: str, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        """\
+import sys
+import percore
+
+async def look():
+    percore.state, percore.current_worker
+    return sorted(sys.modules)
+
+def look_in_thread():
+    return sorted(sys.modules)
+"""
+    )
+    definitions = "import json\nimport work\n"
+    body = "print(json.dumps([await runner.run(work.look), await runner.run(work.look_in_thread)]))"
+    for modules in json.loads(output_of(program(body, definitions, f"1, start_method={method!r}"), tmp_path)):
+        assert "percore._worker.main" in modules
+        assert [name for name in modules if any(name == half or name.startswith(f"{half}.") for half in PARENTS_HALF)] == []
+
+
+# Programs that are started inside a worker
+
+
+@both_methods
+@pytest.mark.parametrize("close_fds", [True, False])
+def test_a_program_started_in_a_worker_inherits_streams_only(method: str, close_fds: bool, tmp_path: Path) -> None:
+    definitions = f"""
+import subprocess
+
+LOOK = "import os; print(sorted(os.readlink(f'/proc/self/fd/{{fd}}') for fd in os.listdir('/proc/self/fd') if fd > '2' and os.path.exists(f'/proc/self/fd/{{fd}}')))"
+
+def look():
+    command = [sys.executable, "-c", LOOK]
+    return subprocess.run(command, close_fds={close_fds}, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+"""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    # Some siblings, so that there is something to inherit.
+    body = "print(await runner.run(look), await runner.run(look))"
+    assert output_of(program(body, definitions, f"2, start_method={method!r}"), tmp_path) == "[] []\n"
+
+
+@both_methods
+def test_a_program_started_in_a_worker_obeys_signals(method: str, tmp_path: Path) -> None:
+    definitions = """
+import signal
+import subprocess
+
+def start(signum):
+    command = ["sh", "-c", "echo up; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signum)
+        return process.wait()
+
+async def start_in_loop(signum):
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", "echo up; exec cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    await process.stdout.readline()
+    process.send_signal(signum)
+    return await process.wait()
+
+def survive():
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    return os.getpid()
+"""
+    body = """
+signals = [signal.SIGINT, signal.SIGTERM]
+print(await runner.map(start, signals), await runner.map(start_in_loop, signals))
+print(await runner.run(survive) == await runner.run(os.getpid))
+"""
+    text = program(body, definitions, f"1, start_method={method!r}")
+    assert output_of(text, tmp_path) == "[-2, -15] [-2, -15]\nTrue\n"
+
+
+# Draining
+
+
+class Exits:
+    """The exit codes of workers by pid, as their launcher tells them."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, asyncio.Future[int | None]] = {}
+
+    def of(self, pid: int) -> "asyncio.Future[int | None]":
+        return self._codes.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def code(self, pid: int) -> int | None:
+        return await asyncio.wait_for(self.of(pid), TIMEOUT)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
+    exits = Exits()
+    original = ProcessEngine.start
+
+    def start(self: ProcessEngine, index: int, generation: int, on_exit: Callable[[int | None], None]) -> Any:
+        def told(code: int | None) -> None:
+            exits.of(worker.pid or 0).set_result(code)
+            on_exit(code)
+
+        worker = original(self, index, generation, told)
+        return worker
+
+    monkeypatch.setattr(ProcessEngine, "start", start)
+    return exits
+
+
+def pids_of(runner: percore.Runner) -> list[int]:
+    return [worker.pid for worker in runner.statistics().workers if worker.pid is not None]
+
+
+@pytest.fixture
+def fifos(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    def make(name: str) -> str:
+        os.mkfifo(tmp_path / name)
+        return str(tmp_path / name)
+
+    yield make
+
+
+async def wait_opened(path: str) -> int:
+    """The writing end, once somebody in a worker waits at the other."""
+    return await asyncio.to_thread(os.open, path, os.O_WRONLY)
+
+
+@both_methods
+async def test_sigterm_drains_a_worker(
+    method: "percore._options.StartMethod", fifos: Callable[[str], str], exits: Exits
+) -> None:
+    async with percore.Runner(1, threads=1, start_method=method) as runner:
+        (old,) = pids_of(runner)
+        paths = [fifos("thread"), fifos("task")]
+        running = [runner.submit(scripts.read_fifo, paths[0]), runner.submit(scripts.read_fifo_in_task, paths[1])]
+        ends = [await wait_opened(path) for path in paths]
+        queued = [runner.submit(scripts.pid) for _ in range(20)]
+
+        os.kill(old, signal.SIGTERM)
+
+        # The unstarted go to the replacement, while the started hold the old worker.
+        new = set(await asyncio.gather(*queued))
+        assert len(new) == 1
+        assert old not in new
+        assert not any(call.done() for call in running)
+        assert not exits.of(old).done()
+        assert await runner.run(scripts.pid_of_task) in new
+        for end in ends:
+            os.write(end, b"the end")
+            os.close(end)
+        assert await asyncio.gather(*running) == [(old, "the end")] * 2
+        assert await exits.code(old) == 0
+        statistics = runner.statistics()
+        assert (statistics.restarts, statistics.failed, statistics.done) == (1, 0, 23)
+    (pid,) = new
+    assert await exits.code(pid) == 0
+
+
+@pytest.mark.parametrize("job", [scripts.read_fifo, scripts.read_fifo_in_task])
+async def test_a_worker_that_drains_ends_with_its_last_call(
+    job: Callable[[str], Any], fifos: Callable[[str], str], exits: Exits
+) -> None:
+    async with percore.Runner(1) as runner:
+        for turn in range(5):
+            (old,) = pids_of(runner)
+            path = fifos(f"turn {turn}")
+            call = runner.submit(job, path)
+            end = await wait_opened(path)
+            os.kill(old, signal.SIGTERM)
+            # Answered by the replacement: the old one has begun to drain.
+            assert await runner.run(scripts.pid) != old
+            os.write(end, b"the end")
+            os.close(end)
+            assert await call == (old, "the end")
+            assert await exits.code(old) == 0
+
+
+async def test_an_idle_worker_ends_by_sigterm_and_a_second_one_changes_nothing(exits: Exits) -> None:
+    async with percore.Runner(1) as runner:
+        (old,) = pids_of(runner)
+        process = psutil.Process(old)
+        process.terminate()
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+        assert await exits.code(old) == 0
+        assert await runner.run(scripts.pid) != old
+
+
+async def test_nothing_fails_while_workers_drain_under_load(exits: Exits) -> None:
+    async with percore.Runner(2) as runner:
+        plain = runner.map(scripts.double, range(4000), window=200)
+        tasks = runner.map(scripts.double_in_task, range(4000), window=200)
+        work = asyncio.gather(plain.collect(), tasks.collect())
+        drained = []
+        for _ in range(6):
+            # A worker that answers is ready, so the signal finds its handler in place.
+            pid = await runner.run(scripts.pid)
+            if pid not in drained:
+                os.kill(pid, signal.SIGTERM)
+                drained.append(pid)
+        assert await work == [[2 * n for n in range(4000)]] * 2
+        assert [await exits.code(pid) for pid in drained] == [0] * len(drained)
+        assert runner.statistics().failed == 0
+
+
+async def test_the_lifespan_is_left_by_a_worker_that_drains(tmp_path: Path) -> None:
+    definitions = """
+import signal
+
+@contextlib.asynccontextmanager
+async def session():
+    yield
+    print("left", flush=True)
+
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return "ended well"
+"""
+    text = program("print(await runner.run(end))\nprint(await runner.run(abs, -2))", definitions, "1, lifespan=session")
+    assert sorted(output_of(text, tmp_path).splitlines()) == ["2", "ended well", "left", "left"]
+
+
+@pytest.mark.skipif("pidfd" in os.environ.get("PERCORE_WITHOUT", ""), reason="no fork server")
+async def test_sigterm_to_the_fork_server_does_nothing(exits: Exits) -> None:
+    async with percore.Runner(1, start_method="forkserver") as runner:
+        (old,) = pids_of(runner)
+        server = psutil.Process(old).parent()
+        assert server is not None
+        assert server.ppid() == os.getpid()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            server.send_signal(signum)
+        assert await runner.run(scripts.pid) == old
+        psutil.Process(old).terminate()
+        assert await exits.code(old) == 0
+        new = await runner.run(scripts.pid)
+        assert psutil.Process(new).ppid() == server.pid
+
+
+# Coverage
+
+
+@both_methods
+def test_coverage_sees_what_runs_in_workers(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    (tmp_path / ".coveragerc").write_text("[run]\nparallel = true\npatch = subprocess\nsource = .\n")
+    (tmp_path / "work.py").write_text(
+        """\
+import asyncio
+
+def plain(n):
+    twice = 2 * n
+    return twice
+
+async def task(n):
+    await asyncio.sleep(0)
+    thrice = 3 * n
+    return thrice
+
+def never():
+    return None
+"""
+    )
+    text = program(
+        "await runner.map(work.plain, range(9))\nawait runner.map(work.task, range(9))\nawait runner.run(mine)",
+        "import work\ndef mine():\n    one = 1\n    return one\n",
+        f"2, start_method={method!r}",
+    )
+    (tmp_path / "program.py").write_text(text)
+    for arguments in (["run", "program.py"], ["combine", "-q"], ["json", "-q", "-o", "told.json"]):
+        done = python("-m", "coverage", *arguments, cwd=tmp_path)
+        assert (done.code, done.out, done.err) == (0, "", "")
+    files = json.loads((tmp_path / "told.json").read_text())["files"]
+    assert {name: file["missing_lines"] for name, file in files.items()} == {"program.py": [], "work.py": [13]}

@@ -1,0 +1,184 @@
+"""An engine without processes: workers that live in the supervisor's own loop.
+
+Real are: the channel, its memory and bells, the serving of calls on tasks and threads, the lifespan, what is pickled. Not real
+are the death (`kill` stops the serving and cancels its tasks; threads run on until their call ends) and the loop, which all
+workers share with the test. So a worker's loop cannot be blocked by a call; `FakeWorker.pause` stops its reading instead.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakSet
+
+from percore import CurrentWorker, Runner
+from percore._engine import Engine
+from percore._engines.process import Cell, Shared, make_boot
+from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.doorbell import bell_of
+from percore._ipc.memory import Memory
+from percore._ipc.pickles import MainInfo, load
+from percore._ipc.ring import RingReader, RingWriter
+from percore._ipc.slots import SlotReader, SlotWriter
+from percore._options import Options
+from percore._worker.context import WorkerContext, of_task
+from percore._worker.lifespan import serve_until_finished
+from percore._worker.main import Boot, cell_size, marks_of
+from percore._worker.serve import Server
+
+_PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
+_tasks: dict[int, WeakSet[asyncio.Task[Any]]] = {}
+
+
+def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    """A task factory that remembers which worker's code has made a task."""
+    task = asyncio.Task(coroutine, loop=loop, **options)
+    context = of_task.get()
+    if context is not None and context.worker.pid in _tasks:
+        _tasks[context.worker.pid].add(task)
+    return task
+
+
+class FakeWorker:
+    """A worker in the loop of its supervisor, and what its engine sees of it."""
+
+    def __init__(self, engine: "FakeEngine", boot: Boot, on_exit: Callable[[int | None], None]) -> None:
+        self._loop = engine.loop
+        self._on_exit = on_exit
+        self._boot = boot
+        self.pid = next(_PIDS)
+        self._cell = Cell(boot.places, engine.shared)
+        self._marks = marks_of(self._cell.memory, boot.places)
+        self.channel = self._cell.channel(self._loop, engine.shared)
+        # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
+        self._memories = (
+            Memory(os.dup(self._cell.memory.fd), cell_size(boot.places), writable=True),
+            Memory(engine.shared.memory.reader_fd(), boot.arena_size, writable=False),
+            Memory(os.dup(self._cell.results.fd), boot.results_size, writable=True),
+        )
+        for memory in (*self._memories, self._cell.memory, self._cell.results):
+            memory.close_fds()
+        self._context = WorkerContext(CurrentWorker(boot.index, boot.generation, self.pid))
+        self._exitcode: int | None = None
+        self._is_dying = False
+        self._is_ending = False
+        _tasks[self.pid] = WeakSet()
+        copy_context().run(self._begin)
+
+    def _begin(self) -> None:
+        of_task.set(self._context)
+        cell, arena, results = self._memories
+        self._side = Channel(
+            self._loop,
+            (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
+            bell_of(self._cell.theirs),
+            (SlotWriter(results, self._boot.slot_size, self._boot.max_message), SlotReader(arena, self._boot.slot_size)),
+            prompt=True,
+        )
+        self._own_marks = marks_of(cell, self._boot.places)
+        self._server = Server(self._side, self._own_marks, threads=self._boot.threads, main_by_value=False)
+        self._side.open(self._server.receive, lambda _error: self._die(70))
+        self._task = self._loop.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        boot = self._boot
+        code: int | None = 1
+        try:
+            code = await serve_until_finished(
+                self._side,
+                self._server,
+                self._context,
+                lambda: load(boot.lifespan) if boot.lifespan else None,
+                main_by_value=False,
+                tasks=self._live_tasks,
+            )
+        except asyncio.CancelledError:
+            if not self._is_dying:
+                raise
+        finally:
+            await self._end(code)
+
+    def _live_tasks(self) -> set[asyncio.Task[Any]]:
+        return {task for task in _tasks[self.pid] if not task.done()} | self._server.own_tasks()
+
+    async def _end(self, code: int | None) -> None:
+        """What a process does by ending: everything of it stops."""
+        self._is_ending = True
+        self._side.stop()
+        tasks = self._live_tasks() - {self._task}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._server.stop()
+        if not self._is_dying:
+            self._server.join()
+        self._side.close()
+        del _tasks[self.pid]
+        self._loop.call_soon(self._on_exit, self._exitcode if self._is_dying else code)
+
+    def _die(self, exitcode: int) -> None:
+        if not self._is_dying and not self._is_ending:
+            self._is_dying = True
+            self._exitcode = exitcode
+            self._side.stop()
+            self._task.cancel()
+
+    # As the supervisor sees it
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        if signum == signal.SIGTERM:
+            copy_context().run(self._drain)
+        else:
+            self._die(-signum)
+
+    def _drain(self) -> None:
+        of_task.set(self._context)
+        self._server.drain()
+
+    def started(self, place: int, call_id: int) -> bool:
+        return self._marks[place] == call_id
+
+    def close(self) -> None:
+        self.channel.close()
+        self._marks.release()
+        self._cell.close()
+
+    # As a test sees it
+
+    def pause(self) -> None:
+        """Read nothing more, as a worker whose loop is blocked."""
+        self._loop.remove_reader(self._side._bell.fileno())
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._side._is_open:
+            context = copy_context()
+            context.run(of_task.set, self._context)
+            context.run(self._loop.add_reader, self._side._bell.fileno(), self._side._on_bell)
+
+
+class FakeEngine:
+    """Starts fake workers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, shared: Shared, main: MainInfo) -> None:
+        self.loop = loop
+        self.shared = shared
+        self._boot = make_boot(options, shared, main, debug=False)
+        loop.set_task_factory(_create_task)
+
+    def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> FakeWorker:
+        return FakeWorker(self, replace(self._boot, index=index, generation=generation), on_exit)
+
+    async def aclose(self) -> None:
+        """Nothing is shared but memory, which is the runner's."""
+
+
+class FakeRunner(Runner):
+    """A runner whose workers are fakes."""
+
+    def _make_engine(self, main: MainInfo) -> Engine:
+        return FakeEngine(self._loop, self._options, self._shared, main)

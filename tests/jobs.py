@@ -1,0 +1,457 @@
+"""What tests have workers do. Light to import: a worker needs the standard library and percore's own half alone.
+
+Nothing here waits for time. A call waits at a *gate* and tells a *log*, both named pipes of the test (see contract.pipes).
+"""
+
+import asyncio
+import os
+import select
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import percore
+
+# Gates and logs
+
+
+def say(log: str, text: object) -> None:
+    """Write one line into a log: whole, also between other writers."""
+    fd = os.open(log, os.O_WRONLY)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def pass_gate(gate: str) -> None:
+    """Block the thread until the gate is open."""
+    fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.poll()
+    finally:
+        os.close(fd)
+
+
+async def apass_gate(gate: str) -> None:
+    """Wait until the gate is open."""
+    loop = asyncio.get_running_loop()
+    fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
+    is_open = loop.create_future()
+    loop.add_reader(fd, lambda: is_open.done() or is_open.set_result(None))
+    try:
+        await is_open
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+# Simple calls
+
+
+def echo(value: Any = None) -> Any:
+    return value
+
+
+async def aecho(value: Any = None) -> Any:
+    return value
+
+
+def add(left: Any, right: Any = 0, *, scale: int = 1) -> Any:
+    return (left + right) * scale
+
+
+async def aadd(left: Any, right: Any = 0, *, scale: int = 1) -> Any:
+    return (left + right) * scale
+
+
+def append(items: list[Any], item: Any) -> list[Any]:
+    items.append(item)
+    return items
+
+
+async def aappend(items: list[Any], item: Any) -> list[Any]:
+    items.append(item)
+    return items
+
+
+def length(data: bytes) -> int:
+    return len(data)
+
+
+async def alength(data: bytes) -> int:
+    return len(data)
+
+
+def pattern(size: int) -> bytes:
+    """Bytes of which no two neighbouring pages are alike."""
+    return (b"%09d" % size * (size // 9 + 1))[:size]
+
+
+async def apattern(size: int) -> bytes:
+    return pattern(size)
+
+
+def later(value: Any) -> Coroutine[Any, Any, Any]:
+    """A plain function that returns an awaitable."""
+    return aecho(value)
+
+
+def where() -> percore.CurrentWorker:
+    return percore.current_worker()
+
+
+async def awhere() -> percore.CurrentWorker:
+    return percore.current_worker()
+
+
+# Calls that tell and wait
+
+
+def wait(log: str, gate: str, value: Any = None) -> Any:
+    """Say `value`, wait at the gate, return it."""
+    say(log, value)
+    pass_gate(gate)
+    return value
+
+
+async def await_(log: str, gate: str, value: Any = None) -> Any:
+    """As `wait`; says "cancelled ..." when it is."""
+    say(log, value)
+    try:
+        await apass_gate(gate)
+    except asyncio.CancelledError:
+        say(log, f"cancelled {value}")
+        raise
+    return value
+
+
+async def block_loop(log: str, gate: str) -> None:
+    """Hold the worker's loop until the gate is open."""
+    say(log, "blocked")
+    pass_gate(gate)
+
+
+async def clean_up(log: str, gate: str, clean_gate: str) -> None:
+    """Wait; when cancelled, clean up for as long as `clean_gate` is shut."""
+    say(log, "began")
+    try:
+        await apass_gate(gate)
+    finally:
+        say(log, "cleaning")
+        await apass_gate(clean_gate)
+        say(log, "clean")
+
+
+async def ignore_cancel(log: str, gate: str, answer_gate: str) -> str:
+    """Wait, swallow the cancellation, wait again, and return all the same."""
+    say(log, "began")
+    try:
+        await apass_gate(gate)
+    except asyncio.CancelledError:
+        say(log, "ignored")
+        await apass_gate(answer_gate)
+    return "answer"
+
+
+async def fail_when_cancelled(log: str, gate: str) -> None:
+    say(log, "began")
+    try:
+        await apass_gate(gate)
+    except asyncio.CancelledError:
+        raise ValueError("raised instead") from None
+
+
+async def wait_or_fail(log: str, gate: str, other_gate: str, place: int, fails_at: int) -> int:
+    """Before `fails_at`: wait at `gate`. There: fail. After it: wait at `other_gate`."""
+    if place == fails_at:
+        raise ValueError(f"failed at {place}")
+    return await await_(log, gate if place < fails_at else other_gate, place)  # type: ignore[no-any-return]
+
+
+def die() -> NoReturn:
+    os._exit(3)
+
+
+# How many at once
+
+
+@dataclass
+class Counter:
+    """How many calls of one worker run at once, and the most there ever were."""
+
+    now: int = 0
+    most: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def __enter__(self) -> "Counter":
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.now -= 1
+
+
+@contextmanager
+def counter() -> Iterator[Counter]:
+    yield Counter()
+
+
+def count(log: str, gate: str) -> int:
+    """The most calls at once, this one included, up to its end."""
+    with percore.state(Counter) as counted:
+        wait(log, gate, "counted")
+        return counted.most
+
+
+async def acount(log: str, gate: str) -> int:
+    with percore.state(Counter) as counted:
+        await await_(log, gate, "counted")
+        return counted.most
+
+
+# Callables of every kind
+
+
+class Adder:
+    """Has a method, a class method, a static one, and can be called."""
+
+    def __init__(self, base: int) -> None:
+        self.base = base
+
+    def add(self, value: int) -> int:
+        return self.base + value
+
+    async def aadd(self, value: int) -> int:
+        return self.base + value
+
+    @classmethod
+    def make(cls, base: int) -> int:
+        return cls(base).base
+
+    @staticmethod
+    def double(value: int) -> int:
+        return 2 * value
+
+    def __call__(self, value: int) -> int:
+        return self.base + value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Adder) and other.base == self.base
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class AsyncAdder(Adder):
+    async def __call__(self, value: int) -> int:  # type: ignore[override]
+        return self.base + value
+
+
+def numbers() -> Generator[int]:
+    yield 1
+
+
+async def anumbers() -> AsyncIterator[int]:
+    yield 1
+
+
+# Lifespans
+
+
+@dataclass(frozen=True)
+class Resource:
+    name: str
+
+
+@asynccontextmanager
+async def resource(log: str, name: str = "resource") -> AsyncIterator[Resource]:
+    say(log, "enter")
+    yield Resource(name)
+    say(log, "exit")
+
+
+@contextmanager
+def plain_resource(log: str, name: str = "resource") -> Iterator[Resource]:
+    say(log, "enter")
+    yield Resource(name)
+    say(log, "exit")
+
+
+@asynccontextmanager
+async def resource_behind(log: str, gate: str) -> AsyncIterator[None]:
+    """Can be entered when the gate is open."""
+    await await_(log, gate, "entering")
+    yield None
+
+
+@asynccontextmanager
+async def no_resource() -> AsyncIterator[None]:
+    raise LookupError("there is no database")
+    yield None
+
+
+@asynccontextmanager
+async def no_exit() -> AsyncIterator[None]:
+    yield None
+    raise LookupError("the database does not let go")
+
+
+@contextmanager
+def deadly() -> Iterator[None]:
+    os._exit(3)
+    yield None
+
+
+def no_manager() -> int:
+    return 5
+
+
+def state(*kind: type) -> Any:
+    return percore.state(*kind)
+
+
+async def astate(*kind: type) -> Any:
+    return percore.state(*kind)
+
+
+# Tasks left behind
+
+_left: set[asyncio.Task[None]] = set()
+
+
+async def leave_task(log: str, gate: str) -> None:
+    """Start a task and end before it does."""
+    _leave(await_(log, gate, "left"))
+
+
+async def leave_failing_task(log: str, gate: str) -> None:
+    """As `leave_task`; the task fails when it is cancelled."""
+    _leave(fail_when_cancelled(log, gate))
+
+
+def _leave(coroutine: Coroutine[Any, Any, Any]) -> None:
+    task = asyncio.create_task(coroutine)
+    _left.add(task)
+    task.add_done_callback(_left.discard)
+
+
+# Errors
+
+
+class PageError(Exception):
+    """An error as programs have them: with two arguments and more attributes."""
+
+    def __init__(self, url: str, status: int) -> None:
+        super().__init__(url, status)
+        self.url = url
+        self.status = status
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+class Picky(Exception):
+    """Pickles, and cannot be read back."""
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+
+class BadText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def fail(error: BaseException | type[BaseException]) -> NoReturn:
+    raise error
+
+
+async def afail(error: BaseException | type[BaseException]) -> NoReturn:
+    raise error
+
+
+def fail_with(make: Callable[[], BaseException]) -> NoReturn:
+    raise make()
+
+
+def fail_from() -> NoReturn:
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise PageError("http://x", 503) from error
+
+
+def fail_with_note() -> NoReturn:
+    error = PageError("http://x", 500)
+    error.add_note("seen at night")
+    error.seen = 3  # type: ignore[attr-defined]
+    raise error
+
+
+def fail_with_group() -> NoReturn:
+    raise ExceptionGroup("two", [ValueError(1), PageError("http://x", 404)])
+
+
+def fail_large(size: int) -> NoReturn:
+    raise ValueError(b"x" * size)
+
+
+async def foreign_cancel() -> NoReturn:
+    """Raise a CancelledError that nobody asked for."""
+    raise asyncio.CancelledError("not yours")
+
+
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+class RefusesPickle:
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("do not pickle me")
+
+
+class RefusesUnpickle:
+    """Pickles; reading it raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return refuse, ()
+
+
+def refuse() -> NoReturn:
+    raise ValueError("do not read me")
+
+
+def give(what: str) -> Any:
+    """Something that cannot travel."""
+    makers: dict[str, Callable[[], Any]] = {
+        "lock": threading.Lock,
+        "generator": numbers,
+        "refuses": RefusesPickle,
+        "unreadable": RefusesUnpickle,
+        "nested": lambda: {"deep": [threading.Lock()]},
+    }
+    return makers[what]()
+
+
+async def agive_coroutine() -> Any:
+    coroutine = aecho(1)
+    try:
+        return coroutine
+    finally:
+        coroutine.close()

@@ -1,0 +1,181 @@
+"""percore's errors: their fields, their sentences, what they are, and that they travel."""
+
+import asyncio
+import copy
+import pickle
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how, signal_of
+from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed
+
+EXAMPLES: list[PercoreError] = [
+    PercoreError("anything", 3),
+    WorkerDied(4242, -9, "jobs.fetch", 1.25),
+    WorkerDied(None, None, "jobs.fetch", None, started=False, attempts=0),
+    WorkerDied(1, 3, "jobs.fetch", 0.5, True, 4),
+    RunnerBroken(10, -11, "Traceback …"),
+    RunnerBroken(10, None),
+    StartupFailed("worker 0 died", "Traceback …"),
+    StartupFailed("worker 0 died"),
+    RunnerClosed("the runner was closed"),
+    RemoteError("builtins.SystemExit", "3", "Traceback …"),
+    RemoteError("builtins.SystemExit", ""),
+    PayloadTooLarge(1024),
+]
+PUBLIC = [PercoreError, WorkerDied, RunnerBroken, StartupFailed, RunnerClosed, RemoteError, PayloadTooLarge]
+
+
+def ids(error: PercoreError) -> str:
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_error_travels_whole(error: PercoreError, protocol: int) -> None:
+    error = copy.copy(error)
+    error.add_note("noted on the way")
+    error.extra = [1, 2]  # type: ignore[attr-defined]
+    there = pickle.loads(pickle.dumps(error, protocol))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert there.args == error.args
+    assert vars(there) == vars(error)
+    assert there.__notes__ == ["noted on the way"]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
+def test_a_copy_is_the_same(error: PercoreError) -> None:
+    for twin in (copy.copy(error), copy.deepcopy(error)):
+        assert twin is not error
+        assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
+
+
+class Derived(PercoreError):
+    """A user's own, derived from ours."""
+
+
+def test_a_users_own_error_travels() -> None:
+    there = pickle.loads(pickle.dumps(Derived("why", 7)))
+    assert type(there) is Derived
+    assert there.args == ("why", 7)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
+def test_there_is_a_sentence(error: PercoreError) -> None:
+    text = str(error)
+    assert text
+    assert "None" not in text.replace("worker None", "")
+    assert text == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (WorkerDied, [BrokenProcessPool]),
+        (RunnerBroken, [BrokenProcessPool]),
+        (StartupFailed, [BrokenProcessPool]),
+        (RunnerClosed, [RuntimeError]),
+        (RemoteError, []),
+        (PayloadTooLarge, [ValueError]),
+    ],
+)
+def test_what_each_one_is(kind: type[PercoreError], others: list[type[Exception]]) -> None:
+    for base in (PercoreError, Exception, *others):
+        assert issubclass(kind, base)
+    wrong: type[BaseException]
+    for wrong in (asyncio.CancelledError, OSError, TimeoutError):
+        assert not issubclass(kind, wrong)
+    assert issubclass(kind, RuntimeError) == (others in ([RuntimeError], [BrokenProcessPool]))
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_they_are_known_by_their_public_names(kind: type[PercoreError]) -> None:
+    import percore
+
+    assert kind.__module__ == "percore"
+    assert getattr(percore, kind.__name__) is kind
+
+
+# Sentences
+
+
+def test_a_death_by_signal() -> None:
+    died = WorkerDied(4242, -9, "jobs.fetch", 1.25)
+    assert (died.pid, died.exitcode, died.signal) == (4242, -9, "SIGKILL")
+    assert (died.call, died.age, died.started, died.attempts) == ("jobs.fetch", 1.25, True, 1)
+    assert str(died) == (
+        "worker 4242 died by SIGKILL (perhaps out of memory, or killed by an operator) while it ran jobs.fetch for 1.25 s; "
+        "the call was not repeated because it may have had effects: call again if that is safe"
+    )
+
+
+def test_a_death_before_the_call_began() -> None:
+    died = WorkerDied(4242, 3, "jobs.fetch", started=False, attempts=0)
+    assert died.signal is None
+    assert str(died) == "worker 4242 died with exit code 3 before it began jobs.fetch; no other worker will come to run it"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "name", "words"),
+    [
+        (None, None, "for a reason the system does not tell"),
+        (0, None, "with exit code 0"),
+        (137, None, "with exit code 137"),
+        (-9, "SIGKILL", "out of memory"),
+        (-11, "SIGSEGV", "native code"),
+        (-7, "SIGBUS", "native code"),
+        (-6, "SIGABRT", "native code"),
+        (-4, "SIGILL", "another CPU"),
+        (-15, "SIGTERM", "draining"),
+        (-1, "SIGHUP", "by SIGHUP"),
+        (-200, "signal 200", "by signal 200"),
+    ],
+)
+def test_exit_codes_in_words(exitcode: int | None, name: str | None, words: str) -> None:
+    assert signal_of(exitcode) == name
+    assert words in how(exitcode)
+    assert name is None or name in how(exitcode)
+
+
+def test_a_broken_runner() -> None:
+    broken = RunnerBroken(10, -11, "ModuleNotFoundError: No module named 'jobs'")
+    assert (broken.deaths, broken.exitcode) == (10, -11)
+    assert "died 10 times in a row before it began a call, the last one by SIGSEGV" in str(broken)
+    assert str(broken).endswith("The last report was:\nModuleNotFoundError: No module named 'jobs'")
+    assert "report" not in str(RunnerBroken(10, 1))
+
+
+def test_a_failed_start() -> None:
+    failed = StartupFailed("worker 0 could not start", "Traceback …")
+    assert (failed.reason, failed.detail) == ("worker 0 could not start", "Traceback …")
+    assert str(failed) == "worker 0 could not start\n\nTraceback …"
+    assert str(StartupFailed("worker 0 could not start")) == "worker 0 could not start"
+
+
+def test_something_remote() -> None:
+    error = RemoteError("SystemExit", "3", "Traceback …")
+    assert (error.type_name, error.text, error.remote_traceback) == ("SystemExit", "3", "Traceback …")
+    assert str(error) == "SystemExit: 3"
+    assert str(RemoteError("SystemExit", "")) == "SystemExit"
+
+
+def test_a_payload_too_large_says_what_to_do() -> None:
+    error = PayloadTooLarge(1024)
+    assert error.limit == 1024
+    assert "max_message=1024 bytes" in str(error)
+    assert "larger max_message" in str(error)
+
+
+def test_a_closed_runner() -> None:
+    assert RunnerClosed("it was closed").reason == str(RunnerClosed("it was closed")) == "it was closed"
+
+
+def test_a_remote_traceback_reads_as_the_standard_librarys() -> None:
+    carried = RemoteTraceback("Traceback (most recent call last):\n  …\n")
+    assert str(carried) == '\n"""\nTraceback (most recent call last):\n  …\n"""'
+    there = pickle.loads(pickle.dumps(carried))
+    assert type(there) is RemoteTraceback
+    assert there.text == carried.text
+    assert str(there) == str(carried)

@@ -1,0 +1,250 @@
+"""Every knob: what it is by default, what it refuses, and in which words; and how many CPUs there really are."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from percore import _options
+from percore._options import Options, usable_cpus
+from percore._platform import default_start_method
+
+GOOD: dict[str, Any] = {
+    "workers": None,
+    "lifespan": None,
+    "concurrency": 100,
+    "threads": None,
+    "loop_factory": None,
+    "start_method": None,
+    "max_message": 2**30,
+    "start_timeout": 60.0,
+    "kill_after": 5.0,
+}
+NUMBERS = ["workers", "concurrency", "threads", "max_message"]
+SECONDS = ["start_timeout", "kill_after"]
+
+
+def options(**knobs: Any) -> Options:
+    return Options.checked(**{**GOOD, **knobs})
+
+
+def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_options, "usable_cpus", lambda: 6)
+    given = options()
+    assert given.workers == 6
+    assert given.threads == 10
+    assert given.concurrency == 100
+    assert given.max_message == 2**30
+    assert (given.start_timeout, given.kill_after) == (60.0, 5.0)
+    assert given.start_method == default_start_method()
+    assert given.lifespan is None
+    assert given.loop_factory is None
+
+
+def test_the_default_threads_stay_within_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_options, "usable_cpus", lambda: 200)
+    assert options().threads == 32
+
+
+def test_what_the_user_gives_is_kept() -> None:
+    given = options(
+        workers=3,
+        lifespan=test_the_defaults,
+        concurrency=1,
+        threads=7,
+        loop_factory=asyncio.new_event_loop,
+        start_method="spawn",
+        max_message=4096,
+        start_timeout=1,
+        kill_after=0.5,
+    )
+    assert given == Options(
+        workers=3,
+        lifespan=test_the_defaults,  # type: ignore[arg-type]
+        concurrency=1,
+        threads=7,
+        loop_factory=asyncio.new_event_loop,
+        start_method="spawn",
+        max_message=4096,
+        start_timeout=1.0,
+        kill_after=0.5,
+    )
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [1.5, "4", True, [1], b"1", object()], ids=repr)
+def test_a_count_is_a_whole_number(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a whole number, not "):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["concurrency", "max_message", *SECONDS])
+def test_none_is_no_default_where_there_is_a_number(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a "):
+        options(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("workers", 1, 1024), ("concurrency", 1, 10**6), ("threads", 1, 10_000), ("max_message", 1024, 2**36)],
+)
+def test_a_count_has_bounds(name: str, least: int, most: int) -> None:
+    for value in (least, most):
+        assert getattr(options(**{name: value}), name) == value
+    for value in (least - 1, most + 1, -1, -(10**30), 10**30):
+        with pytest.raises(ValueError, match=f"^{name} must be from {least} to {most}, not {value}$"):
+            options(**{name: value})
+
+
+@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("value", ["1", True, [1], object(), 1j], ids=repr)
+def test_seconds_are_a_number(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not "):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("value", [0, 0.0, -1, -0.1, float("inf"), float("-inf"), float("nan"), 10**400, -(10**400)])
+def test_seconds_are_positive_and_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a positive number of seconds, not "):
+        options(**{name: value})
+
+
+@given(name=st.sampled_from(SECONDS), value=st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_any_positive_number_of_seconds(name: str, value: float) -> None:
+    assert getattr(options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "example"), [("lifespan", "open_session"), ("loop_factory", "asyncio.new_event_loop")])
+@pytest.mark.parametrize("value", [1, "name", [], object()], ids=repr)
+def test_what_is_called_must_be_callable(name: str, example: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be callable, such as {name}={example}, not "):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["thread", "", "SPAWN", 1, [], b"spawn"], ids=repr)
+def test_an_unknown_start_method(value: object) -> None:
+    with pytest.raises(ValueError, match=r'^start_method must be "forkserver" or "spawn", not ') as caught:
+        options(start_method=value)
+    assert repr(value) in str(caught.value)
+
+
+def test_fork_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"^start_method .*Forking a process that runs an event loop is not safe"):
+        options(start_method="fork")
+
+
+@pytest.mark.parametrize("lacking", ["HAS_PIDFD", "HAS_SETSIG"])
+def test_the_fork_server_needs_its_system(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    for name in ("HAS_PIDFD", "HAS_SETSIG"):
+        monkeypatch.setattr(_options, name, name != lacking)
+    with pytest.raises(ValueError, match=r'^start_method="forkserver" needs .* use start_method="spawn"$'):
+        options(start_method="forkserver")
+    assert options(start_method="spawn").start_method == "spawn"
+
+
+# CPUs
+
+
+class Cgroups:
+    """A fake of what a system tells about its CPUs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
+
+    def write(self, path: str, text: str | bytes) -> None:
+        file = self.path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cgroups:
+    cgroups = Cgroups(tmp_path)
+    monkeypatch.setattr(_options, "Path", cgroups.path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    return cgroups
+
+
+def test_affinity_alone(system: Cgroups) -> None:
+    assert usable_cpus() == 8
+
+
+def test_without_affinity_it_is_the_count_of_cpus(system: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert usable_cpus() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"),
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("150000 100000", 2),
+        ("5000 100000", 1),
+        ("1600000 100000", 8),
+        ("50000 50000", 1),
+        ("garbage", 8),
+        ("", 8),
+        ("100000 0", 8),
+        ("a b", 8),
+    ],
+)
+def test_cgroup_2(system: Cgroups, quota: str, cpus: int) -> None:
+    system.write("/proc/self/cgroup", "0::/user/app\n")
+    system.write("/sys/fs/cgroup/user/app/cpu.max", quota + "\n")
+    assert usable_cpus() == cpus
+
+
+@pytest.mark.parametrize("tight", ["", "/user", "/user/app"])
+def test_the_tightest_of_a_cgroup_and_its_ancestors(system: Cgroups, tight: str) -> None:
+    system.write("/proc/self/cgroup", "0::/user/app\n")
+    for folder in ("", "/user", "/user/app"):
+        system.write(f"/sys/fs/cgroup{folder}/cpu.max", "300000 100000" if folder == tight else "600000 100000")
+    assert usable_cpus() == 3
+
+
+@pytest.mark.parametrize("path", ["/docker/0123456789ab", "/../../elsewhere", "/"])
+def test_a_container_sees_its_own_root(system: Cgroups, path: str) -> None:
+    system.write("/proc/self/cgroup", f"0::{path}\n")
+    system.write("/sys/fs/cgroup/cpu.max", "400000 100000")
+    assert usable_cpus() == 4
+
+
+@pytest.mark.parametrize(
+    ("quota", "period", "cpus"),
+    [("-1", "100000", 8), ("300000", "100000", 3), ("250000", "100000", 3), ("1000", "0", 8), ("", "", 8)],
+)
+@pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct", "cpuacct,cpu"])
+def test_cgroup_1(system: Cgroups, controllers: str, quota: str, period: str, cpus: int) -> None:
+    system.write("/proc/self/cgroup", f"12:memory:/app\n4:{controllers}:/app\n1:name=systemd:/app\n0::/app\n")
+    system.write("/sys/fs/cgroup/cpu/app/cpu.cfs_quota_us", quota)
+    system.write("/sys/fs/cgroup/cpu/app/cpu.cfs_period_us", period)
+    assert usable_cpus() == cpus
+
+
+def test_other_controllers_do_not_count(system: Cgroups) -> None:
+    system.write("/proc/self/cgroup", "5:cpuset:/app\n6:cpuacct:/app\n")
+    system.write("/sys/fs/cgroup/cpu/app/cpu.cfs_quota_us", "100000")
+    system.write("/sys/fs/cgroup/cpu/app/cpu.cfs_period_us", "100000")
+    assert usable_cpus() == 8
+
+
+def test_a_cgroup_may_have_any_name(system: Cgroups) -> None:
+    system.write("/proc/self/cgroup", b"0::/caf\xe9:with:colons\n")
+    system.write("/sys/fs/cgroup/cpu.max", "200000 100000")
+    assert usable_cpus() == 2
+
+
+def test_the_real_system_has_at_least_one() -> None:
+    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)

@@ -1,0 +1,125 @@
+"""The public face: every name is there, nothing is loaded before it is used, and no more than it needs."""
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import percore
+
+HEAVY = {
+    "aiohttp",
+    "asyncio",
+    "cloudpickle",
+    "concurrent.futures",
+    "ctypes",
+    "inspect",
+    "logging",
+    "multiprocessing",
+    "numpy",
+    "pickle",
+    "psutil",
+    "signal",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "typing_extensions",
+    "uvloop",
+}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has loaded after `code` and had not before."""
+    program = f"import sys, json\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    return set(json.loads(run.stdout))
+
+
+def test_every_public_name_is_there() -> None:
+    for name in percore.__all__:
+        value = getattr(percore, name)
+        assert value.__name__ == name
+        assert value.__doc__
+
+
+@pytest.mark.parametrize("name", percore.__all__)
+def test_a_public_thing_has_its_public_home(name: str) -> None:
+    home = getattr(percore, name).__module__
+    assert home == "percore" or home.startswith("percore._")
+
+
+def test_the_list_is_sorted_and_names_nothing_twice() -> None:
+    assert percore.__all__ == sorted(set(percore.__all__), key=lambda name: (name[0].islower(), name))
+
+
+def test_the_lists_of_names_agree() -> None:
+    assert set(percore._HOMES) == set(percore.__all__)
+    tree = ast.parse(Path(percore.__file__).read_text())
+    typed: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for imported in node.body:
+                assert isinstance(imported, ast.ImportFrom)
+                typed.update({alias.name: f"{imported.module}" for alias in imported.names})
+    assert typed == {name: f"percore.{home}" for name, home in percore._HOMES.items()}
+
+
+def test_star_gives_the_public_names() -> None:
+    names: dict[str, object] = {}
+    exec("from percore import *", names)
+    assert set(names) - {"__builtins__"} == set(percore.__all__)
+
+
+def test_dir_shows_what_is_not_loaded_yet() -> None:
+    assert set(percore.__all__) <= set(dir(percore))
+    code = "import percore; print(set(percore.__all__) <= set(dir(percore)), 'percore._runner' in __import__('sys').modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "False"]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'percore' has no attribute 'Nothing'"):
+        _ = percore.Nothing
+    assert not hasattr(percore, "Nothing")
+
+
+def test_a_name_is_looked_up_once() -> None:
+    assert percore.Runner is percore.Runner
+    assert "Runner" in vars(percore)
+
+
+def test_the_version_is_the_packages() -> None:
+    assert percore.__version__ == importlib.metadata.version("percore")
+
+
+def test_it_is_typed() -> None:
+    assert Path(percore.__file__).with_name("py.typed").exists()
+
+
+def test_importing_it_imports_nothing() -> None:
+    loaded = loaded_by("import percore")
+    assert {name for name in loaded if name.startswith("percore")} <= {"percore"}
+    assert not loaded & HEAVY
+
+
+def test_an_error_of_the_vocabulary_costs_the_vocabulary() -> None:
+    loaded = loaded_by("import percore; percore.RemoteError")
+    assert {name for name in loaded if name.startswith("percore")} == {"percore", "percore._errors"}
+    assert not loaded & HEAVY
+
+
+def test_what_a_worker_uses_loads_nothing_of_the_supervisors_half() -> None:
+    loaded = loaded_by("import percore; percore.state; percore.current_worker; percore.CurrentWorker")
+    forbidden = ("percore._core", "percore._engines", "percore._supervisor", "percore._runner", "percore._map", "percore._broken")
+    assert not [name for name in loaded if name.startswith(forbidden)]
+    assert not loaded & {"multiprocessing", "psutil", "concurrent.futures.process", "cloudpickle", "uvloop"}
+
+
+def test_the_runner_needs_no_test_or_user_packages() -> None:
+    loaded = loaded_by("import percore; percore.Runner")
+    assert not loaded & {"psutil", "numpy", "aiohttp", "cloudpickle", "pytest"}

@@ -1,0 +1,539 @@
+"""Slots: handed out once, lowest first, kept warm within a bound; and the file that picklers write into them."""
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pickle import PickleBuffer
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from percore._errors import PayloadTooLarge
+from percore._ipc import slots as module
+from percore._ipc.memory import Memory
+from percore._ipc.ring import BrokenFrame
+from percore._ipc.slots import INLINE_LIMIT, WARM_LIMIT, Sink, SlotReader, SlotWriter
+from percore._messages import SLOT_BITS, SLOT_MASK, Payload
+
+MIB = 1 << 20
+
+
+class Ledger:
+    """Memory of any size that only remembers what was given back."""
+
+    def __init__(self, size: int, on_give_back: Callable[[], None] = lambda: None) -> None:
+        self.size = size
+        self.view = memoryview(b"")
+        self.given: list[tuple[int, int]] = []
+        self.on_give_back = on_give_back
+
+    def give_back(self, start: int, end: int) -> None:
+        self.given.append((start, end))
+        self.on_give_back()
+
+
+class Bytes(Ledger):
+    """Memory that can be written, without a mapping."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.view = memoryview(bytearray(size))
+
+
+def ledger_slots(count: int, slot_size: int) -> tuple[SlotWriter, Ledger]:
+    ledger = Ledger(count * slot_size)
+    return SlotWriter(ledger, slot_size, slot_size), ledger  # type: ignore[arg-type]
+
+
+def byte_slots(count: int, slot_size: int, limit: int | None = None) -> SlotWriter:
+    return SlotWriter(Bytes(count * slot_size), slot_size, limit or slot_size)  # type: ignore[arg-type]
+
+
+def reader_of(writer: SlotWriter) -> SlotReader:
+    return SlotReader(writer._memory, writer.slot_size)
+
+
+# Slots
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Takes and gives in any order, against a set of what is taken and a tally of what is warm."""
+
+    SIZE = 48 * MIB
+    COUNT = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.ledger = ledger_slots(self.COUNT, self.SIZE)
+        self.taken: set[int] = set()
+        self.warm = [0] * self.COUNT
+        self.waiting: list[int] = []
+        self.served: list[int] = []
+        self.next_waiter = 0
+
+    @rule()
+    def take(self) -> None:
+        slot = self.writer.take()
+        free = set(range(self.COUNT)) - self.taken
+        assert slot == min(free, default=None)
+        if slot is not None:
+            self.taken.add(slot)
+
+    @rule(data=st.data(), used=st.integers(0, SIZE))
+    def give(self, data: st.DataObject, used: int) -> None:
+        if not self.taken:
+            return
+        slot = data.draw(st.sampled_from(sorted(self.taken)))
+        self.taken.discard(slot)
+        self.warm[slot] = max(self.warm[slot], used)
+        self.ledger.given.clear()
+        self.served.clear()
+        expected, self.waiting = self.waiting[:1], self.waiting[1:]
+        self.writer.give(slot, used)
+        assert self.served == expected
+        for start, end in self.ledger.given:
+            assert slot * self.SIZE <= start <= end
+            assert end == slot * self.SIZE + self.warm[slot]  # from the top, and all that was touched
+            self.warm[slot] = start - slot * self.SIZE
+
+    @rule(slot=st.integers(-3, COUNT + 3), used=st.integers(0, SIZE))
+    def give_what_is_not_taken(self, slot: int, used: int) -> None:
+        if slot not in self.taken:
+            with pytest.raises(BrokenFrame, match=str(slot)):
+                self.writer.give(slot, used)
+
+    @rule()
+    def wait(self) -> None:
+        if len(self.taken) == self.COUNT:
+            number, self.next_waiter = self.next_waiter, self.next_waiter + 1
+            self.waiting.append(number)
+            self.writer.wait(lambda: self.serve(number))
+
+    def serve(self, number: int) -> bool:
+        self.served.append(number)
+        return True
+
+    @invariant()
+    def is_bounded(self) -> None:
+        assert self.writer.in_use == len(self.taken)
+        assert sum(self.warm) <= WARM_LIMIT
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_lowest_free_slot_comes_first() -> None:
+    writer, _ = ledger_slots(4, 1024)
+    assert [writer.take() for _ in range(5)] == [0, 1, 2, 3, None]
+    for slot in (2, 0, 3):
+        writer.give(slot, 0)
+    assert [writer.take() for _ in range(4)] == [0, 2, 3, None]
+
+
+def test_no_more_slots_than_a_payload_can_name() -> None:
+    writer, _ = ledger_slots(SLOT_MASK + 100, 1024)
+    assert writer.count == SLOT_MASK + 1
+
+
+def test_a_double_release_is_a_broken_frame_and_changes_nothing() -> None:
+    writer, _ = ledger_slots(2, 1024)
+    writer.take()
+    writer.give(0, 10)
+    with pytest.raises(BrokenFrame):
+        writer.give(0, 10)
+    assert writer.in_use == 0
+    assert [writer.take(), writer.take(), writer.take()] == [0, 1, None]
+
+
+def test_what_is_warm_above_the_bound_goes_back_at_once() -> None:
+    writer, ledger = ledger_slots(3, 40 * MIB)
+    slots = [writer.take() for _ in range(3)]
+    assert slots == [0, 1, 2]
+    writer.give(0, 40 * MIB)
+    assert ledger.given == []
+    writer.give(1, 40 * MIB)
+    assert ledger.given == [(40 * MIB + 24 * MIB, 80 * MIB)]
+    writer.give(2, 30 * MIB)
+    assert ledger.given[1:] == [(80 * MIB, 110 * MIB)]
+    # Used again, the warm ones cost nothing.
+    for _ in range(3):
+        slot = writer.take()
+        assert slot == 0
+        writer.give(slot, 40 * MIB)
+    assert len(ledger.given) == 2
+
+
+def test_nobody_gets_a_slot_whose_pages_are_on_their_way_back() -> None:
+    # 1. the loop gives a slot back, above the bound; 2. a thread takes that slot and writes; 3. the pages go: its data is zeros.
+    taken: list[int | None] = []
+    writer, ledger = ledger_slots(1, 80 * MIB)
+    ledger.on_give_back = lambda: taken.append(writer.take())
+    writer.take()
+    writer.give(0, 80 * MIB)
+    assert ledger.given == [(64 * MIB, 80 * MIB)]
+    assert taken == [None]
+    assert writer.take() == 0
+
+
+# Waiting for a slot
+
+
+def test_waiters_are_served_in_order_one_a_slot() -> None:
+    writer, _ = ledger_slots(2, 1024)
+    served: list[str] = []
+
+    def waiter(name: str) -> Callable[[], bool]:
+        def wants() -> bool:
+            served.append(name)
+            return writer.take() is not None
+
+        return wants
+
+    writer.take()
+    writer.take()
+    for name in "abc":
+        writer.wait(waiter(name))
+    assert served == []
+    writer.give(1, 0)
+    assert served == ["a"]
+    writer.give(0, 0)
+    writer.give(1, 0)
+    assert served == ["a", "b", "c"]
+    writer.give(0, 0)
+    assert served == ["a", "b", "c"]
+
+
+def test_a_waiter_that_declines_passes_the_slot_on() -> None:
+    writer, _ = ledger_slots(1, 1024)
+    writer.take()
+    asked: list[int] = []
+
+    def waiter(number: int, answer: bool) -> Callable[[], bool]:
+        def wants() -> bool:
+            asked.append(number)
+            return answer
+
+        return wants
+
+    for number, answer in enumerate([False, False, True, True]):
+        writer.wait(waiter(number, answer))
+    writer.give(0, 0)
+    assert asked == [0, 1, 2]
+    assert writer.take() == 0
+
+
+def test_a_slot_that_came_back_before_one_waited_is_not_missed() -> None:
+    # 1. a thread finds no slot; 2. the loop gives the last one back, and nobody waits; 3. the thread waits: for ever, if it does
+    # not look again.
+    writer, _ = ledger_slots(1, 1024)
+    writer.take()
+    assert writer.take() is None
+    writer.give(0, 0)
+    served: list[bool] = []
+
+    def serve() -> bool:
+        served.append(True)
+        return True
+
+    writer.wait(serve)
+    assert served == [True]
+
+
+def test_a_slot_is_offered_once_though_two_threads_offer_at_once() -> None:
+    # 1. two slots come back in two threads, one waits; 2. both see it; 3. one of them finds nobody any more.
+    writer, _ = ledger_slots(2, 1024)
+
+    class Snatched(type(writer._waiters)):  # type: ignore[misc]
+        def popleft(self) -> Any:
+            waiter = super().popleft()
+            assert len(self) == 0
+            super().popleft()  # as for the one who comes second
+            return waiter
+
+    writer.take()
+    writer._waiters = Snatched([lambda: True])
+    writer.give(0, 0)
+    assert writer.in_use == 0
+
+
+def test_slots_are_never_handed_out_twice_to_threads() -> None:
+    writer, _ = ledger_slots(4, 1024)
+    owners = [threading.Lock() for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(2000):
+                slot = writer.take()
+                if slot is not None:
+                    assert owners[slot].acquire(blocking=False), "two have it"
+                    owners[slot].release()
+                    writer.give(slot, 7)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert writer.in_use == 0
+
+
+# Payloads
+
+
+def test_store_copies_and_names_the_slot() -> None:
+    writer = byte_slots(2, 4096)
+    payload = writer.store(b"data" * 10)
+    assert payload == 40 << SLOT_BITS | 0
+    assert bytes(writer.read(payload)) == bytes(reader_of(writer).read(payload)) == b"data" * 10
+    other = writer.store(b"x")
+    assert other is not None
+    assert other & SLOT_MASK == 1
+    assert writer.store(b"no room") is None
+    writer.discard(payload)
+    assert writer.in_use == 1
+    assert writer.take() == 0
+
+
+def test_private_payloads_are_their_own_bytes() -> None:
+    writer = byte_slots(1, 4096)
+    assert writer.read(b"private") == b"private"
+    assert reader_of(writer).read(b"private") == b"private"
+    writer.discard(b"private")
+    assert writer.in_use == 0
+
+
+@given(payload=st.integers(-(2**70), 2**70))
+def test_a_payload_outside_its_slot_is_a_broken_frame(payload: int) -> None:
+    writer = byte_slots(3, 64)
+    slot, length = payload & SLOT_MASK, payload >> SLOT_BITS
+    if slot < 3 and 0 <= length <= 64:
+        assert len(reader_of(writer).read(payload)) == length
+    else:
+        with pytest.raises(BrokenFrame, match=f"slot {slot}"):
+            reader_of(writer).read(payload)
+
+
+@pytest.mark.parametrize(("length", "slot"), [(65, 0), (0, 3), (64, 3), (-1, 0), (-64, 2), (1 << 60, 1)])
+def test_what_a_broken_peer_may_name(length: int, slot: int) -> None:
+    with pytest.raises(BrokenFrame):
+        reader_of(byte_slots(3, 64)).read(length << SLOT_BITS | slot)
+
+
+def test_two_processes_maps_agree() -> None:
+    memory = Memory.create(4 * 65536)
+    there = Memory(memory.reader_fd(), memory.size, writable=False)
+    try:
+        writer, reader = SlotWriter(memory, 65536, 65536), SlotReader(there, 65536)
+        for data in (b"first", b"second" * 1000):
+            payload = writer.store(data)
+            assert payload is not None
+            assert bytes(reader.read(payload)) == data
+    finally:
+        there.close()
+        memory.close()
+
+
+# Sink
+
+Chunk = bytes | bytearray | memoryview | PickleBuffer
+KINDS: list[Callable[[bytes], Chunk]] = [
+    bytes,
+    bytearray,
+    memoryview,
+    lambda data: PickleBuffer(bytearray(data)),
+    lambda data: memoryview(bytearray(data) * 2)[: len(data)],
+]
+CHUNKS = st.lists(st.tuples(st.binary(max_size=60), st.sampled_from(KINDS)), max_size=6)
+
+
+@pytest.fixture
+def small_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INLINE_LIMIT", 16)
+
+
+def taken(writer: SlotWriter) -> Iterator[None]:
+    while writer.take() is not None:
+        yield
+
+
+@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
+@given(chunks=CHUNKS)
+def test_what_is_written_is_what_travels(way: str, chunks: list[tuple[bytes, Callable[[bytes], Chunk]]]) -> None:
+    whole = b"".join(data for data, _ in chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "INLINE_LIMIT", 16)
+        writer = byte_slots(2, 512)
+        if way == "no slot":
+            list(taken(writer))
+        used = writer.in_use
+        sink = Sink(writer, private=way == "private")
+        for data, kind in chunks:
+            sink.write(kind(data))
+        payload = sink.payload()
+        assert bytes(reader_of(writer).read(payload)) == whole
+        if way != "slot":
+            assert isinstance(payload, bytes)
+        assert writer.in_use == used + isinstance(payload, int)
+        writer.discard(payload)
+        assert writer.in_use == used
+
+
+def test_one_small_write_is_kept_as_it_is(small_inline: None) -> None:
+    writer = byte_slots(1, 4096)
+    sink = Sink(writer)
+    data = b"x" * 16
+    sink.write(data)
+    assert sink.payload() is data
+    assert writer.in_use == 0
+
+
+@pytest.mark.parametrize("chunks", [[b"x" * 17], [b"a", b"b"], [bytearray(b"a")]], ids=["large", "two", "buffer"])
+def test_more_goes_straight_into_a_slot(small_inline: None, chunks: list[bytes]) -> None:
+    writer = byte_slots(1, 4096)
+    sink = Sink(writer)
+    for chunk in chunks:
+        sink.write(chunk)
+    assert isinstance(sink.payload(), int)
+    assert writer.in_use == 1
+
+
+def test_without_a_slot_it_stays_private_and_none_is_lost(small_inline: None) -> None:
+    writer = byte_slots(1, 4096)
+    writer.take()
+    sink = Sink(writer)
+    sink.write(b"a" * 100)
+    sink.write(b"b" * 100)
+    assert sink.payload() == b"a" * 100 + b"b" * 100
+
+
+def test_a_private_copy_does_not_change_with_its_source() -> None:
+    source = bytearray(b"before")
+    sink = Sink(byte_slots(1, 64), private=True)
+    sink.write(source)
+    source[:] = b"after!"
+    assert sink.payload() == b"before"
+
+
+def test_nothing_written_is_nothing() -> None:
+    sink = Sink(byte_slots(1, 64))
+    assert sink.payload() == b""
+    assert not sink.contains(b"x")
+
+
+@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
+@pytest.mark.parametrize("chunks", [[101], [60, 41], [100, 1], [1, 100], [30, 30, 41]])
+def test_too_large_resets_cleanly(small_inline: None, way: str, chunks: list[int]) -> None:
+    writer = byte_slots(2, 4096, limit=100)
+    if way == "no slot":
+        list(taken(writer))
+    used = writer.in_use
+    sink = Sink(writer, private=way == "private")
+    for length in chunks[:-1]:
+        sink.write(b"x" * length)
+    with pytest.raises(PayloadTooLarge, match="max_message=100"):
+        sink.write(b"x" * chunks[-1])
+    sink.reset()
+    assert writer.in_use == used
+    assert not sink.contains(b"x")
+    sink.write(b"second try, which is longer")
+    payload = sink.payload()
+    assert bytes(reader_of(writer).read(payload)) == b"second try, which is longer"
+    assert isinstance(payload, int) == (way == "slot")
+    writer.discard(payload)
+    assert writer.in_use == used
+
+
+def test_exactly_the_limit_fits(small_inline: None) -> None:
+    writer = byte_slots(1, 4096, limit=100)
+    sink = Sink(writer)
+    sink.write(b"x" * 40)
+    sink.write(b"y" * 60)
+    assert bytes(reader_of(writer).read(sink.payload())) == b"x" * 40 + b"y" * 60
+
+
+def test_a_small_message_above_a_smaller_limit_is_too_large() -> None:
+    sink = Sink(byte_slots(1, 4096, limit=1024))
+    with pytest.raises(PayloadTooLarge):
+        sink.write(b"x" * 1025)
+    sink.reset()
+    sink.write(b"x" * 1024)
+    assert sink.payload() == b"x" * 1024
+
+
+def test_reset_of_what_was_inline_is_inline_again(small_inline: None) -> None:
+    writer = byte_slots(1, 64)
+    sink = Sink(writer)
+    sink.write(b"first")
+    sink.reset()
+    sink.write(b"second")
+    assert sink.payload() == b"second"
+    assert writer.in_use == 0
+
+
+def written(value: Any, way: str) -> Sink:
+    writer = byte_slots(1, 4 * MIB)
+    if way == "no slot":
+        writer.take()
+    sink = Sink(writer, private=way == "private")
+    pickle.Pickler(sink, protocol=5).dump(value)
+    return sink
+
+
+@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
+@pytest.mark.parametrize(
+    "surroundings",
+    [[], [b"x" * 200_000], ["y" * 200_000], [bytearray(200_000), b"z" * 90_000], [f"{number:>200}" for number in range(2000)]],
+    ids=["small", "bytes", "text", "both", "frames"],
+)
+def test_a_name_is_found_in_a_pickle_of_any_size(way: str, surroundings: list[Any]) -> None:
+    for before, after in ((surroundings, []), ([], surroundings), (surroundings, surroundings)):
+        assert written([*before, "__main__", *after], way).contains(b"__main__")
+        assert not written([*before, "__other__", *after], way).contains(b"__main__")
+
+
+@pytest.mark.parametrize("way", ["slot", "private"])
+def test_a_name_is_found_wherever_a_frame_ends(way: str) -> None:
+    # A frame of a pickle is about 64 KiB: the name comes to lie before, across and behind where one would end.
+    for length in range(65_536 - 60, 65_536 + 20, 3):
+        assert written(["x" * (length // 2), "y" * (length - length // 2), "__main__", b"z" * 99_000], way).contains(b"__main__")
+
+
+def test_what_an_earlier_payload_left_in_the_slot_is_not_found() -> None:
+    writer = byte_slots(1, 4096)
+    stale = writer.store(b"." * 100 + b"__main__")
+    assert stale is not None
+    writer.discard(stale)
+    sink = Sink(writer)
+    sink.write(bytearray(b"short"))
+    assert not sink.contains(b"__main__")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x" * (INLINE_LIMIT + 1),
+        bytearray(b"y" * 300_000),
+        ["text" * 50_000, 1, b"z" * 200_000],
+        {"small": 1},
+        PickleBuffer(bytearray(b"p" * 200_000)),
+    ],
+    ids=["bytes", "bytearray", "mixed", "small", "buffer"],
+)
+@pytest.mark.parametrize("private", [False, True])
+def test_a_real_pickler_writes_into_it(value: Any, private: bool) -> None:
+    writer = byte_slots(1, 2 * MIB)
+    sink = Sink(writer, private=private)
+    pickle.Pickler(sink, protocol=5).dump(value)
+    payload: Payload = sink.payload()
+    loaded = pickle.loads(writer.read(payload))
+    assert loaded == (bytes(value) if isinstance(value, PickleBuffer) else value)
+    writer.discard(payload)
+    assert writer.in_use == 0

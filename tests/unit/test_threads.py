@@ -1,0 +1,476 @@
+"""The threads of a worker: each call runs exactly once or is taken back, and who takes turns is decided by measured time."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from percore._worker import threads as module
+from percore._worker.threads import JOIN_AFTER, Threads
+
+Run = Callable[[int, Any], None]
+
+
+@contextmanager
+def pool(limit: int, run: Run, context: Context | None = None) -> Iterator[Threads]:
+    threads = Threads(limit, run, context or copy_context())
+    try:
+        yield threads
+    finally:
+        threads.stop()
+        threads.join()
+
+
+def void(_value: object) -> None:
+    return
+
+
+class Recorder:
+    """Notes each call that runs; `expect` waits for so many."""
+
+    def __init__(self) -> None:
+        self.ran: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def __call__(self, call_id: int, item: Any) -> None:
+        self.ran.put((call_id, item))
+
+    def expect(self, count: int) -> list[tuple[int, Any]]:
+        return [self.ran.get() for _ in range(count)]
+
+
+class Gate:
+    """Holds every call until it is opened, and tells which have begun."""
+
+    def __init__(self) -> None:
+        self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.opened = threading.Event()
+
+    def __call__(self, call_id: int, item: Any) -> None:
+        self.begun.put(call_id)
+        self.opened.wait()
+
+
+def test_calls_run_in_order_on_one_thread() -> None:
+    run = Recorder()
+    with pool(1, run) as threads:
+        for call_id in range(100):
+            threads.put(call_id, str(call_id))
+        assert run.expect(100) == [(call_id, str(call_id)) for call_id in range(100)]
+    assert threads.is_idle()
+
+
+def test_no_thread_before_the_first_call() -> None:
+    with pool(4, Recorder()) as threads:
+        assert threads._threads == []
+
+
+def test_threads_are_started_as_they_are_needed_and_no_more() -> None:
+    gate = Gate()
+    with pool(3, gate) as threads:
+        for call_id in range(1, 6):
+            threads.put(call_id, "item")
+            if call_id <= 3:
+                gate.begun.get()
+            assert len(threads._threads) == min(call_id, 3)
+        gate.opened.set()
+
+
+def test_a_free_thread_is_used_again() -> None:
+    finished: queue.SimpleQueue[None] = queue.SimpleQueue()
+    with pool(8, Recorder()) as threads:
+        threads.when_idle(lambda: finished.put(None))
+        for call_id in range(20):
+            threads.put(call_id, "item")
+            finished.get()
+        assert len(threads._threads) == 1
+
+
+def test_all_threads_are_daemons_with_names() -> None:
+    gate = Gate()
+    with pool(2, gate) as threads:
+        threads.put(1, "item")
+        threads.put(2, "item")
+        assert [thread.name for thread in threads._threads] == ["percore-0", "percore-1"]
+        assert all(thread.daemon for thread in threads._threads)
+        gate.opened.set()
+
+
+def test_calls_run_in_a_copy_of_the_context() -> None:
+    variable: ContextVar[str] = ContextVar("variable", default="unset")
+    seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run(_call_id: int, item: str) -> None:
+        seen.put(variable.get())
+        variable.set(item)
+
+    token = variable.set("outside")
+    with pool(1, run) as threads:
+        threads.put(1, "inside")
+        assert seen.get() == "outside"
+    assert variable.get() == "outside"
+    variable.reset(token)
+
+
+def test_an_item_is_let_go_when_its_call_has_ended() -> None:
+    class Item:
+        def __del__(self) -> None:
+            gone.set()
+
+    gone = threading.Event()
+    with pool(1, lambda _call_id, _item: None) as threads:
+        threads.put(1, Item())
+        gone.wait()
+
+
+# Taking back
+
+
+def test_a_waiting_call_can_be_taken_back_once() -> None:
+    gate = Gate()
+    with pool(1, gate) as threads:
+        threads.put(1, "runs")
+        assert gate.begun.get() == 1
+        threads.put(2, "waits")
+        assert threads.take_back(2)
+        assert not threads.take_back(2)
+        assert not threads.take_back(1)
+        assert not threads.take_back(99)
+        threads.put(3, "runs too")
+        gate.opened.set()
+        assert gate.begun.get() == 3
+
+
+def test_some_are_taken_back_the_newest_first() -> None:
+    gate = Gate()
+    with pool(1, gate) as threads:
+        threads.put(0, "runs")
+        gate.begun.get()
+        for call_id in range(1, 7):
+            threads.put(call_id, "waits")
+        assert threads.take_back_some(0) == []
+        assert threads.take_back_some(2) == [6, 5]
+        assert threads.take_back(3)
+        assert threads.take_back_some(100) == [4, 2, 1]
+        assert threads.take_back_some(1) == []
+        assert not threads.is_idle()
+        gate.opened.set()
+    assert threads.is_idle()
+
+
+def test_taking_back_some_stands_a_thread_that_takes_the_last() -> None:
+    # 1. the loop sees a call waiting; 2. a thread takes it; 3. the loop finds nothing.
+    class Snatched(dict[int, Any]):
+        def popitem(self) -> tuple[int, Any]:
+            self.clear()
+            return super().popitem()
+
+    with pool(1, Recorder()) as threads:
+        threads._waiting = Snatched({1: "item"})
+        assert threads.take_back_some(3) == []
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_each_call_runs_or_is_taken_back_exactly_once(limit: int) -> None:
+    count = 4000
+    run = Recorder()
+    back: list[int] = []
+    with pool(limit, run) as threads:
+        for call_id in range(count):
+            threads.put(call_id, "item")
+            if call_id % 3 == 0 and threads.take_back(call_id - 1):
+                back.append(call_id - 1)
+            if call_id % 50 == 0:
+                back.extend(threads.take_back_some(5))
+        while threads._waiting:
+            back.extend(threads.take_back_some(7))
+        ran = [call_id for call_id, _ in run.expect(count - len(back))]
+    assert run.ran.empty()
+    assert sorted([*ran, *back]) == list(range(count))
+
+
+class Lying(dict[int, Any]):
+    """Waiting calls; a thread that takes one does so when told, and tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def pop(self, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            self.go_on.wait()
+        return super().pop(*args)
+
+
+def test_taken_back_while_a_thread_reaches_for_it() -> None:
+    run = Recorder()
+    lying = Lying()
+    with pool(1, run) as threads:
+        threads._waiting = lying
+        threads.put(1, "both want it")
+        lying.reached.wait()
+        assert threads.take_back(1)
+        lying.go_on.set()
+    assert run.ran.empty()
+    assert threads.is_idle()
+
+
+# Idle
+
+
+def test_idle_is_nothing_waiting_and_nothing_running() -> None:
+    gate = Gate()
+    with pool(1, gate) as threads:
+        assert threads.is_idle()
+        threads.put(1, "item")
+        assert not threads.is_idle()
+        gate.begun.get()
+        assert not threads.is_idle()
+        gate.opened.set()
+    assert threads.is_idle()
+
+
+def test_a_call_is_never_nowhere_between_waiting_and_running() -> None:
+    lying = Lying()
+    with pool(1, Recorder()) as threads:
+        threads._waiting = lying
+        threads.put(1, "item")
+        lying.reached.wait()
+        assert not threads.is_idle()
+        lying.go_on.set()
+
+
+def test_who_asked_during_the_last_call_is_told_when_it_has_left() -> None:
+    # 1. the call has answered, and its thread still counts it as running; 2. the loop asks and hears that something runs;
+    # 3. the thread leaves. Nobody else would ever look again.
+    idle: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    asked: list[bool] = []
+
+    def run(_call_id: int, _item: str) -> None:
+        threads.when_idle(lambda: idle.put(threads.is_idle()))
+        asked.append(threads.is_idle())
+
+    with pool(1, run) as threads:
+        threads.put(1, "item")
+        assert idle.get() is True
+    assert asked == [False]
+
+
+def test_who_asked_while_a_thread_reached_for_a_call_taken_back_is_told() -> None:
+    idle: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    lying = Lying()
+    with pool(1, Recorder()) as threads:
+        threads._waiting = lying
+        threads.put(1, "item")
+        lying.reached.wait()
+        threads.when_idle(lambda: idle.put(True))
+        assert threads.take_back_some(10) == [1]
+        assert not threads.is_idle()
+        lying.go_on.set()
+        assert idle.get()
+
+
+def test_nobody_is_told_while_something_runs() -> None:
+    told: list[str] = []
+    threads = Threads(2, lambda _call_id, _item: None, copy_context())
+    threads.when_idle(lambda: told.append("idle"))
+    threads._running[99] = None  # in another thread
+    threads._waiting[1] = "item"
+    for call_id in (1, None):
+        threads._ids.put(call_id)
+    threads._work()
+    assert told == []
+    del threads._running[99]
+    threads._waiting[2] = "item"
+    for call_id in (2, None):
+        threads._ids.put(call_id)
+    threads._work()
+    assert told == ["idle"]
+
+
+# Stopping
+
+
+def test_stop_ends_what_waits_first() -> None:
+    run = Recorder()
+    with pool(2, run) as threads:
+        for call_id in range(10):
+            threads.put(call_id, "item")
+    assert run.ran.qsize() == 10
+    assert not any(thread.is_alive() for thread in threads._threads)
+
+
+def test_stop_and_join_without_threads() -> None:
+    threads = Threads(3, Recorder(), copy_context())
+    threads.stop()
+    threads.join()
+
+
+# Turns. Time is an argument here: a clock that stands unless a call moves it.
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 1000.0
+        self.slept: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+    def process_time(self) -> float:
+        return self.cpu
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def working(clock: Clock) -> Threads:
+    """Threads whose calls are pairs: seconds they take, and of those seconds of CPU."""
+
+    def run(_call_id: int, item: tuple[float, float]) -> None:
+        clock.wall += item[0]
+        clock.cpu += item[1]
+
+    return Threads(4, run, copy_context())
+
+
+def test_calls_that_keep_a_cpu_busy_take_turns(clock: Clock) -> None:
+    threads = working(clock)
+    threads._run_one(1, (0.002, 0.002))
+    assert threads._takes_turns
+
+
+def test_calls_that_wait_take_none(clock: Clock) -> None:
+    threads = working(clock)
+    threads._run_one(1, (0.002, 0.002))
+    threads._run_one(2, (0.002, 0.0001))
+    assert not threads._takes_turns
+
+
+def test_the_turn_comes_back_also_after_a_failure(clock: Clock) -> None:
+    def fail(_call_id: int, _item: object) -> None:
+        raise KeyboardInterrupt
+
+    threads = Threads(1, fail, copy_context())
+    threads._takes_turns = True
+    with pytest.raises(KeyboardInterrupt):
+        threads._run_one(1, None)
+    assert not threads._turn.locked()
+    assert not threads._active
+
+
+def test_a_turn_is_held_while_its_call_runs(clock: Clock) -> None:
+    held: list[bool] = []
+    threads = Threads(1, lambda _call_id, _item: held.append(threads._turn.locked()), copy_context())
+    threads._takes_turns = True
+    threads._run_one(1, None)
+    assert held == [True]
+    assert not threads._turn.locked()
+
+
+def test_a_long_turn_holds_nobody_up() -> None:
+    gate = Gate()
+    with pool(4, gate) as threads:
+        threads._takes_turns = True
+        for call_id in range(4):
+            threads.put(call_id, "never ends by itself")
+        assert sorted(gate.begun.get() for _ in range(4)) == [0, 1, 2, 3]
+        assert not threads._takes_turns
+        gate.opened.set()
+
+
+def test_waiting_calls_spread_over_all_threads() -> None:
+    meeting = threading.Barrier(6)
+    with pool(6, lambda _call_id, _item: void(meeting.wait())) as threads:
+        for call_id in range(60):
+            threads.put(call_id, "met")
+
+
+def test_who_waits_for_a_turn_gets_it_when_it_is_given_back() -> None:
+    class Watched:
+        """The turn; tells when somebody wants it."""
+
+        def __init__(self) -> None:
+            self.lock, self.wanted = threading.Lock(), threading.Event()
+            self.release = self.lock.release
+
+        def acquire(self, timeout: float = -1) -> bool:
+            self.wanted.set()
+            return self.lock.acquire(timeout=timeout)
+
+    run = Recorder()
+    turn = Watched()
+    with pool(1, run) as threads:
+        threads._turn = turn  # type: ignore[assignment]
+        threads._takes_turns = True
+        threads._turn_began = time.perf_counter() + 1000  # however slow the machine: this turn has not lasted long
+        turn.acquire()
+        turn.wanted.clear()
+        threads.put(1, "item")
+        turn.wanted.wait()
+        assert run.ran.empty()
+        threads._turn.release()
+        assert run.expect(1) == [(1, "item")]
+
+
+def test_a_thread_gives_way_after_each_call(clock: Clock) -> None:
+    threads = working(clock)
+    for call_id in range(5):
+        threads._run_one(call_id, (0.0001, 0.0001))
+    assert len(clock.slept) == 5
+
+
+def test_beside_others_it_steps_back_once_a_millisecond(clock: Clock) -> None:
+    threads = working(clock)
+    threads._active[99] = None
+    for call_id in range(100):
+        threads._run_one(call_id, (0.0001, 0.00005))
+    assert len(clock.slept) == 100
+    assert 8 <= sum(seconds > 0 for seconds in clock.slept) <= 11
+
+
+def test_turns_are_tried_where_many_keep_the_process_busy_and_ever_more_rarely_in_vain(clock: Clock) -> None:
+    threads = working(clock)
+    threads._active[99] = None  # nobody is ever alone, so nothing is measured
+    tried: list[float] = []
+    while clock.wall < 1040:
+        threads._run_one(1, (0.002, 0.002))
+        if threads._takes_turns:
+            tried.append(clock.wall)
+            threads._takes_turns = False  # a long call was among them
+    pauses = [after - before for before, after in pairwise(tried)]
+    assert len(pauses) > 3
+    assert all(later > earlier - 0.1 for earlier, later in pairwise(pauses))
+    assert pauses[-1] > 4
+
+
+def test_an_idle_process_tries_no_turns(clock: Clock) -> None:
+    threads = working(clock)
+    threads._active[99] = None
+    for call_id in range(2000):
+        threads._run_one(call_id, (0.002, 0.0005))
+        # The first look has nothing to compare with.
+        assert not threads._takes_turns or call_id < 30
+        threads._takes_turns = False
+
+
+def test_joining_takes_milliseconds() -> None:
+    assert JOIN_AFTER <= 0.01
