@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Call
 from percore._errors import RemoteError
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load

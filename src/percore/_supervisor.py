@@ -250,7 +250,12 @@ class Supervisor:
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
         """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
-        member.worker.channel.receive()
+        try:
+            member.worker.channel.receive()
+        finally:  # a KeyboardInterrupt there goes on, and must not leave calls of a dead worker behind
+            self._bury(slot, member, exitcode)
+
+    def _bury(self, slot: Slot, member: Member, exitcode: int | None) -> None:
         state = member.life.state
         member.life.advance(Event.EXIT)
         if slot.timer is not None and slot.current is member:

@@ -49,12 +49,14 @@ def new_loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 def interrupted_callback(name: str, call: str) -> None:
-    """Interrupted out of the loop; the same loop runs on."""
+    """Interrupted out of the loop; the same loop runs on. "unheard": nothing is heard of the call until its worker is dead."""
     loop = new_loop(name)
-    runner = percore.Runner(2)
+    runner = percore.Runner(1 if call == "unheard" else 2)
     loop.run_until_complete(runner.start())
 
     async def submit() -> asyncio.Future[Any]:
+        if call == "unheard":
+            loop.remove_reader(next(iter(runner._supervisor.members)).worker.channel._bell.fileno())
         return runner.submit(calls.stay, "/dev/null") if call == "stays" else runner.submit(calls.who)
 
     async def pids() -> set[int | None]:
