@@ -64,7 +64,6 @@ class FakeWorker:
             memory.close_fds()
         self._context = WorkerContext(CurrentWorker(boot.index, boot.generation, self.pid))
         self._exitcode: int | None = None
-        self._is_dying = False
         self._is_ending = False
         _tasks[self.pid] = WeakSet()
         copy_context().run(self._begin)
@@ -82,47 +81,48 @@ class FakeWorker:
         self._own_marks = marks_of(cell, self._boot.places)
         self._server = Server(self._side, self._own_marks, threads=self._boot.threads, main_by_value=False)
         self._side.open(self._server.receive, lambda _error: self._die(70))
-        self._task = self._loop.create_task(self._serve())
-
-    async def _serve(self) -> None:
-        boot = self._boot
-        code: int | None = 1
-        try:
-            code = await serve_until_finished(
+        self._task = self._loop.create_task(
+            serve_until_finished(
                 self._side,
                 self._server,
                 self._context,
-                lambda: load(boot.lifespan) if boot.lifespan else None,
+                lambda: load(self._boot.lifespan) if self._boot.lifespan else None,  # type: ignore[arg-type, return-value]
                 main_by_value=False,
                 tasks=self._live_tasks,
             )
-        except asyncio.CancelledError:
-            if not self._is_dying:
-                raise
-        finally:
-            await self._end(code)
+        )
+        # A callback, not a `finally` in there: killed before its first step, a task runs none.
+        self._task.add_done_callback(self._served)
 
     def _live_tasks(self) -> set[asyncio.Task[Any]]:
         return {task for task in _tasks[self.pid] if not task.done()} | self._server.own_tasks()
 
-    async def _end(self, code: int | None) -> None:
-        """What a process does by ending: everything of it stops."""
+    def _served(self, task: asyncio.Task[int]) -> None:
         self._is_ending = True
+        if self._exitcode is None:
+            self._exitcode = 1 if task.cancelled() or task.exception() is not None else task.result()
+        self._last = self._loop.create_task(self._end())
+
+    async def _end(self) -> None:
+        """What a process does by ending: everything of it stops."""
         self._side.stop()
-        tasks = self._live_tasks() - {self._task}
+        tasks = self._live_tasks() - {self._last}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._server.stop()
-        if not self._is_dying:
+        if self._server._threads.is_idle():
             self._server.join()
-        self._side.close()
+            self._side.close()
+            self._own_marks.release()
+            for memory in self._memories:
+                memory.close()
+        # Else calls run on in threads, where death would have ended them: the memory goes with the last of them.
         del _tasks[self.pid]
-        self._loop.call_soon(self._on_exit, self._exitcode if self._is_dying else code)
+        self._loop.call_soon(self._on_exit, self._exitcode)
 
     def _die(self, exitcode: int) -> None:
-        if not self._is_dying and not self._is_ending:
-            self._is_dying = True
+        if self._exitcode is None and not self._is_ending:
             self._exitcode = exitcode
             self._side.stop()
             self._task.cancel()

@@ -139,14 +139,10 @@ class Functions:
                 function.users = 1
         return function
 
-    def drop(self, function: Function) -> bool:
-        """No call will name this held function again. True: workers that know it have to forget it."""
-        if not function.users:
-            return False
-        function.users = 0
+    def drop(self, function: Function) -> None:
+        """No call will name this held function again."""
         self._slots.discard(function.payload)
         function.payload = b""
-        return True
 
     def _number(self, function: Function) -> None:
         sink = Sink(self._slots)

@@ -129,8 +129,8 @@ class Outcomes:
 
     def _returned(self, member: Member, call_id: int) -> None:
         supervisor = self._supervisor
-        member.recalling = False
-        if call_id == 0:  # a recall found nothing more to give back
+        if call_id == 0:  # a recall has been answered in full
+            member.recalling = False
             return
         call = member.take(call_id)
         if call.done():

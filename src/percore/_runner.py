@@ -175,7 +175,7 @@ class Runner:
             warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
             supervisor = getattr(self, "_supervisor", None)
             if supervisor is not None:
-                supervisor.kill_all()
+                supervisor.abandon()
 
     def __repr__(self) -> str:
         return f"<percore.Runner workers={self._options.workers} {self._state}>"

@@ -75,6 +75,7 @@ class Supervisor:
         self._outcomes = Outcomes(self)
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
+        self._retired: list[Function] = []
 
     # Starting
 
@@ -202,6 +203,8 @@ class Supervisor:
 
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
+        if self._retired:
+            self._forget_retired()
         if not self.dispatch.is_quiet():
             self._dispatch()
         if self.on_idle is not None:
@@ -217,13 +220,24 @@ class Supervisor:
             recall.seat.worker.channel.send(RECALL, recall.wanted, None)
 
     def forget(self, function: Function) -> None:
-        """A held function is of no use any more."""
-        number = function.number
-        if self.functions.drop(function):
+        """A held function is of no use any more, once the calls that are still under way have ended."""
+        if function.users:
+            function.users = 0
+            self._retired.append(function)
+            self._forget_retired()
+
+    def _forget_retired(self) -> None:
+        """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own."""
+        needed = {id(call.function) for member in self.members for call in member.calls.values()}
+        for function in self._retired:
+            if id(function) in needed:
+                continue
             for member in self.members:
-                if number in member.defined:
-                    member.defined.discard(number)
-                    member.worker.channel.send(UNDEFINE, number, None)
+                if function.number in member.defined:
+                    member.defined.discard(function.number)
+                    member.worker.channel.send(UNDEFINE, function.number, None)
+            self.functions.drop(function)
+        self._retired = [function for function in self._retired if id(function) in needed]
 
     def _refuse(self, call: Call) -> None:
         self.release(call)
@@ -320,7 +334,11 @@ class Supervisor:
                 reason = (
                     f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
                 )
-                self._starting.set_exception(StartupFailed(reason, self._last_report))
+                self._starting.set_exception(
+                    RunnerClosed("the runner was closed while it started")
+                    if self.is_closing
+                    else StartupFailed(reason, self._last_report)
+                )
             return
         if self.is_closing:
             return
@@ -400,5 +418,10 @@ class Supervisor:
     def kill_all(self) -> None:
         """End every worker now. Their exits follow."""
         self.is_cut = True
+        for member in self.members:
+            member.worker.kill()
+
+    def abandon(self) -> None:
+        """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else."""
         for member in self.members:
             member.worker.kill()

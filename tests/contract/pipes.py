@@ -28,7 +28,8 @@ class Gate(_Pipe):
         os.write(self._fd, b"!")
 
     def close(self) -> None:
-        """Let through whoever still waits: a test that failed leaves no thread behind."""
+        """Let through whoever still waits, and refuse whoever comes later: no thread is left behind."""
+        os.unlink(self.path)
         self.open()
         super().close()
 

@@ -130,9 +130,7 @@ async def test_a_call_cancelled_before_its_worker_read_it_never_runs(make_real: 
         assert runner.statistics().running == 0
 
 
-async def test_cleaning_up_goes_on_and_holds_the_place(
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
-) -> None:
+async def test_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(concurrency=1) as runner:
         sent = _count_messages(runner)
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
@@ -165,9 +163,7 @@ async def test_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log,
     assert sent[CANCEL] == 1
 
 
-async def test_close_waits_for_the_clean_up_of_a_cancelled_call(
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
-) -> None:
+async def test_close_waits_for_the_clean_up_of_a_cancelled_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make() as runner:
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
         assert await log.next() == "began"
@@ -201,9 +197,7 @@ async def test_an_awaitable_of_a_plain_function_is_cancelled(make: MakeRunner, l
         assert await log.next() == "cancelled 1"
 
 
-async def test_what_comes_after_the_cancellation_is_dropped(
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
-) -> None:
+async def test_what_comes_after_the_cancellation_is_dropped(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     reports: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reports.append(context))
     async with make(concurrency=2) as runner:

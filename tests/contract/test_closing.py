@@ -30,9 +30,7 @@ def _errors(futures: "list[asyncio.Future[Any]]") -> list[type]:
 
 
 @pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
-async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(
-    make: MakeRunner, log: Log, gate: Gate, fn: Any
-) -> None:
+async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     runner = make(concurrency=1, threads=1)
     await runner.start()
     futures = [runner.submit(fn, log.path, gate.path, i) for i in range(8)]
@@ -100,9 +98,7 @@ async def test_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gat
     assert _errors([future]) == [percore.RunnerClosed]
 
 
-async def test_a_call_that_ends_while_it_is_cut_keeps_its_result(
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
-) -> None:
+async def test_a_call_that_ends_while_it_is_cut_keeps_its_result(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     runner = make()
     await runner.start()
     future = runner.submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
@@ -265,9 +261,7 @@ async def test_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -
         runner.submit(jobs.echo)
 
 
-async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(
-    make: MakeRunner, log: Log, gate: Gate
-) -> None:
+async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=2)
     await runner.start()
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]

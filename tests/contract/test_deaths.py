@@ -108,9 +108,7 @@ async def _stop_reading(runner: percore.Runner, log: Log, gate: Gate) -> "asynci
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_calls_that_were_sent_and_not_read_run_on_the_replacement(
-    make: MakeRunner, log: Log, gate: Gate, fn: Any
-) -> None:
+async def test_calls_that_were_sent_and_not_read_run_on_the_replacement(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     async with make(concurrency=10, threads=2) as runner:
         blocking = await _stop_reading(runner, log, gate)
         futures = [runner.submit(fn, [i]) for i in range(6)]

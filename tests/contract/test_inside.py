@@ -163,9 +163,7 @@ async def test_a_task_left_behind_runs_on_and_is_cancelled_before_the_lifespan_i
     assert log.rest() == ["cancelled left", "exit"]
 
 
-async def test_the_error_of_a_task_left_behind_is_logged(
-    make: MakeRunner, log: Log, gate: Gate, worker_log: WorkerLog
-) -> None:
+async def test_the_error_of_a_task_left_behind_is_logged(make: MakeRunner, log: Log, gate: Gate, worker_log: WorkerLog) -> None:
     async with make() as runner:
         await runner.run(jobs.leave_failing_task, log.path, gate.path)
         assert await log.next() == "began"

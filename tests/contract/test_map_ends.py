@@ -72,9 +72,7 @@ async def test_a_stream_raises_an_error_at_its_place(make: MakeRunner, log: Log,
             await anext(results)
 
 
-async def test_a_list_raises_an_error_as_soon_as_it_happens(
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
-) -> None:
+async def test_a_list_raises_an_error_as_soon_as_it_happens(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make() as runner:
         same = [itertools.repeat(value) for value in (log.path, gate.path, other_gate.path)]
         with pytest.raises(ValueError, match="failed at 3"):
@@ -140,9 +138,7 @@ async def test_a_failing_input_fails_the_stream_after_what_was_pulled(make: Make
 
 
 @KINDS
-async def test_a_failing_input_fails_the_list_after_what_was_pulled(
-    make: MakeRunner, log: Log, gate: Gate, kind: str
-) -> None:
+async def test_a_failing_input_fails_the_list_after_what_was_pulled(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source(fails_after=3)
     async with make() as runner:
         task = asyncio.create_task(_waiting(runner, log, gate, source.open(kind)).collect())
@@ -169,9 +165,7 @@ async def test_an_input_that_cannot_be_iterated_after_all_fails_the_map(make: Ma
 
 
 @KINDS
-async def test_leaving_async_with_cancels_the_rest_and_closes_generators(
-    make: MakeRunner, log: Log, gate: Gate, kind: str
-) -> None:
+async def test_leaving_async_with_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     async with make() as runner:
         async with _waiting(runner, log, gate, source.open(kind), window=2) as results:
@@ -211,9 +205,7 @@ async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, lo
 
 
 @KINDS
-async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(
-    make: MakeRunner, log: Log, gate: Gate, kind: str
-) -> None:
+async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     gate_of = {0: "open"}
     async with make() as runner:

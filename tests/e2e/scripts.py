@@ -7,9 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +31,12 @@ def execute(
     environment: Mapping[str, str | Path] | None = None,
 ) -> Done:
     """Run a command to its end, `given` on its standard input."""
+    # Unbuffered streams would flush what workers have to flush.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env={**os.environ, **{name: str(value) for name, value in (environment or {}).items()}},
+        env={**inherited, **{name: str(value) for name, value in (environment or {}).items()}},
         input="" if given is None else given,
         capture_output=True,
         text=True,
@@ -75,22 +75,29 @@ async def pid_of_task() -> int:
     return os.getpid()
 
 
-def read_fifo(path: str) -> tuple[int, str]:
-    """Wait, in a thread, for what somebody writes there."""
-    with open(path) as fifo:
-        return os.getpid(), fifo.read()
+def wait_at_gate(gate: str) -> tuple[int, str]:
+    """Say that this call has begun, and wait, in its thread, to be let go."""
+    Path(f"{gate}.begun").write_text("begun")
+    return os.getpid(), _let_go(os.open(f"{gate}.open", os.O_RDONLY))
 
 
-async def read_fifo_in_task(path: str) -> tuple[int, str]:
-    """Wait, in the loop, for what somebody writes there."""
+async def wait_at_gate_in_task(gate: str) -> tuple[int, str]:
+    """Say that this call has begun, and wait, in the loop, to be let go."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fd = os.open(f"{gate}.open", os.O_RDONLY)
+    loop.add_reader(fd, readable.set)
+    Path(f"{gate}.begun").write_text("begun")
     try:
-        loop.add_reader(fd, readable.set)
         await readable.wait()
+    finally:
         loop.remove_reader(fd)
-        return os.getpid(), os.read(fd, 1000).decode()
+    return os.getpid(), _let_go(fd)
+
+
+def _let_go(fd: int) -> str:
+    try:
+        return os.read(fd, 100).decode()
     finally:
         os.close(fd)
 
@@ -104,24 +111,6 @@ async def double_in_task(number: int) -> int:
     return 2 * number
 
 
-def loop_class() -> str:
-    raise AssertionError("a plain function runs in a thread, which has no loop")
-
-
 async def loop_traits() -> tuple[str, bool]:
     loop = asyncio.get_running_loop()
     return type(loop).__module__.partition(".")[0], loop.get_debug()
-
-
-def thread_name() -> str:
-    return threading.current_thread().name
-
-
-@asynccontextmanager
-async def told_lifespan() -> AsyncGenerator[str]:
-    yield "told"
-
-
-@contextmanager
-def plain_lifespan() -> Iterator[str]:
-    yield "plain"

@@ -14,6 +14,7 @@ import pytest
 
 import percore
 from percore._engines.process import ProcessEngine
+from percore._options import StartMethod
 from tests.e2e import scripts
 from tests.e2e.scripts import TIMEOUT, output_of, python
 
@@ -402,29 +403,57 @@ def pids_of(runner: percore.Runner) -> list[int]:
     return [worker.pid for worker in runner.statistics().workers if worker.pid is not None]
 
 
+class Gate:
+    """Where a call in a worker says that it has begun, and waits to be let go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._fds = []
+        for end in ("begun", "open"):
+            os.mkfifo(f"{path}.{end}")
+            self._fds.append(os.open(f"{path}.{end}", os.O_RDWR))  # both ends: opening waits for nobody
+
+    async def wait_begun(self) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._fds[0], readable.set)
+        try:
+            await asyncio.wait_for(readable.wait(), TIMEOUT)
+        finally:
+            loop.remove_reader(self._fds[0])
+
+    def open(self) -> None:
+        os.write(self._fds[1], b"the end")
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
 @pytest.fixture
-def fifos(tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    def make(name: str) -> str:
-        os.mkfifo(tmp_path / name)
-        return str(tmp_path / name)
+def make_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
+    gates: list[Gate] = []
+
+    def make() -> Gate:
+        gates.append(Gate(tmp_path / f"gate-{len(gates)}"))
+        return gates[-1]
 
     yield make
-
-
-async def wait_opened(path: str) -> int:
-    """The writing end, once somebody in a worker waits at the other."""
-    return await asyncio.to_thread(os.open, path, os.O_WRONLY)
+    for gate in gates:
+        gate.close()
 
 
 @both_methods
-async def test_sigterm_drains_a_worker(
-    method: "percore._options.StartMethod", fifos: Callable[[str], str], exits: Exits
-) -> None:
+async def test_sigterm_drains_a_worker(method: StartMethod, make_gate: Callable[[], Gate], exits: Exits) -> None:
     async with percore.Runner(1, threads=1, start_method=method) as runner:
         (old,) = pids_of(runner)
-        paths = [fifos("thread"), fifos("task")]
-        running = [runner.submit(scripts.read_fifo, paths[0]), runner.submit(scripts.read_fifo_in_task, paths[1])]
-        ends = [await wait_opened(path) for path in paths]
+        gates = [make_gate(), make_gate()]
+        running = [
+            runner.submit(scripts.wait_at_gate, gates[0].path),
+            runner.submit(scripts.wait_at_gate_in_task, gates[1].path),
+        ]
+        for gate in gates:
+            await gate.wait_begun()
         queued = [runner.submit(scripts.pid) for _ in range(20)]
 
         os.kill(old, signal.SIGTERM)
@@ -436,9 +465,8 @@ async def test_sigterm_drains_a_worker(
         assert not any(call.done() for call in running)
         assert not exits.of(old).done()
         assert await runner.run(scripts.pid_of_task) in new
-        for end in ends:
-            os.write(end, b"the end")
-            os.close(end)
+        for gate in gates:
+            gate.open()
         assert await asyncio.gather(*running) == [(old, "the end")] * 2
         assert await exits.code(old) == 0
         statistics = runner.statistics()
@@ -447,21 +475,20 @@ async def test_sigterm_drains_a_worker(
     assert await exits.code(pid) == 0
 
 
-@pytest.mark.parametrize("job", [scripts.read_fifo, scripts.read_fifo_in_task])
+@pytest.mark.parametrize("job", [scripts.wait_at_gate, scripts.wait_at_gate_in_task])
 async def test_a_worker_that_drains_ends_with_its_last_call(
-    job: Callable[[str], Any], fifos: Callable[[str], str], exits: Exits
+    job: Callable[[str], Any], make_gate: Callable[[], Gate], exits: Exits
 ) -> None:
     async with percore.Runner(1) as runner:
-        for turn in range(5):
+        for _ in range(3):
             (old,) = pids_of(runner)
-            path = fifos(f"turn {turn}")
-            call = runner.submit(job, path)
-            end = await wait_opened(path)
+            gate = make_gate()
+            call = runner.submit(job, gate.path)
+            await gate.wait_begun()
             os.kill(old, signal.SIGTERM)
             # Answered by the replacement: the old one has begun to drain.
             assert await runner.run(scripts.pid) != old
-            os.write(end, b"the end")
-            os.close(end)
+            gate.open()
             assert await call == (old, "the end")
             assert await exits.code(old) == 0
 

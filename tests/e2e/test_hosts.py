@@ -59,10 +59,20 @@ async def main():
         ("print(asyncio.run(main(), debug=True))", "asyncio"),
         ("import uvloop; print(uvloop.run(main()))", "uvloop"),
         ("with asyncio.Runner() as host: print(host.run(main())); assert host.run(main())", "asyncio"),
-        ("import uvloop; host = asyncio.Runner(loop_factory=uvloop.new_event_loop); print(host.run(main())); host.close()", "uvloop"),
+        (
+            "import uvloop; host = asyncio.Runner(loop_factory=uvloop.new_event_loop); print(host.run(main())); host.close()",
+            "uvloop",
+        ),
         ("loop = asyncio.new_event_loop(); print(loop.run_until_complete(main())); loop.close()", "asyncio"),
     ],
-    ids=["asyncio.run", "asyncio.run in debug mode", "uvloop.run", "asyncio.Runner twice", "asyncio.Runner with uvloop", "a bare loop"],
+    ids=[
+        "asyncio.run",
+        "asyncio.run in debug mode",
+        "uvloop.run",
+        "asyncio.Runner twice",
+        "asyncio.Runner with uvloop",
+        "a bare loop",
+    ],
 )
 def test_a_host_of_the_main_thread(host: str, expected: str, tmp_path: Path) -> None:
     assert output_of(f'{MAIN}if __name__ == "__main__":\n    {host}\n', tmp_path) == f"{expected}\n"
@@ -151,7 +161,9 @@ async def test_own(runner):
         + "def pytest_asyncio_loop_factories(config, item):\n"
         + f"    return {{'{loop}': {'uvloop' if loop == 'uvloop' else 'asyncio'}.new_event_loop}}\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\nfilterwarnings = error\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\nfilterwarnings = error\n"
+    )
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", cwd=tmp_path)
     assert (done.code, done.err) == (0, ""), done.out
     assert "4 passed in" in done.out

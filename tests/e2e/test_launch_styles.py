@@ -17,7 +17,7 @@ from tests.e2e.scripts import TIMEOUT, Done, output_of, python
 SENTENCE = "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
 both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
-DEFINITIONS = '''\
+DEFINITIONS = """\
 import asyncio
 import dataclasses
 import enum
@@ -132,7 +132,7 @@ async def tell():
             seen["its cause"] = type(error.__cause__) is KeyError
             seen["its traceback"] = "in fail" in str(error.__cause__.__cause__)
     print(json.dumps(seen))
-'''
+"""
 STORY = f'{DEFINITIONS}\n\nif __name__ == "__main__":\n    asyncio.run(tell())\n'
 AT_PROMPT = "\nasyncio.run(tell())\n"
 
@@ -251,9 +251,7 @@ WITH_SPAWN: list[Style] = [script, module_of_package, package, command, zip_appl
     [("forkserver", style) for style in BY_REFERENCE + BY_VALUE] + [("spawn", style) for style in WITH_SPAWN],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_what_lives_in_main_travels(
-    method: str, style: Style, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lives_in_main_travels(method: str, style: Style, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METHOD", method)
     done = style(tmp_path)
     assert (done.code, done.err) == (0, ""), done

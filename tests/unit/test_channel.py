@@ -594,7 +594,7 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     slots = pair.up.channel.outgoing
     taken = take_all(slots) if waits else []
     member = Member(0, 1, 4, 0.0)
-    member.attach(SimpleNamespace(channel=pair.up.channel))  # type: ignore[arg-type]
+    member.attach(SimpleNamespace(channel=pair.up.channel))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)
     call.kind = Kind.TASK

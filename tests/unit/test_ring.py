@@ -181,6 +181,14 @@ def test_less_than_a_header(count: int) -> None:
         reader.next()
 
 
+@pytest.mark.parametrize("missing", range(1, 12))
+def test_a_frame_of_which_the_end_is_missing(missing: int) -> None:
+    writer, reader, _ = ring(64)
+    reader.publish(writer.write(b"whole frame") - missing)
+    with pytest.raises(BrokenFrame):
+        reader.next()
+
+
 def test_more_published_than_the_ring_holds() -> None:
     writer, reader, _ = ring(64)
     reader.publish(writer.write(b"x"))

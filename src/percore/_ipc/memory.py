@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import sys
-import tempfile
 from typing import Self
 
 from percore._platform import HAS_MEMFD
@@ -40,6 +39,8 @@ def _memfd(size: int) -> int:
 
 def _unlinked_file(size: int) -> tuple[int, int]:
     """A file nobody else can open any more, opened for writing and, apart from that, for reading."""
+    import tempfile  # seldom needed, and not cheap to import
+
     fd, path = tempfile.mkstemp(prefix="percore-")
     try:
         reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

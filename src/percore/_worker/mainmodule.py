@@ -18,7 +18,6 @@ by the main in one thread and by a call in another, would: each has what the oth
 
 import asyncio
 import contextlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
@@ -114,7 +113,7 @@ class _Importer:
             context.importing_main = False
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Finder:
     """Finds `__mp_main__` before anything of it was needed as `__main__`."""
 
     def __init__(self, importer: _Importer) -> None:
@@ -126,7 +125,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # Run here and not in exec_module: by then the import system has put a module into sys.modules, perhaps over the
         # one that another thread is running at the moment.
         self._importer.module()
-        return importlib.machinery.ModuleSpec(name, self)
+        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]  # importlib.abc costs more to import than it tells
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = self._importer.module()
