@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from dataclasses import replace
@@ -64,6 +65,7 @@ class FakeWorker:
             memory.close_fds()
         self._context = WorkerContext(CurrentWorker(boot.index, boot.generation, self.pid))
         self._exitcode: int | None = None
+        self._is_killed = False
         self._is_ending = False
         _tasks[self.pid] = WeakSet()
         copy_context().run(self._begin)
@@ -110,19 +112,21 @@ class FakeWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._server._threads.take_back_some(sys.maxsize)  # killed: what has not begun never will
         self._server.stop()
-        if self._server._threads.is_idle():
+        self._side.close()
+        if not self._is_killed:
             self._server.join()
-            self._side.close()
             self._own_marks.release()
             for memory in self._memories:
                 memory.close()
-        # Else calls run on in threads, where death would have ended them: the memory goes with the last of them.
+        # Else a call may run on in a thread, where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
         self._loop.call_soon(self._on_exit, self._exitcode)
 
     def _die(self, exitcode: int) -> None:
-        if self._exitcode is None and not self._is_ending:
+        if not self._is_killed and not self._is_ending:
+            self._is_killed = True
             self._exitcode = exitcode
             self._side.stop()
             self._task.cancel()

@@ -63,8 +63,8 @@ class Inputs:
                 iterator.close()
 
     def close_now(self) -> None:
-        """As `close`, from where nothing can be awaited; the loop's hooks see to async generators."""
-        iterators, self._iterators = self._iterators, []
+        """As `close`, from where nothing can be awaited: async generators stay for `close`, or for the loop's hooks."""
+        iterators, self._iterators = self._iterators, [iterator for iterator in self._iterators if isasyncgen(iterator)]
         for iterator in iterators:
             if isgenerator(iterator):
                 iterator.close()

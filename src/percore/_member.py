@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from percore._calls import Call, Function
 from percore._core.lifecycle import Life, State
+from percore._ipc.slots import INLINE_LIMIT
 from percore._messages import DEFINE, ONCE_OPS, Kind
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Member:
         self._tx: RingWriter
         self._send: Callable[[int, int, Body], None]
         self.calls: dict[int, Call] = {}
+        self.parked: set[int] = set()
+        """Ids of calls that wait for a slot for their arguments, and so have not been sent after all."""
         self.defined: set[int] = set()
         self.load = [0, 0]
         self.recalling = False
@@ -62,8 +65,11 @@ class Member:
             number = self._define(call.function)
         body = call.body
         if type(body) is bytes:
-            # The slot it is copied into is the call's from then on, as if it had been pickled there.
-            self.worker.channel.send_payload(number, call_id, body, stored=lambda payload: setattr(call, "body", payload))
+            ticket = None
+            if len(body) > INLINE_LIMIT:
+                ticket = _Parked(self, call)
+                self.parked.add(call_id)
+            self.worker.channel.send_payload(number, call_id, body, ticket=ticket)
         else:
             self._send(number, call_id, body)
 
@@ -82,6 +88,7 @@ class Member:
             KeyError: it has no such call.
         """
         call = self.calls.pop(call_id)
+        self.parked.discard(call_id)
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         call.member = None
@@ -99,6 +106,25 @@ class Member:
     @property
     def is_ready(self) -> bool:
         return self.life.state is State.READY
+
+
+class _Parked:
+    """A call whose arguments wait for a slot: the worker does not know of it yet."""
+
+    __slots__ = ("_call", "_call_id", "_member")
+
+    def __init__(self, member: Member, call: Call) -> None:
+        self._member = member
+        self._call = call
+        self._call_id = call.call_id
+
+    def is_wanted(self) -> bool:
+        return self._call_id in self._member.parked
+
+    def stored(self, payload: int) -> None:
+        # The slot is the call's from now on, as if it had been pickled there.
+        self._member.parked.discard(self._call_id)
+        self._call.body = payload
 
 
 def places_for(room: int) -> int:

@@ -118,7 +118,11 @@ class Runner:
         main = main_info()
         try:
             self._shared = Shared.create(self._options)
-            self._engine = self._make_engine(main)
+            try:
+                self._engine = self._make_engine(main)
+            except BaseException:
+                self._shared.close()
+                raise
         except BaseException:
             self._state = _CLOSED
             raise

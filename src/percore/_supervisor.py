@@ -187,13 +187,16 @@ class Supervisor:
     def cancelled(self, call: Call) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
         member: Member | None = call.member
-        if member is not None:
-            member.worker.channel.send(CANCEL, call.call_id, None)
-        else:
+        if member is None:
             self.release(call)
             self.dispatch.ended(call)
             if self.on_idle is not None:
                 self.on_idle()
+        elif call.call_id in member.parked:
+            self.release(member.take(call.call_id))
+            self.advance()
+        else:
+            member.worker.channel.send(CANCEL, call.call_id, None)
 
     def release(self, call: Call) -> None:
         """Nobody will need the call's arguments again."""
@@ -393,8 +396,10 @@ class Supervisor:
         for call in self.dispatch.withdraw():
             self._refuse(call)
         for member in self.members:
-            for call in member.calls.values():
-                if not call.done():
+            for call in list(member.calls.values()):
+                if call.call_id in member.parked:
+                    self._refuse(member.take(call.call_id))
+                elif not call.done():
                     member.worker.channel.send(CANCEL, call.call_id, None)
 
     def finish(self) -> None:

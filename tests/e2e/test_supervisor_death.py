@@ -15,7 +15,7 @@ ROUNDS = {"forkserver": 5, "spawn": 4}
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("state", ["idle", "stopped", "c", "thread call", "fork", "thread", "load"])
+@pytest.mark.parametrize("state", ["idle", "stopped", "c", "fork", "thread", "load"])
 def test_a_killed_supervisor_leaves_nobody(state: str, method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     took = [kill_one(state, method, tmp_path / f"stderr{turn}") for turn in range(ROUNDS[method])]
     with capfd.disabled():
@@ -26,7 +26,7 @@ def kill_one(state: str, method: str, stderr: Path) -> float:
     """Seconds from the kill until everybody is gone."""
     with Program("to_be_killed", state, method, stderr=stderr) as program:
         # In any order: the program itself, and a line of each worker that has begun a call.
-        lines = sorted(program.line() for _ in range(3 if state in ("c", "thread call") else 1))
+        lines = sorted(program.line() for _ in range(3 if state == "c" else 1))
         assert [line.split()[0] for line in lines] == ["calls"] * (len(lines) - 1) + ["ready"], program.stderr
         fork = json.loads(lines[-1].removeprefix("ready "))["fork"]
         with Watch(set(program.descendants()) - {fork}) as everybody, Watch([fork] if fork else []) as alive:

@@ -573,19 +573,43 @@ async def test_what_cannot_be_sent_any_more_passes_its_slot_on(closed_pair: Pair
     assert slots.in_use == SLOTS - 1
 
 
+class Ticket:
+    def __init__(self) -> None:
+        self.wanted = True
+        self.payloads: list[int] = []
+
+    def is_wanted(self) -> bool:
+        return self.wanted
+
+    def stored(self, payload: int) -> None:
+        self.payloads.append(payload)
+
+
 async def test_who_sent_a_payload_learns_where_it_lies(pair: Pair) -> None:
     slots = pair.up.channel.outgoing
-    stored: list[int] = []
-    pair.up.channel.send_payload(1, 1, b"x" * 200_000, stored=stored.append)
+    ticket = Ticket()
+    stored = ticket.payloads
+    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
     assert bytes(slots.read(stored[0])) == b"x" * 200_000
     take_all(slots)
-    pair.up.channel.send_payload(1, 2, b"y" * 200_000, stored=stored.append)
+    pair.up.channel.send_payload(1, 2, b"y" * 200_000, ticket=ticket)
     assert len(stored) == 1
     slots.discard(stored[0])
     assert bytes(slots.read(stored[1])) == b"y" * 200_000
-    pair.up.channel.send_payload(1, 3, b"small", stored=stored.append)
+    pair.up.channel.send_payload(1, 3, b"small", ticket=ticket)
     assert len(stored) == 2
     await pair.down.receive(3)
+
+
+async def test_a_payload_that_is_no_longer_wanted_takes_no_slot(pair: Pair) -> None:
+    slots = pair.up.channel.outgoing
+    taken = take_all(slots)
+    ticket = Ticket()
+    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
+    ticket.wanted = False
+    slots.give(taken[0], 0)
+    assert not ticket.payloads
+    assert slots.in_use == SLOTS - 1
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -22,6 +22,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from percore._ipc.codec import decode, encode
 from percore._ipc.doorbell import Bell
@@ -40,8 +41,14 @@ def _ignore(_error: BaseException) -> None:
     return
 
 
-def _keep_nothing(_payload: int) -> None:
-    return
+class Ticket(Protocol):
+    """Whose private pickle waits for a slot."""
+
+    def is_wanted(self) -> bool:
+        """Whether it still has to be sent."""
+
+    def stored(self, payload: int) -> None:
+        """It lies in a slot now, which is the owner's to free once the other side has read it."""
 
 
 class Channel:
@@ -136,27 +143,25 @@ class Channel:
         call_id: int,
         body: Body,
         send: Callable[[int, int, Body], None] | None = None,
-        stored: Callable[[int], None] = _keep_nothing,
+        ticket: Ticket | None = None,
     ) -> None:
-        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot.
-
-        `stored` is told which payload the pickle has become, for whoever frees its slot once the other side has read it.
-        """
-        send = send or self.send
+        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot."""
         if type(body) is bytes and len(body) > INLINE_LIMIT:
             payload = self.outgoing.store(body)
             if payload is None:
-                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, stored))
+                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, ticket))
                 return
-            stored(payload)
+            if ticket is not None:
+                ticket.stored(payload)
             body = payload
-        send(op, call_id, body)
+        (send or self.send)(op, call_id, body)
 
-    def _retry_payload(self, op: int, call_id: int, body: Body, stored: Callable[[int], None]) -> bool:
-        if self._is_open:
-            # In whatever thread gave the slot back.
-            self.send_payload(op, call_id, body, self.send_from_thread, stored)
-        return self._is_open
+    def _retry_payload(self, op: int, call_id: int, body: Body, ticket: Ticket | None) -> bool:
+        if not self._is_open or (ticket is not None and not ticket.is_wanted()):
+            return False
+        # In whatever thread gave the slot back.
+        self.send_payload(op, call_id, body, self.send_from_thread, ticket)
+        return True
 
     def _end_turn(self) -> None:
         self._sent_this_turn = False

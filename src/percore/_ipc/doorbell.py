@@ -102,7 +102,10 @@ class SocketBell:
 
     def read(self) -> tuple[int, int]:
         published, consumed = self._peer_published, self._peer_consumed
-        record = self._socket.recv(self._RECORD.size)
+        try:
+            record = self._socket.recv(self._RECORD.size)
+        except ConnectionResetError:  # how some systems say that the other side has died: its owner hears of that elsewhere
+            raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
         while len(record) == self._RECORD.size:
             self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
             try:

@@ -93,10 +93,8 @@ class Server:
             function = self._functions[op]
             if function.kind == TASK:
                 self._start_task(call_id, function, body)
-            elif self._is_draining:
-                self._channel.send(RETURNED, call_id, None)
             else:
-                self._threads.put(call_id, (function, body))
+                self._put_on_thread(call_id, function, body)
         else:
             self._handlers[op](call_id, body)
 
@@ -111,10 +109,7 @@ class Server:
         self._start_task(call_id, None, body)
 
     def _once_thread(self, call_id: int, body: Payload) -> None:
-        if self._is_draining:
-            self._channel.send(RETURNED, call_id, None)
-        else:
-            self._threads.put(call_id, (None, body))
+        self._put_on_thread(call_id, None, body)
 
     def _cancel(self, call_id: int, _body: None) -> None:
         task = self._tasks.get(call_id)
@@ -141,6 +136,7 @@ class Server:
         self._channel.send(DRAINING, 0, None)
         for call_id in self._threads.take_back_some(sys.maxsize):
             self._channel.send(RETURNED, call_id, None)
+        self._threads.when_idle(lambda: self._loop.call_soon_threadsafe(self._look_drained))
         self._look_drained()
 
     def _look_drained(self) -> None:
@@ -211,6 +207,15 @@ class Server:
 
     # Plain functions
 
+    def _put_on_thread(self, call_id: int, function: Function | None, body: Body) -> None:
+        if self._is_draining:
+            self._channel.send(RETURNED, call_id, None)
+            return
+        try:
+            self._threads.put(call_id, (function, body))
+        except RuntimeError as error:  # not even one thread can be started: a limit on processes
+            self._answer_error(call_id, error, self._channel.send)
+
     def _run_on_thread(self, call_id: int, item: tuple[Function | None, Body]) -> None:
         """Run a call in the current thread and answer it. Never raises."""
         channel = self._channel
@@ -231,11 +236,8 @@ class Server:
                 channel.send_from_thread(VALUE, call_id, result)
             elif hasattr(type(result), "__await__"):
                 self._loop.call_soon_threadsafe(self._await, call_id, result)
-                return
             else:
                 self._answer(call_id, result, channel.send_from_thread)
-        if self._is_draining:
-            self._loop.call_soon_threadsafe(self._look_drained)
 
     def _await(self, call_id: int, awaitable: Any) -> None:
         """A plain function has returned an awaitable: it is awaited here."""

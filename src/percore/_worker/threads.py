@@ -50,15 +50,24 @@ class Threads:
         self._looked = (0.0, 0.0)
         self._try_after = 0.0
         self._pause = 2 * _LOOK_EVERY
-        self._on_idle: Callable[[], None] | None = None
+        self._on_idle: Callable[[], object] | None = None
 
     # From the loop
 
     def put(self, call_id: int, item: Any) -> None:
-        """Queue a call."""
+        """Queue a call.
+
+        Raises:
+            RuntimeError: no thread can be started, and there is none; the call is not queued.
+        """
         self._waiting[call_id] = item
         if len(self._threads) < self._limit and len(self._waiting) + len(self._running) > len(self._threads):
-            self._start_thread()
+            try:
+                self._start_thread()
+            except RuntimeError:
+                if not self._threads:
+                    del self._waiting[call_id]
+                    raise
         self._ids.put(call_id)
 
     def take_back(self, call_id: int) -> bool:
@@ -79,7 +88,7 @@ class Threads:
         """Whether nothing waits or runs."""
         return not self._waiting and not self._running
 
-    def when_idle(self, tell: Callable[[], None]) -> None:
+    def when_idle(self, tell: Callable[[], object]) -> None:
         """From now on call `tell`, in some thread, each time that a thread leaves nothing waiting or running behind.
 
         No wake-up is lost when the loop asks `is_idle` after this: 1. a thread has answered its call, and still counts as running;
