@@ -360,12 +360,11 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-class Picky(Exception):
+class Unreadable(Exception):
     """Pickles, and cannot be read back."""
 
-    def __init__(self, *, reason: str) -> None:
-        super().__init__()
-        self.reason = reason
+    def __reduce__(self) -> tuple[Any, ...]:
+        return refuse, ()
 
 
 class BadText(Exception):

@@ -104,7 +104,8 @@ class Functions:
     def __init__(self, slots: SlotWriter, *, main_by_value: bool) -> None:
         self._slots = slots
         self._main_by_value = main_by_value
-        self._known: dict[int, Function] = {}
+        self.known: dict[int, Function] = {}
+        """Functions that travel by reference, by their id; each is held, so no other can have that id."""
         self._last = 0
 
     def of(self, fn: Callable[..., Any]) -> Function:
@@ -113,13 +114,13 @@ class Functions:
         Raises:
             TypeError: as `kind_of`.
         """
-        function = self._known.get(id(fn))
-        if function is not None and function.fn is fn:
+        function = self.known.get(id(fn))
+        if function is not None:
             return function
         function = Function(fn, kind_of(fn))
-        if len(self._known) < _REMEMBERED and is_by_reference(fn):
+        if len(self.known) < _REMEMBERED and is_by_reference(fn):
             self._number(function)
-            self._known[id(fn)] = function
+            self.known[id(fn)] = function
         return function
 
     def hold(self, fn: Callable[..., Any]) -> Function:

@@ -207,7 +207,7 @@ class Runner:
         """
         if self._state is not _OPEN or _running_loop() is not self._loop:
             self._check_open()
-        return self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
+        return self._supervisor.call(fn, args, kwargs)
 
     @overload
     async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -228,7 +228,7 @@ class Runner:
         """
         if self._state is not _OPEN or _running_loop() is not self._loop:
             self._check_open()
-        return await self._supervisor.submit(self._supervisor.functions.of(fn), args, kwargs)
+        return await self._supervisor.call(fn, args, kwargs)
 
     @overload
     def map(

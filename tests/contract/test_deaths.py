@@ -35,7 +35,7 @@ async def test_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate:
     assert (error.pid, error.exitcode, error.signal) == (pid, -9, "SIGKILL")
     assert (error.call, error.started, error.attempts) == ("await_", True, 1)
     assert error.age is not None
-    assert 0 < error.age < 60
+    assert 0 <= error.age < 60  # uvloop's time is that of the loop's turn
     assert f"worker {pid} died by SIGKILL (perhaps out of memory" in str(error)
     assert "while it ran await_" in str(error)
 

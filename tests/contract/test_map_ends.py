@@ -99,7 +99,7 @@ async def test_after_an_error_nothing_more_is_pulled(make: MakeRunner, ordered: 
         with pytest.raises(ValueError, match="bad"):
             async for _ in runner.map(jobs.afail, map(lambda _: ValueError("bad"), source.numbers()), ordered=ordered):
                 pass
-        assert runner.statistics().running == 0 or await runner.run(jobs.aecho) is None
+        assert source.closed.is_set() or await runner.run(jobs.aecho) is None
 
 
 async def test_return_exceptions_puts_errors_at_their_places(make: MakeRunner) -> None:
@@ -207,7 +207,6 @@ async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, lo
 @KINDS
 async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
-    gate_of = {0: "open"}
     async with make() as runner:
         results = aiter(runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))
         assert await anext(results) == 0
@@ -216,7 +215,6 @@ async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: M
         gc.collect()
         await source.closed.wait()
         assert sorted(await log.take(2)) == ["cancelled 1", "cancelled 2"]
-    assert gate_of
 
 
 async def _first_returns(log: str, gate: str, place: int) -> int:
@@ -310,7 +308,7 @@ async def test_a_map_that_waits_for_its_input_ends_when_the_runner_closes(make: 
     results = aiter(runner.map(jobs.aecho, stuck()))
     assert await anext(results) == 0
     await runner.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(2):
         with pytest.raises(percore.RunnerClosed):
             await anext(results)
 

@@ -364,5 +364,6 @@ async def load_error(ledger: str, uuid: int) -> int:
 @contextlib.contextmanager
 def announced() -> Iterator[None]:
     """The worker's pid goes to standard output, where the judge reads it."""
+    asyncio.get_running_loop().slow_callback_duration = 60  # a loaded machine is the point of this load
     os.write(1, f"born {os.getpid()}\n".encode())
     yield

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from percore._options import StartMethod
 from tests.e2e import scripts
 from tests.e2e.scripts import TIMEOUT, output_of, python
 
+PATIENCE = 15.0  # seconds until an event that should come at once is given up
 both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 
@@ -235,18 +237,14 @@ with contextlib.suppress(percore.WorkerDied):
     await runner.run(os._exit, 0)
 print(await runner.run(look))
 """
-    os_umask = os.umask(0o022)
-    try:
-        told = output_of(
-            program(body, definitions, f"1, start_method={method!r}"),
-            tmp_path,
-            environment={"FIRST": "old", "TZ": "ABC-1"},
-        )
-    finally:
-        os.umask(os_umask)
-    before = ("old", None, "ABC", tmp_path.name, 0o022, None)
+    text = program(body, definitions, f"1, start_method={method!r}")
+    (tmp_path / "program.py").write_text(text.replace("    asyncio.run", "    os.umask(0o077)\n    asyncio.run"))
+    done = python("program.py", cwd=tmp_path, environment={"FIRST": "old", "TZ": "ABC-1"})
+    assert done.code == 0, done
+    before = ("old", None, "ABC", tmp_path.name, 0o077, None)
     after = (None, "new", "XYZ", "elsewhere", 0o027, 7)
-    assert told.splitlines() == [repr(before), repr(before), repr(after)]
+    assert done.out.splitlines() == [repr(before), repr(before), repr(after)]
+    assert re.fullmatch(r"worker 0 \(pid \d+\) died with exit code 0\n", done.err)
 
 
 async def test_workers_have_uvloop_by_default_and_asyncio_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +377,7 @@ class Exits:
         return self._codes.setdefault(pid, asyncio.get_running_loop().create_future())
 
     async def code(self, pid: int) -> int | None:
-        return await asyncio.wait_for(self.of(pid), TIMEOUT)
+        return await asyncio.wait_for(self.of(pid), PATIENCE)
 
 
 @pytest.fixture
@@ -418,7 +416,7 @@ class Gate:
         readable = asyncio.Event()
         loop.add_reader(self._fds[0], readable.set)
         try:
-            await asyncio.wait_for(readable.wait(), TIMEOUT)
+            await asyncio.wait_for(readable.wait(), PATIENCE)
         finally:
             loop.remove_reader(self._fds[0])
 

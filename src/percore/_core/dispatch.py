@@ -76,9 +76,13 @@ class Dispatch(Generic[C, S]):
 
     def submitted(self, call: C) -> S | None:
         """A new call: the worker to send it to now, or None: it waits."""
-        queue = self._queues[call.kind]
+        kind = call.kind
+        queue = self._queues[kind]
         if not queue:
-            seat = self._pick(call.kind)
+            seats = self.seats
+            if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
+                return seats[0]
+            seat = self._pick(kind)
             if seat is not None:
                 return seat
         queue.append(call)

@@ -2,10 +2,11 @@
 
 Both sides use this class. Theory of operation:
 
-Sending     `send` appends to a queue and `flush` moves the queue into the ring, one frame for all that waits, one ring of the bell
-            for all frames. The first message of an iteration of the loop is flushed at once (latency), the rest of that iteration
-            together by a call_soon (throughput). Threads of a worker use `send_from_thread`: whoever gets the try-lock publishes
-            what everybody has queued, and nobody ever waits for it.
+Sending     A message to a peer that has read everything goes into the ring at once (latency), and so does the next one of an
+            iteration of the loop; what follows is queued, and `flush` moves it into the ring when the iteration ends, in few frames
+            and with one ring of the bell (throughput).
+            Threads of a worker use `send_from_thread`: whoever gets the try-lock publishes what everybody has queued, and nobody
+            ever waits for it.
 Full ring   What does not fit stays queued. Reading goes on, so both directions full at once cannot deadlock. No wake-up is lost:
             1. a flusher finds the ring full; 2. the loop hears that the peer has read, and counts it before it tries to flush;
             3. that try fails, because the flusher still holds the lock; 4. the flusher lets go of the lock and looks again whether
@@ -77,7 +78,7 @@ class Channel:
         self._frame: bytes | None = None
         self._lock = threading.Lock()
         self._told = 0
-        self._sent_this_turn = False
+        self._ends_turn = False
         self._is_open = False
         self._bell_waits = False
 
@@ -97,31 +98,22 @@ class Channel:
     # Sending
 
     def send(self, op: int, call_id: int, body: Body) -> None:
-        """Queue a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
-        if self._sent_this_turn:
+        """Send a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
+        tx = self.tx
+        if tx.written != tx.acknowledged or self._queue or POINTS or not self._is_open or not self._lock.acquire(False):
             self._enqueue(op, call_id, body)
+            if not self._ends_turn:
+                self._ends_turn = True
+                self.loop.call_soon(self._end_turn)
+                self.flush()
             return
-        self._sent_this_turn = True
-        if POINTS or self._queue or self._frame is not None or not self._send_alone((op, call_id, body)):
-            self._enqueue(op, call_id, body)
-            self.flush()
-        self.loop.call_soon(self._end_turn)
-
-    def _enqueue(self, op: int, call_id: int, body: Body) -> None:
-        self._queue.append((op, call_id, body))
-        if type(body) is bytes:
-            self._heavy += len(body)
-
-    def _send_alone(self, message: Message) -> bool:
-        """`flush` for the one message of a caller who waits for its answer, in as few steps as can be. False: not sent."""
-        if not self._is_open or not self._lock.acquire(False):
-            return False
+        # The peer waits for us: nothing to gain by waiting for more. `flush`, for one message into an empty ring.
         try:
-            data = encode([message])
-            tx = self.tx
-            if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:
-                return False
-            self._ring(tx.write(data))
+            published = tx.write(encode([(op, call_id, body)]))
+            consumed = self.rx.read - self._told
+            self._told += consumed
+            if not self._bell.ring(published, consumed):
+                self._wait_for_bell()
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
@@ -130,7 +122,11 @@ class Channel:
             self._lock.release()
         if self._queue:  # a thread may have tried meanwhile
             self.flush()
-        return True
+
+    def _enqueue(self, op: int, call_id: int, body: Body) -> None:
+        self._queue.append((op, call_id, body))
+        if type(body) is bytes:
+            self._heavy += len(body)
 
     def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
         """As `send`, from any thread; the message is in the ring on return, unless another thread is about to do that."""
@@ -164,9 +160,8 @@ class Channel:
         return True
 
     def _end_turn(self) -> None:
-        self._sent_this_turn = False
-        if self._queue:
-            self.flush()
+        self._ends_turn = False
+        self.flush()
 
     def flush(self) -> None:
         """Move what is queued into the ring, as far as it fits, and ring."""
@@ -210,7 +205,11 @@ class Channel:
     def _ring(self, published: int) -> None:
         consumed = self.rx.read - self._told
         self._told += consumed
-        if not self._bell.ring(published, consumed) and not self._bell_waits:
+        if not self._bell.ring(published, consumed):
+            self._wait_for_bell()
+
+    def _wait_for_bell(self) -> None:
+        if not self._bell_waits:
             self._bell_waits = True
             self.loop.call_soon_threadsafe(self._watch_bell)
 
@@ -287,11 +286,9 @@ class Channel:
                 point(f"{self._side}.bell.read")
             self.rx.publish(published)
             self.tx.acknowledge(consumed)
+            on_message = self.on_message
             while (data := self.rx.next()) is not None:
-                messages = decode(data)
-                self.rx.advance(len(data))
-                on_message = self.on_message
-                for op, call_id, body in messages:
+                for op, call_id, body in decode(data):
                     on_message(op, call_id, body)
                     if not self._is_open:  # that message, or what it made us send, has ended the channel
                         return

@@ -32,8 +32,6 @@ def is_inline_value(value: object) -> bool:
 
 def is_inline(args: tuple[object, ...]) -> bool:
     """As `is_inline_value`, for the arguments of a call: not too many, and small together."""
-    if len(args) == 1:
-        return is_inline_value(args[0])
     text = 0
     for value in args:
         kind = type(value)

@@ -92,7 +92,7 @@ class RingReader:
             raise BrokenFrame(f"peer published {self.end - self.read} bytes into a ring of {self.size}")
 
     def next(self) -> memoryview | bytes | None:
-        """The data of the next frame, checked, or None when all is read. It must be decoded before `advance`.
+        """The data of the next frame, checked, or None when all is read. It may be decoded until its bytes are told as consumed.
 
         Raises:
             BrokenFrame: a length that does not fit what was published, or a wrong CRC.
@@ -114,11 +114,8 @@ class RingReader:
             raise BrokenFrame(f"frame of {length} bytes in {available} published ones")
         if crc32(data) != crc:
             raise BrokenFrame(f"wrong CRC over a frame of {length} bytes")
+        self.read = read + HEADER_SIZE + length
         return data
-
-    def advance(self, length: int) -> None:
-        """Done with the frame that `next` gave, of `length` bytes of data."""
-        self.read += HEADER_SIZE + length
 
     def _bytes(self, position: int, count: int) -> memoryview | bytes:
         at = position % self.size

@@ -92,7 +92,14 @@ class Server:
         if op > 0:
             function = self._functions[op]
             if function.kind == TASK:
-                self._start_task(call_id, function, body)
+                fn = function.fn
+                if fn is None or type(body) is not tuple or self._is_draining or POINTS:
+                    self._start_task(call_id, function, body)
+                else:  # the same, for most calls, in fewer steps
+                    self._marks[call_id & self._mask] = call_id
+                    task = self._start(self._run(call_id, fn, body, None))
+                    if not task.done():
+                        self._tasks[call_id] = task
             else:
                 self._put_on_thread(call_id, function, body)
         else:
@@ -165,15 +172,11 @@ class Server:
         self._marks[call_id & self._mask] = call_id
         if POINTS:
             point("worker.call.marked")
-        fn = None if function is None else function.fn
-        if fn is not None and type(body) is tuple:
-            run = self._run(call_id, fn, body, None)
-        else:
-            try:
-                run = self._run(call_id, *self._unpack(call_id, function, body, channel.send))
-            except BaseException as error:  # user code ran; whatever it raised is this call's outcome
-                self._answer_error(call_id, error, channel.send)
-                return
+        try:
+            run = self._run(call_id, *self._unpack(call_id, function, body, channel.send))
+        except BaseException as error:  # user code ran; whatever it raised is this call's outcome
+            self._answer_error(call_id, error, channel.send)
+            return
         task = self._start(run)
         if not task.done():
             self._tasks[call_id] = task
