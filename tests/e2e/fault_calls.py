@@ -291,9 +291,10 @@ def dying_if(path: str, births: str, index: int = -1) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def hanging_if(path: str, births: str) -> AsyncIterator[None]:
-    """Never be ready while the file exists."""
+    """Never be ready if the file existed before this was told."""
+    hangs = os.path.exists(path)  # noqa: ASYNC240  # a look at a name
     tell(births)
-    if os.path.exists(path):  # noqa: ASYNC240  # a look at a name
+    if hangs:
         await asyncio.Event().wait()
     yield
 

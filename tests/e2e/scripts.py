@@ -77,7 +77,7 @@ async def pid_of_task() -> int:
 
 def wait_at_gate(gate: str) -> tuple[int, str]:
     """Say that this call has begun, and wait, in its thread, to be let go."""
-    Path(f"{gate}.begun").write_text("begun")
+    _tell_begun(gate)
     return os.getpid(), _let_go(os.open(f"{gate}.open", os.O_RDONLY))
 
 
@@ -87,12 +87,16 @@ async def wait_at_gate_in_task(gate: str) -> tuple[int, str]:
     readable = asyncio.Event()
     fd = os.open(f"{gate}.open", os.O_RDONLY)
     loop.add_reader(fd, readable.set)
-    Path(f"{gate}.begun").write_text("begun")
+    _tell_begun(gate)
     try:
         await readable.wait()
     finally:
         loop.remove_reader(fd)
     return os.getpid(), _let_go(fd)
+
+
+def _tell_begun(gate: str) -> None:
+    Path(f"{gate}.begun").write_text("begun")
 
 
 def _let_go(fd: int) -> str:

@@ -453,8 +453,8 @@ async def test_a_first_start_that_hangs_fails_after_start_timeout(method: Any, t
 
 
 @pytest.mark.asyncio_only
-async def test_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flag, births = tmp_path / "flag", Wire(tmp_path / "births")
+async def test_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path, wire: Wire) -> None:
+    flag, births = tmp_path / "flag", wire
     async with percore.Runner(1, lifespan=partial(calls.hanging_if, str(flag), births.path), start_timeout=2.0) as runner:
         await births.line()
         flag.touch()
@@ -463,7 +463,6 @@ async def test_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path, m
         assert (await births.worker())[1] == 2
         flag.unlink()
         assert (await ended(waiting))[1] == 3
-    births.close()
 
 
 async def test_a_death_of_the_replacement_before_it_is_ready_costs_nothing(points: Callable[[str], None]) -> None:
@@ -504,8 +503,10 @@ async def test_ten_deaths_in_a_row_break_the_runner(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_one_slot_that_fails_is_given_up_and_the_runner_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flag, births = tmp_path / "flag", Wire(tmp_path / "births")
+async def test_one_slot_that_fails_is_given_up_and_the_runner_goes_on(
+    tmp_path: Path, wire: Wire, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag, births = tmp_path / "flag", wire
     async with percore.Runner(2, lifespan=partial(calls.dying_if, str(flag), births.path, 1)) as runner:
         await births.lines(2)
         flag.touch()
@@ -518,7 +519,6 @@ async def test_one_slot_that_fails_is_given_up_and_the_runner_goes_on(tmp_path: 
         await serves(runner)
         assert [worker.state for worker in runner.statistics().workers] == ["ready", "failed"]
     assert "the runner goes on without it" in caplog.text
-    births.close()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
     # the parent's ways to start processes
     "_engines": frozenset(),
-    "_engines.fds": VOCABULARY,
+    "_engines.fds": VOCABULARY | {"_ipc.memory"},
     "_engines.launch": LAUNCH,
     "_engines.servers": LAUNCH | {"_engines.launch"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},

@@ -7,16 +7,12 @@ keep the write end of a lifeline open, and with it the worker alive, after the s
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import os
 import socket
-import tempfile
 from typing import Protocol, TypeVar
 
-from percore._platform import HAS_MEMFD
-
-_MFD_NOEXEC_SEAL = 0x8  # demanded where vm.memfd_noexec is 2, unknown to older kernels
+from percore._ipc.memory import anonymous_file as new_file
 
 
 class Closable(Protocol):
@@ -120,7 +116,7 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 def anonymous_file(data: bytes) -> Fd:
     """A file without a name that holds `data`, to be read from its beginning."""
-    file = hold(Fd(above_streams(_memfd() if HAS_MEMFD else _unlinked_file())))
+    file = hold(Fd(above_streams(new_file())))
     try:
         view = memoryview(data)
         while view:
@@ -130,18 +126,3 @@ def anonymous_file(data: bytes) -> Fd:
         let_go(file)
         raise
     return file
-
-
-def _memfd() -> int:
-    try:
-        return os.memfd_create("percore-world", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.memfd_create("percore-world", os.MFD_CLOEXEC)
-
-
-def _unlinked_file() -> int:
-    fd, path = tempfile.mkstemp(prefix="percore-")
-    os.unlink(path)
-    return fd

@@ -20,24 +20,17 @@ _PAGE = mmap.PAGESIZE
 _TRACK = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
-def _memfd(size: int) -> int:
+def _memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        fd = os.memfd_create("percore", flags | _NOEXEC_SEAL)
+        return os.memfd_create("percore", flags | _NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fd = os.memfd_create("percore", flags)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return os.memfd_create("percore", flags)
 
 
-def _unlinked_file(size: int) -> tuple[int, int]:
+def _unlinked_file() -> tuple[int, int]:
     """A file nobody else can open any more, opened for writing and, apart from that, for reading."""
     import tempfile  # seldom needed, and not cheap to import
 
@@ -49,13 +42,20 @@ def _unlinked_file(size: int) -> tuple[int, int]:
         raise
     finally:
         os.unlink(path)
-    try:
-        os.ftruncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        os.close(reader)
-        raise
     return fd, reader
+
+
+def anonymous_file() -> int:
+    """A new, empty file without a name.
+
+    Raises:
+        OSError: no descriptor, or no place for it.
+    """
+    if HAS_MEMFD:
+        return _memfd()
+    fd, reader = _unlinked_file()
+    os.close(reader)
+    return fd
 
 
 class Memory:
@@ -87,9 +87,16 @@ class Memory:
         Raises:
             OSError: no descriptor, no address space, or larger than RLIMIT_FSIZE.
         """
-        if HAS_MEMFD:
-            return cls(_memfd(size), size, writable=True)
-        fd, reader = _unlinked_file(size)
+        fd, reader = (_memfd(), -1) if HAS_MEMFD else _unlinked_file()
+        try:
+            os.ftruncate(fd, size)
+            if HAS_MEMFD:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            if reader >= 0:
+                os.close(reader)
+            raise
         return cls(fd, size, writable=True, reader=reader)
 
     def reader_fd(self) -> int:
