@@ -172,7 +172,7 @@ class FakeEngine:
         self.loop = loop
         self.shared = shared
         self._boot = make_boot(options, shared, main, debug=False)
-        loop.set_task_factory(_create_task)
+        loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> FakeWorker:
         return FakeWorker(self, replace(self._boot, index=index, generation=generation), on_exit)

@@ -42,12 +42,17 @@ async def apass_gate(gate: str) -> None:
     loop = asyncio.get_running_loop()
     fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
     is_open = loop.create_future()
-    loop.add_reader(fd, lambda: is_open.done() or is_open.set_result(None))
+    loop.add_reader(fd, _set, is_open)
     try:
         await is_open
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def _set(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 # Simple calls

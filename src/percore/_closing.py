@@ -28,6 +28,7 @@ class Closing:
         self._last: asyncio.Task[None] | None = None
         supervisor.is_closing = True
         supervisor.on_idle = self._look
+        supervisor.end_maps()
 
     def tighten(self, grace: float | None) -> None:
         """Give what runs `grace` seconds from now, unless it has less already."""

@@ -253,6 +253,13 @@ class _Flow:
     async def calls(self, inputs: Inputs, function: Function) -> AsyncGenerator[tuple[int, Call]]:
         """Index and call, as they end or in order."""
         feeder = asyncio.create_task(self._feed(inputs, function), name="percore-map")
+
+        def end() -> None:
+            if not self._is_fed:
+                self._failure = self._supervisor.refusal()
+                feeder.cancel()  # it may wait for an input that never comes
+
+        self._supervisor.enders.add(end)
         try:
             while True:
                 call = self._next()
@@ -267,6 +274,7 @@ class _Flow:
                     self._result_waiter = self._supervisor.loop.create_future()
                     await self._result_waiter
         finally:
+            self._supervisor.enders.discard(end)
             if not feeder.done():
                 feeder.cancel()
                 await asyncio.wait([feeder])

@@ -1,6 +1,7 @@
 """One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Final
 
 from percore._calls import Call, Function
 from percore._core.lifecycle import Life, State
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from percore._messages import Body
 
 
+_LATE: Final = 0.002
+"""Seconds without reading anything after which a worker with something to read is behind. Reading takes far less."""
+
+
 class Member:
     """A worker of a slot, from its start to its end."""
 
-    def __init__(self, index: int, generation: int, room: int, now: float) -> None:
+    def __init__(self, index: int, generation: int, room: int, loop: asyncio.AbstractEventLoop) -> None:
         self.index = index
         self.generation = generation
         self.life = Life()
@@ -33,7 +38,9 @@ class Member:
         self.recalling = False
         self.done = 0
         self.failed = 0
-        self.started_at = now
+        self._loop = loop
+        self.started_at = self._waiting_since = loop.time()
+        self._heard = 0
         self.killed_why = ""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
         self.stride = places_for(room)
@@ -50,14 +57,24 @@ class Member:
         self._send = worker.channel.send
 
     def is_behind(self) -> bool:
-        """Whether the worker has not read everything it was sent."""
-        return self._tx.written != self._tx.acknowledged
+        """Whether the worker has not read what it was sent, and nothing at all for a while: its loop may be blocked."""
+        tx = self._tx
+        if tx.written == tx.acknowledged:
+            return False
+        if tx.acknowledged != self._heard:
+            self._heard = tx.acknowledged
+            self._waiting_since = self._loop.time()
+            return False
+        return self._loop.time() - self._waiting_since > _LATE
 
-    def send(self, call: Call, now: float) -> None:
+    def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""
+        call.age_from = now = self._loop.time()
+        tx = self._tx
+        if tx.written == tx.acknowledged:
+            self._waiting_since = now
         call.call_id = call_id = self.free.pop()
         call.member = self
-        call.age_from = now
         self.calls[call_id] = call
         self.load[call.kind] += 1
         number = call.function.number

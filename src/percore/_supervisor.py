@@ -75,6 +75,8 @@ class Supervisor:
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
         self._retired: list[Function] = []
+        self.enders: set[Callable[[], None]] = set()
+        """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
 
     # Starting
 
@@ -95,7 +97,7 @@ class Supervisor:
     def _spawn(self, slot: Slot) -> None:
         slot.timer = None
         slot.generation += 1
-        member = Member(slot.index, slot.generation, self.dispatch.room, self.loop.time())
+        member = Member(slot.index, slot.generation, self.dispatch.room, self.loop)
         try:
             member.attach(self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         except OSError as error:
@@ -175,7 +177,7 @@ class Supervisor:
             point("supervisor.call.pickled")
         member = self.dispatch.submitted(call)
         if member is not None:
-            member.send(call, self.loop.time())
+            member.send(call)
         return call
 
     def _pickle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -202,7 +204,7 @@ class Supervisor:
         elif call.call_id in member.parked:
             self.release(member.take(call.call_id))
             self.advance()
-        else:
+        elif not self.is_cut:  # else closing has cancelled it already, and a second time would cancel its clean-up
             member.worker.channel.send(CANCEL, call.call_id, None)
 
     def release(self, call: Call) -> None:
@@ -224,7 +226,7 @@ class Supervisor:
         for kind in (Kind.TASK, Kind.THREAD):
             while (following := self.dispatch.next(kind)) is not None:
                 call, member = following
-                member.send(call, self.loop.time())
+                member.send(call)
         if (recall := self.dispatch.recall()) is not None:
             recall.seat.recalling = True
             recall.seat.worker.channel.send(RECALL, recall.wanted, None)
@@ -384,8 +386,14 @@ class Supervisor:
     def _break(self, exitcode: int | None) -> None:
         self.broken = RunnerBroken(LIMIT, exitcode, self._last_report)
         logger.error("%s", self.broken)
+        self.end_maps()
         for call in self.dispatch.withdraw():
             self._refuse(call)
+
+    def end_maps(self) -> None:
+        """No more calls are taken: open maps pull no more."""
+        for end in list(self.enders):
+            end()
 
     def _report(self, text: str) -> None:
         self._last_report = text
@@ -398,7 +406,9 @@ class Supervisor:
         return bool(self.dispatch.waiting()) or any(member.calls for member in self.members)
 
     def cut(self) -> None:
-        """Withdraw what waits and cancel what runs; the callers get RunnerClosed."""
+        """Withdraw what waits and cancel what runs; the callers get RunnerClosed. Once: a second time does nothing."""
+        if self.is_cut:
+            return
         self.is_cut = True
         for call in self.dispatch.withdraw():
             self._refuse(call)

@@ -71,8 +71,13 @@ class Log(_Pipe):
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
         readable = loop.create_future()
-        loop.add_reader(self._fd, lambda: readable.done() or readable.set_result(None))
+        loop.add_reader(self._fd, _set, readable)
         try:
             await readable
         finally:
             loop.remove_reader(self._fd)
+
+
+def _set(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

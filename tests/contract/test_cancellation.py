@@ -68,7 +68,7 @@ async def test_a_task_group_cancels_its_calls(make: MakeRunner, log: Log, gate: 
         raise KeyError("sibling")
 
     async with make() as runner:
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
             async with asyncio.TaskGroup() as group:
                 group.create_task(runner.run(jobs.await_, log.path, gate.path, 1))
                 group.create_task(fail_when("1"))

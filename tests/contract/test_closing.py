@@ -38,7 +38,7 @@ async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRun
     closing = await _closing(runner)
     for use in (runner.submit, runner.map):
         with pytest.raises(percore.RunnerClosed, match="closing"):
-            use(jobs.echo, [1])  # type: ignore[operator]
+            use(jobs.echo, [1])
     with pytest.raises(percore.RunnerClosed, match="closing"):
         await runner.run(jobs.aecho)
     gate.open()
@@ -159,7 +159,7 @@ async def test_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log:
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
     with pytest.raises(percore.RunnerClosed, match="is closed"):
-        runner.submit(jobs.echo)
+        _ = runner.submit(jobs.echo)
 
 
 async def test_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: MakeRunner, log: Log, gate: Gate) -> None:
@@ -195,7 +195,7 @@ async def test_a_cut_call_fails_a_task_group(make: MakeRunner, log: Log, gate: G
         await log.next()
         await runner.aclose(grace=0)
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run(jobs.await_, log.path, gate.path, 0))
             group.create_task(close())
@@ -209,7 +209,7 @@ async def test_a_cut_call_that_nobody_reads_is_not_reported(make: MakeRunner, lo
     runner = make(concurrency=1)
     await runner.start()
     for i in range(3):
-        runner.submit(jobs.await_, log.path, gate.path, i)
+        _ = runner.submit(jobs.await_, log.path, gate.path, i)
     await log.next()
     await runner.aclose(grace=0)
     gc.collect()
@@ -218,7 +218,7 @@ async def test_a_cut_call_that_nobody_reads_is_not_reported(make: MakeRunner, lo
 
 async def test_the_body_s_error_closes_with_grace_zero(make: MakeRunner, log: Log, gate: Gate) -> None:
     futures = []
-    with pytest.raises(KeyError, match="body"):
+    with pytest.raises(KeyError, match="body"):  # noqa: PT012
         async with make(concurrency=1) as runner:
             futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
             await log.next()
@@ -244,7 +244,7 @@ async def test_closing_what_never_started(make: MakeRunner) -> None:
     runner = make()
     await runner.aclose()
     with pytest.raises(percore.RunnerClosed, match="closed"):
-        runner.submit(jobs.echo)
+        _ = runner.submit(jobs.echo)
     with pytest.raises(RuntimeError, match="started once"):
         await runner.start()
 
@@ -258,7 +258,7 @@ async def test_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -
         with pytest.raises(percore.PercoreError):
             await starting
     with pytest.raises(percore.RunnerClosed):
-        runner.submit(jobs.echo)
+        _ = runner.submit(jobs.echo)
 
 
 async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -273,7 +273,8 @@ async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: 
     errors = _errors(futures)
     assert errors[:2] == [percore.WorkerDied] * 2
     assert set(errors[2:]) <= {percore.WorkerDied, percore.RunnerClosed}
-    assert not any(future.exception().started for future in futures[2:] if isinstance(future.exception(), percore.WorkerDied))
+    died = [error for future in futures[2:] if isinstance(error := future.exception(), percore.WorkerDied)]
+    assert not any(error.started for error in died)
 
 
 async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import functools
 import os
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,8 +33,8 @@ async def test_outside_a_worker_there_is_neither_worker_nor_state(make: MakeRunn
 
 
 @pytest.mark.parametrize("lifespan", [jobs.resource, jobs.plain_resource])
-async def test_state_is_what_the_lifespan_yields(make: MakeRunner, log: Log, lifespan: object) -> None:
-    async with make(lifespan=functools.partial(lifespan, log.path, "db")) as runner:  # type: ignore[arg-type]
+async def test_state_is_what_the_lifespan_yields(make: MakeRunner, log: Log, lifespan: Callable[..., Any]) -> None:
+    async with make(lifespan=functools.partial(lifespan, log.path, "db")) as runner:
         assert await runner.run(jobs.state) == jobs.Resource("db")
         assert await runner.run(jobs.astate, jobs.Resource) == jobs.Resource("db")
         assert log.rest() == ["enter"]
@@ -46,10 +48,10 @@ async def test_state_is_checked(make: MakeRunner, log: Log) -> None:
 
 
 @pytest.mark.parametrize("fn", [jobs.state, jobs.astate])
-async def test_without_a_lifespan_there_is_no_state(make: MakeRunner, fn: object) -> None:
+async def test_without_a_lifespan_there_is_no_state(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         with pytest.raises(RuntimeError, match="has no lifespan"):
-            await runner.run(fn)  # type: ignore[arg-type]
+            await runner.run(fn)
 
 
 async def test_each_worker_has_a_lifespan_of_its_own(make: MakeRunner, log: Log) -> None:
@@ -71,9 +73,9 @@ async def test_the_lifespan_is_left_after_the_last_call(make: MakeRunner, log: L
 
 
 async def test_the_lifespan_is_left_when_the_body_fails(make: MakeRunner, log: Log, gate: Gate) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # noqa: PT012
         async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
-            runner.submit(jobs.await_, log.path, gate.path, "call")
+            _ = runner.submit(jobs.await_, log.path, gate.path, "call")
             await log.take(2)
             raise KeyError
     assert log.rest() == ["cancelled call", "exit"]
@@ -101,7 +103,7 @@ async def test_a_lifespan_that_cannot_be_entered_fails_the_start(make: MakeRunne
     assert "jobs.py" in text
     assert "in no_resource" in text
     with pytest.raises(percore.RunnerClosed):
-        runner.submit(jobs.echo)
+        _ = runner.submit(jobs.echo)
 
 
 async def test_a_lifespan_that_fails_to_exit_is_logged_and_fails_nothing(make: MakeRunner, worker_log: WorkerLog) -> None:
@@ -149,7 +151,7 @@ async def test_a_cancelled_start_leaves_nothing(make: MakeRunner, log: Log, gate
     with pytest.raises(asyncio.CancelledError):
         await task
     with pytest.raises(percore.RunnerClosed):
-        runner.submit(jobs.echo)
+        _ = runner.submit(jobs.echo)
 
 
 async def test_a_task_left_behind_runs_on_and_is_cancelled_before_the_lifespan_is_left(

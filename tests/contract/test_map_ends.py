@@ -52,6 +52,13 @@ def _waiting(runner: percore.Runner, log: Log, gate: Gate, source: Any, **option
     return runner.map(jobs.await_, itertools.repeat(log.path), itertools.repeat(gate.path), source, **options)
 
 
+async def _all(results: percore.Map[Any], seen: list[Any] | None = None) -> None:
+    """Use the map as a stream, to its end; what it gave is in `seen`."""
+    async for value in results:
+        if seen is not None:
+            seen.append(value)
+
+
 # Errors
 
 
@@ -87,19 +94,20 @@ async def test_an_unordered_stream_raises_an_error_as_soon_as_it_happens(
     async with make() as runner:
         same = [itertools.repeat(value) for value in (log.path, gate.path, other_gate.path)]
         with pytest.raises(ValueError, match="failed at 3"):
-            async for _ in runner.map(jobs.wait_or_fail, *same, range(7), itertools.repeat(3), ordered=False):
-                pytest.fail("no result can be there")
+            await anext(aiter(runner.map(jobs.wait_or_fail, *same, range(7), itertools.repeat(3), ordered=False)))
         await log.take(12)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 async def test_after_an_error_nothing_more_is_pulled(make: MakeRunner, ordered: bool) -> None:
-    source = Source()
+    pulled = itertools.count()
+    errors = (ValueError(f"bad {i}") for i in pulled)
     async with make() as runner:
         with pytest.raises(ValueError, match="bad"):
-            async for _ in runner.map(jobs.afail, map(lambda _: ValueError("bad"), source.numbers()), ordered=ordered):
-                pass
-        assert source.closed.is_set() or await runner.run(jobs.aecho) is None
+            await _all(runner.map(jobs.afail, errors, ordered=ordered))
+        count = next(pulled)
+        await runner.run(jobs.aecho)
+        assert next(pulled) == count + 1
 
 
 async def test_return_exceptions_puts_errors_at_their_places(make: MakeRunner) -> None:
@@ -129,11 +137,10 @@ async def test_a_function_that_cannot_be_pickled_fails_the_map(make: MakeRunner)
 @KINDS
 async def test_a_failing_input_fails_the_stream_after_what_was_pulled(make: MakeRunner, kind: str) -> None:
     source = Source(fails_after=3)
-    seen = []
+    seen: list[int] = []
     async with make() as runner:
         with pytest.raises(OSError, match="the input broke"):
-            async for value in runner.map(jobs.aecho, source.open(kind)):
-                seen.append(value)
+            await _all(runner.map(jobs.aecho, source.open(kind)), seen)
     assert seen == [0, 1, 2]
 
 
@@ -218,7 +225,7 @@ async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: M
 
 
 async def _first_returns(log: str, gate: str, place: int) -> int:
-    return 0 if place == 0 else await jobs.await_(log, gate, place)  # type: ignore[no-any-return]
+    return 0 if place == 0 else int(await jobs.await_(log, gate, place))
 
 
 async def test_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from percore import Runner
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 
-USES = {
+USES: dict[str, Callable[[Runner], object]] = {
     "submit": lambda runner: runner.submit(jobs.echo, 1),
     "map": lambda runner: runner.map(jobs.echo, [1]),
     "statistics": lambda runner: runner.statistics(),
@@ -97,7 +98,7 @@ async def test_after_a_fork(make: MakeRunner) -> None:
             pid = os.fork()
         if not pid:
             os._exit(_count_refusals(runner))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(USES)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(USES)  # noqa: ASYNC222  # it exits at once
         assert await runner.run(jobs.aecho, 1) == 1
 
 
@@ -121,42 +122,45 @@ async def test_a_coroutine_object_is_closed_and_refused(make: MakeRunner, verb: 
             getattr(runner, verb)(coroutine, [1])
         with pytest.raises(RuntimeError, match="cannot reuse already awaited"):
             coroutine.send(None)
-        with pytest.raises(TypeError, match="not runner.run"):
-            await runner.run(jobs.aecho(1))  # type: ignore[arg-type]
+        again: Any = jobs.aecho(1)
+        with pytest.raises(TypeError, match=r"not runner\.run"):
+            await runner.run(again)
 
 
 @pytest.mark.parametrize("fn", [jobs.numbers, jobs.anumbers])
 async def test_a_generator_function_is_refused(make: MakeRunner, fn: Any) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="numbers is a generator function"):
-            runner.submit(fn)
+            _ = runner.submit(fn)
         with pytest.raises(TypeError, match="generator function"):
             await runner.run(fn)
         with pytest.raises(TypeError, match="generator function"):
-            runner.map(fn, [1])
+            _ = runner.map(fn, [1])
 
 
 @pytest.mark.parametrize("fn", [None, 5, "fetch"])
 async def test_what_cannot_be_called_is_refused(make: MakeRunner, fn: Any) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="a function is needed"):
-            runner.submit(fn)
+            _ = runner.submit(fn)
         with pytest.raises(TypeError, match="a function is needed"):
-            runner.map(fn, [1])
+            _ = runner.map(fn, [1])
 
 
 async def test_a_map_wants_iterables(make: MakeRunner) -> None:
+    number: Any = 5
     async with make() as runner:
         with pytest.raises(TypeError, match="at least one iterable"):
-            runner.map(jobs.echo)
+            _ = runner.map(jobs.echo)
         with pytest.raises(TypeError, match="map needs iterables, not 5"):
-            runner.map(jobs.echo, [1], 5)  # type: ignore[arg-type]
+            _ = runner.map(jobs.echo, [1], number)
+        window: Any
         for window in (0, -1):
             with pytest.raises(ValueError, match="window must be at least 1"):
-                runner.map(jobs.echo, [1], window=window)
+                _ = runner.map(jobs.echo, [1], window=window)
         for window in (1.5, True, "3"):
             with pytest.raises(TypeError, match="window must be a whole number"):
-                runner.map(jobs.echo, [1], window=window)  # type: ignore[arg-type]
+                _ = runner.map(jobs.echo, [1], window=window)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ async def test_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
             await runner.run(jobs.echo, runner)
 
 
-async def test_a_runner_that_is_dropped_warns_and_ends_its_workers(make: MakeRunner) -> None:
+async def test_its_repr_tells_its_state(make: MakeRunner) -> None:
     runner = make()
     await runner.start()
     text = repr(runner)

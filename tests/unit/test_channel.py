@@ -617,14 +617,14 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.
     slots = pair.up.channel.outgoing
     taken = take_all(slots) if waits else []
-    member = Member(0, 1, 4, 0.0)
+    member = Member(0, 1, 4, asyncio.get_running_loop())
     member.attach(SimpleNamespace(channel=pair.up.channel))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)
     call.kind = Kind.TASK
     body: Any = b"x" * 200_000
     call.body = body
-    member.send(call, 0.0)
+    member.send(call)
     for slot in taken:
         slots.give(slot, 0)
     await pair.down.receive(1)

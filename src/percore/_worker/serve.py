@@ -70,6 +70,7 @@ class Server:
         self._functions: dict[int, Function] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
+        self._handed_over: dict[int, Any] = {}
         self._threads = Threads(threads, self._run_on_thread, copy_context())
         self._start = task_starter(self._loop)
         self._is_draining = False
@@ -123,6 +124,8 @@ class Server:
         if task is not None:
             self._cancelled.add(call_id)
             task.cancel()
+        elif call_id in self._handed_over:
+            self._loop.call_soon(self._cancel, call_id, None)  # its task is about to be made
         elif self._threads.take_back(call_id):
             self._channel.send(CANCELLED, call_id, None)
 
@@ -147,7 +150,7 @@ class Server:
         self._look_drained()
 
     def _look_drained(self) -> None:
-        if self._is_draining and not self._tasks and self._threads.is_idle():
+        if self._is_draining and not self._tasks and not self._handed_over and self._threads.is_idle():
             self._finish(0, None)
 
     def stop(self) -> None:
@@ -238,12 +241,14 @@ class Server:
                     point("worker.outcome.ready")
                 channel.send_from_thread(VALUE, call_id, result)
             elif hasattr(type(result), "__await__"):
-                self._loop.call_soon_threadsafe(self._await, call_id, result)
+                self._handed_over[call_id] = result  # before this thread leaves: at no moment does the call seem to be nowhere
+                self._loop.call_soon_threadsafe(self._await, call_id)
             else:
                 self._answer(call_id, result, channel.send_from_thread)
 
-    def _await(self, call_id: int, awaitable: Any) -> None:
+    def _await(self, call_id: int) -> None:
         """A plain function has returned an awaitable: it is awaited here."""
+        awaitable = self._handed_over.pop(call_id)
 
         async def wait_for() -> Any:
             return await awaitable
