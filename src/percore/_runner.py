@@ -207,7 +207,8 @@ class Runner:
         """
         if self._state is not _OPEN or _running_loop() is not self._loop:
             self._check_open()
-        return self._supervisor.call(fn, args, kwargs)
+        supervisor = self._supervisor
+        return supervisor.submit(supervisor.known.get(id(fn)) or supervisor.functions.of(fn), args, kwargs)
 
     @overload
     async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -228,7 +229,8 @@ class Runner:
         """
         if self._state is not _OPEN or _running_loop() is not self._loop:
             self._check_open()
-        return await self._supervisor.call(fn, args, kwargs)
+        supervisor = self._supervisor
+        return await supervisor.submit(supervisor.known.get(id(fn)) or supervisor.functions.of(fn), args, kwargs)
 
     @overload
     def map(

@@ -10,8 +10,7 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how
 from percore._calls import Call, Function, Functions
@@ -27,6 +26,9 @@ from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Kind
 from percore._options import Options
 from percore._outcomes import Outcomes
 from percore._points import POINTS, point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger: Final = logging.getLogger("percore")
 
@@ -64,7 +66,7 @@ class Supervisor:
         self.arena = arena
         self.dispatch: Dispatch[Call, Member] = Dispatch(options.concurrency, options.threads)
         self.functions = Functions(arena, main_by_value=main_by_value)
-        self._known = self.functions.known
+        self.known = self.functions.known
         self.slots = [Slot(index) for index in range(options.workers)]
         self.members: set[Member] = set()
         self.broken: RunnerBroken | None = None
@@ -151,14 +153,6 @@ class Supervisor:
             self._spawn(slot)
 
     # Calls
-
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """As `submit`, of whatever a user wants to be called.
-
-        Raises:
-            TypeError: as `kind_of`.
-        """
-        return self.submit(self._known.get(id(fn)) or self.functions.of(fn), args, kwargs)
 
     def submit(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Accept a call. What cannot be pickled fails the future."""

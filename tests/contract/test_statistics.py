@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._member import _LATE
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -99,20 +100,22 @@ async def test_calls_spread_over_workers(make: MakeRunner, log: Log, gate: Gate)
 
 
 async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
-    """Block the loop of one worker; its index."""
+    """Block the loop of one worker, for longer than a healthy one is ever silent; its index."""
     member = runner._supervisor.slots[0].current
     assert member is not None
     worker: Any = member.worker
     if isinstance(worker, FakeWorker):
         worker.pause()
-        # The least loaded gets a call: so each gets one of two. What this one does not read tells that it is blocked.
-        futures = [runner.submit(jobs.aecho) for _ in range(2)]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        assert member.load[0] == 1
-        return 0
-    _ = runner.submit(jobs.block_loop, log.path, gate.path)
-    assert await log.next() == "blocked"
-    return next(worker.index for worker in runner.statistics().workers if worker.running)
+        blocked = 0
+    else:
+        _ = runner.submit(jobs.block_loop, log.path, gate.path)
+        assert await log.next() == "blocked"
+        blocked = next(worker.index for worker in runner.statistics().workers if worker.running)
+    # The least loaded gets a call: so each gets some of four. What this one does not read tells that it is blocked.
+    futures = [runner.submit(jobs.aecho) for _ in range(4)]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(3 * _LATE)  # not to wait for anything: this long it has to be blocked
+    return blocked
 
 
 def _unblock(runner: percore.Runner, gate: Gate) -> None:

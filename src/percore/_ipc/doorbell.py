@@ -43,25 +43,25 @@ class Bell(Protocol):
 class EventBell:
     """One side of a pair of eventfds."""
 
-    __slots__ = ("_in", "_out")
+    __slots__ = ("in_fd", "out_fd")
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
-        self._out = out_fd
-        self._in = in_fd
+        self.out_fd = out_fd
+        self.in_fd = in_fd
 
     def fileno(self) -> int:
-        return self._in
+        return self.in_fd
 
     def ring(self, published: int, consumed: int) -> bool:
-        os.eventfd_write(self._out, published | consumed << 32)
+        os.eventfd_write(self.out_fd, published | consumed << 32)
         return True
 
     def read(self) -> tuple[int, int]:
-        value = os.eventfd_read(self._in)
+        value = os.eventfd_read(self.in_fd)
         return value & _MASK, value >> 32
 
     def close(self) -> None:
-        fds, self._out, self._in = (self._out, self._in), -1, -1
+        fds, self.out_fd, self.in_fd = (self.out_fd, self.in_fd), -1, -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)

@@ -91,16 +91,14 @@ class RingReader:
         if count < 0 or self.end - self.read > self.size:
             raise BrokenFrame(f"peer published {self.end - self.read} bytes into a ring of {self.size}")
 
-    def next(self) -> memoryview | bytes | None:
-        """The data of the next frame, checked, or None when all is read. It may be decoded until its bytes are told as consumed.
+    def next(self) -> memoryview | bytes:
+        """The data of the next frame, checked, where `read != end`. It may be decoded until its bytes are told as consumed.
 
         Raises:
             BrokenFrame: a length that does not fit what was published, or a wrong CRC.
         """
         read = self.read
         available = self.end - read
-        if not available:
-            return None
         if available < HEADER_SIZE:
             raise BrokenFrame(f"{available} bytes published: less than a header")
         at = read % self.size

@@ -5,23 +5,27 @@ A coroutine that never suspends is then done when it has been started, which is 
 
 import asyncio
 import sys
+from asyncio import Task
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, TypeAlias
 
-Starter: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+Starter: TypeAlias = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 _HAS_EAGER_TASKS: Final = sys.version_info >= (3, 12, 1)
 
 
 def task_starter(loop: asyncio.AbstractEventLoop) -> Starter:
-    """What starts tasks on `loop`, eagerly where that is right. To be called from a callback of the loop, never inside a task."""
+    """What starts a named task on `loop`, eagerly where that is right.
+
+    To be called from a callback of the loop, never inside a task.
+    """
     if _HAS_EAGER_TASKS:
-        return lambda coro: asyncio.Task(coro, loop=loop, eager_start=True)  # type: ignore[call-arg]  # 3.12+
+        return lambda coro, name: asyncio.Task(coro, loop=loop, name=name, eager_start=True)  # type: ignore[call-arg]  # 3.12+
     try:
         vars(loop)
     except TypeError:  # its methods cannot be overlaid
-        return loop.create_task
+        return lambda coro, name: loop.create_task(coro, name=name)
     return _Overlaid(loop)
 
 
@@ -42,11 +46,11 @@ class _Overlaid:
         self._step = step
         self._context = context
 
-    def __call__(self, coro: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def __call__(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         overlay = self._overlay
         overlay["call_soon"] = self._keep
         try:
-            task = asyncio.Task(coro, loop=self._loop)
+            task = Task(coro, loop=self._loop, name=name)
         finally:
             del overlay["call_soon"]
         if self._context is None:

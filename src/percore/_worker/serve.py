@@ -16,7 +16,7 @@ from percore._errors import PayloadTooLarge
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
-from percore._ipc.pickles import dump, load, unpicklable
+from percore._ipc.pickles import dump, load, qualified_name, unpicklable
 from percore._ipc.slots import Sink
 from percore._messages import (
     CANCEL,
@@ -49,12 +49,18 @@ Send = Callable[[int, int, Body], None]
 class Function:
     """A function the supervisor has named by a number, unpickled by the first call that needs it."""
 
-    __slots__ = ("fn", "kind", "payload")
+    __slots__ = ("fn", "kind", "name", "payload")
 
     def __init__(self, kind: int, payload: Payload) -> None:
         self.kind = kind
         self.payload = payload
         self.fn: Callable[..., Any] | None = None
+        self.name = "percore"
+
+
+def _name_of(function: Function | None) -> str:
+    """What a call's task is called: as its function, where that stays known. Making a name up would cost more than it tells."""
+    return "percore" if function is None else function.name
 
 
 class Server:
@@ -98,7 +104,7 @@ class Server:
                     self._start_task(call_id, function, body)
                 else:  # the same, for most calls, in fewer steps
                     self._marks[call_id & self._mask] = call_id
-                    task = self._start(self._run(call_id, fn, body, None))
+                    task = self._start(self._run(call_id, fn, body, None), function.name)
                     if not task.done():
                         self._tasks[call_id] = task
             else:
@@ -180,7 +186,7 @@ class Server:
         except BaseException as error:  # user code ran; whatever it raised is this call's outcome
             self._answer_error(call_id, error, channel.send)
             return
-        task = self._start(run)
+        task = self._start(run, _name_of(function))
         if not task.done():
             self._tasks[call_id] = task
 
@@ -267,7 +273,9 @@ class Server:
         fn = function.fn
         if fn is None:
             # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
-            fn = function.fn = cast("Callable[..., Any]", load(self._channel.incoming.read(function.payload)))
+            fn = cast("Callable[..., Any]", load(self._channel.incoming.read(function.payload)))
+            function.name = qualified_name(fn)
+            function.fn = fn
         if type(body) is tuple:
             return fn, body, None
         args, kwargs = self._load(call_id, cast("Payload", body), send)
