@@ -56,16 +56,21 @@ class Member:
         self._tx = worker.channel.tx
         self._send = worker.channel.send
 
-    def is_behind(self) -> bool:
-        """Whether the worker has not read what it was sent, and nothing at all for a while: its loop may be blocked."""
+    def silence(self) -> float:
+        """For how many seconds the worker has read nothing, while there was something to read; 0 when that is not worth mentioning.
+
+        Above it, the worker's loop may be blocked.
+        """
         tx = self._tx
         if tx.written == tx.acknowledged:
-            return False
+            return 0.0
+        now = self._loop.time()
         if tx.acknowledged != self._heard:
             self._heard = tx.acknowledged
-            self._waiting_since = self._loop.time()
-            return False
-        return self._loop.time() - self._waiting_since > _LATE
+            self._waiting_since = now
+            return 0.0
+        silence = now - self._waiting_since
+        return silence if silence > _LATE else 0.0
 
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""

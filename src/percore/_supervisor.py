@@ -179,8 +179,12 @@ class Supervisor:
         call.body = ()
         try:
             self.functions.pickle(call, args, kwargs)
-        except Exception as error:
-            call.set_exception(RuntimeError(f"pickling raised {error!r}") if isinstance(error, StopIteration) else error)
+        except KeyboardInterrupt:  # taken for the terminal's: the call was never accepted
+            raise
+        except BaseException as error:
+            # A future must not carry what would end the program of whoever awaits it, nor a StopIteration.
+            is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            call.set_exception(error if is_error else RuntimeError(f"pickling raised {error!r}"))
             return False
         if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
             self._refuse(call)
