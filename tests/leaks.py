@@ -26,11 +26,15 @@ MARK = "PERCORE_TEST_SESSION"
 ORPHAN_PATIENCE = 3.0  # seconds: the kernel needs milliseconds, a machine under full load its turn
 THREAD_PATIENCE = 1.0  # seconds for a thread whose work is done and that is only ending
 
-os.environ.setdefault(MARK, f"{os.getpid()}-{os.urandom(8).hex()}")
+# Parallel runs of pytest-xdist inherit one mark; what one of them leaves is none of the others' business.
+_runner = os.environ.get("PYTEST_XDIST_WORKER", "")
+if not os.environ.get(MARK, "").endswith(_runner or "-"):
+    os.environ[MARK] = f"{os.getpid()}-{os.urandom(8).hex()}-{_runner}"
 
 FD_FOLDER = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
 MAPS = Path("/proc/self/maps")
 SHM = Path("/dev/shm")
+OF_A_TEST = "left-by-a-test-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ def _shm() -> frozenset[str]:
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(SHM):
             with contextlib.suppress(FileNotFoundError):
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                is_of_another_run = entry.name.startswith(OF_A_TEST) and entry.name != f"{OF_A_TEST}{os.getpid()}"
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid() and not is_of_another_run:
                     found.add(entry.name)
     return frozenset(found)
 

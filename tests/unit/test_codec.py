@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from percore._ipc.codec import decode, encode, is_inline, is_inline_value
 from percore._ipc.ring import BrokenFrame
+from tests.ids import steady
 
 SCALARS = st.one_of(
     st.none(),
@@ -100,7 +101,7 @@ def test_one_value_is_judged_as_one_argument(value: Any) -> None:
         int,
         object(),
     ],
-    ids=repr,
+    ids=steady,
 )
 def test_only_exact_immutable_types_are_inline(value: Any) -> None:
     assert not is_inline_value(value)

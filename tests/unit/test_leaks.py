@@ -100,7 +100,7 @@ def test_an_orphan_is_found_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_a_name_in_shared_memory() -> None:
     before = leaks.snapshot()
-    path = Path(f"/dev/shm/left-by-a-test-{os.getpid()}")
+    path = Path(f"/dev/shm/{leaks.OF_A_TEST}{os.getpid()}")
     path.touch()
     try:
         assert leaks.since(before) == [str(path)]
