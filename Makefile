@@ -3,6 +3,7 @@
 #
 #   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
 #   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
+#   make test-fallbacks  the contract suite with each system call that others lack switched off
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make lint       ruff and mypy --strict
 #   make bench      every benchmark                   BENCH_ARGS="--list" passes arguments on
@@ -12,13 +13,18 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+JOBS   ?= 2
 RUN    := $(VENV)/bin/python
 
 SOURCES := $(wildcard src tests examples benchmarks scripts)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint bench clean stale
+# The ways of other systems, forced on Linux.
+comma := ,
+WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
+
+.PHONY: help demo test test-fallbacks test-all lint bench clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -44,7 +50,14 @@ demo: $(VENV)/.percore-examples
 	$(RUN) examples/scrape.py
 
 test: $(VENV)/.percore-test
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile tests/contract)
+
+test-fallbacks: $(VENV)/.percore-test
+	@for one in $(subst $(comma), ,$(WITHOUT_ALL)); do \
+		echo "== without $$one"; \
+		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) --dist loadfile tests/contract || exit; \
+	done
 
 lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff check $(SOURCES)

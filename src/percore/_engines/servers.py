@@ -169,6 +169,10 @@ class Servers:
         self._retired = [server for server in self._retired if not server.reap()]
 
 
+_READ_ONCE = ("LD_", "MALLOC_", "PERCORE_", "PYTHON")
+"""Beginnings of variables that are read when a process or an interpreter starts: a fork cannot catch up on them."""
+
+
 def fingerprint() -> tuple[object, ...]:
     """What a worker cannot take over from afar: two processes that differ in it must not bear each other's workers."""
     try:
@@ -177,7 +181,8 @@ def fingerprint() -> tuple[object, ...]:
     except OSError:
         cgroup = b""  # no /proc: nobody could tell
     limits = tuple(map(resource.getrlimit, _LIMITS))
-    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup
+    variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
+    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables
 
 
 servers = Servers()
