@@ -62,10 +62,8 @@ class Member:
         Above it, the worker's loop may be blocked.
         """
         tx = self._tx
-        if tx.written == tx.acknowledged:
-            return 0.0
         now = self._loop.time()
-        if tx.acknowledged != self._heard:
+        if tx.written == tx.acknowledged or tx.acknowledged != self._heard:
             self._heard = tx.acknowledged
             self._waiting_since = now
             return 0.0
@@ -74,10 +72,7 @@ class Member:
 
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""
-        call.age_from = now = self._loop.time()
-        tx = self._tx
-        if tx.written == tx.acknowledged:
-            self._waiting_since = now
+        call.age_from = self._loop.time()
         call.call_id = call_id = self.free.pop()
         call.member = self
         self.calls[call_id] = call

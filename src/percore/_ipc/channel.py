@@ -80,6 +80,7 @@ class Channel:
         self._told = 0
         self._ends_turn = False
         self._is_open = False
+        self._is_clear = False  # nothing is queued, nor waits for the ring
         self._bell_waits = False
 
     def open(
@@ -93,6 +94,7 @@ class Channel:
         self.on_broken = on_broken
         self.on_batch = on_batch
         self._is_open = True
+        self._is_clear = not POINTS
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
     # Sending
@@ -120,6 +122,7 @@ class Channel:
             data = encode([(op, call_id, body)])
             if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled it since we looked
                 self._frame = data
+                self._is_clear = False
             else:
                 published = tx.write(data)
                 consumed = self.rx.read - self._told
@@ -136,6 +139,7 @@ class Channel:
             self.flush()
 
     def _enqueue(self, op: int, call_id: int, body: Body) -> None:
+        self._is_clear = False
         self._queue.append((op, call_id, body))
         if type(body) is bytes:
             self._heavy += len(body)
@@ -183,6 +187,8 @@ class Channel:
                     self._publish()
                 finally:
                     self._lock.release()
+            # A thread may queue something just now, and then a message of the loop overtakes it, which is nobody's business.
+            self._is_clear = self._is_open and not self._queue and self._frame is None and not POINTS
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
@@ -285,7 +291,7 @@ class Channel:
             self._lock.release()
         self.flush()  # a thread may have tried meanwhile, and left its message to whoever held the lock
 
-    def receive(self) -> None:
+    def receive(self) -> None:  # noqa: C901  # one function, since each more costs every message a microsecond
         """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""
         if not self._is_open:
             return
@@ -301,21 +307,18 @@ class Channel:
             tx.acknowledged += consumed
             if published < 0 or consumed < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
-            self._deliver()
+            on_message = self.on_message
+            while rx.read != rx.end:
+                for op, call_id, body in decode(rx.next()):
+                    on_message(op, call_id, body)
+                    if not self._is_open:  # that message, or what it made us send, has ended the channel
+                        return
+            if self.on_batch is not None:
+                self.on_batch()
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
-
-    def _deliver(self) -> None:
-        rx, on_message = self.rx, self.on_message
-        while rx.read != rx.end:
-            for op, call_id, body in decode(rx.next()):
-                on_message(op, call_id, body)
-                if not self._is_open:  # that message, or what it made us send, has ended the channel
-                    return
-        if self.on_batch is not None:
-            self.on_batch()
 
     def _break(self, error: BaseException) -> None:
         if self._is_open:
@@ -325,7 +328,7 @@ class Channel:
     def stop(self) -> None:
         """Receive nothing more. Idempotent."""
         if self._is_open:
-            self._is_open = False
+            self._is_open = self._is_clear = False
             if not self.loop.is_closed():
                 self.loop.remove_reader(self._bell.fileno())
                 if self._bell_waits:

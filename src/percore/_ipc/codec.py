@@ -8,7 +8,6 @@ led by damaged bytes to ask for gigabytes).
 
 import marshal
 from collections.abc import Sequence
-from typing import cast
 
 from percore._ipc.ring import BrokenFrame
 from percore._messages import Message
@@ -62,4 +61,4 @@ def decode(data: memoryview | bytes) -> list[Message]:
         raise BrokenFrame(f"frame does not decode: {error}") from error
     if type(messages) is not list:
         raise BrokenFrame(f"frame holds {type(messages).__name__}")
-    return cast("list[Message]", messages)
+    return messages
