@@ -459,3 +459,13 @@ async def agive_coroutine() -> Any:
         return coroutine
     finally:
         coroutine.close()
+
+
+# Busy
+
+
+def burn(steps: int) -> None:
+    """Hold the GIL for a while, as arithmetic does."""
+    total = 0
+    for step in range(steps):
+        total += step * step
