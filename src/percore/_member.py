@@ -1,6 +1,7 @@
 """One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
 
 import asyncio
+from math import frexp
 from typing import TYPE_CHECKING, Final
 
 from percore._calls import Call, Function
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from percore._messages import Body
 
 
-_LATE: Final = 0.002
+_LATE: Final = 0.005
 """Seconds without reading anything after which a worker with something to read is behind. Reading takes far less."""
 
 
@@ -56,19 +57,19 @@ class Member:
         self._tx = worker.channel.tx
         self._send = worker.channel.send
 
-    def silence(self) -> float:
-        """For how many seconds the worker has read nothing, while there was something to read; 0 when that is not worth mentioning.
+    def silence(self) -> int:
+        """For how long the worker has read nothing, while there was something to read: 0 when that is not worth mentioning.
 
-        Above it, the worker's loop may be blocked.
+        Above it, the worker's loop may be blocked. A step is twice as long as the one before, so that of two workers that read
+        equally late the less loaded one gets the next call.
         """
         tx = self._tx
         now = self._loop.time()
         if tx.written == tx.acknowledged or tx.acknowledged != self._heard:
             self._heard = tx.acknowledged
             self._waiting_since = now
-            return 0.0
-        silence = now - self._waiting_since
-        return silence if silence > _LATE else 0.0
+            return 0
+        return max(0, frexp((now - self._waiting_since) / _LATE)[1])
 
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""

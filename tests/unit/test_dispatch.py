@@ -32,8 +32,8 @@ class Seat:
     behind: bool = False
     calls: list[Call] = field(default_factory=list)
 
-    def silence(self) -> float:
-        return float(self.behind)
+    def silence(self) -> int:
+        return int(self.behind)
 
     def send(self, call: Call) -> None:
         self.calls.append(call)

@@ -9,7 +9,6 @@ When a worker runs dry while another still holds calls that have not begun, they
 
 from collections import deque
 from collections.abc import Iterable
-from math import inf
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._messages import Kind
@@ -39,8 +38,8 @@ class Seat(Protocol):
     recalling: bool
     """Whether it has been asked for calls and has not answered."""
 
-    def silence(self) -> float:
-        """For how many seconds it has read nothing, while there was something to read; 0 when that is not worth mentioning."""
+    def silence(self) -> int:
+        """For how long it has read nothing, while there was something to read, in coarse steps; 0: not worth mentioning."""
 
 
 C = TypeVar("C", bound=Queued)
@@ -164,13 +163,13 @@ class Dispatch(Generic[C, S]):
         best: S | None = None
         best_load = limit
         silent: S | None = None
-        shortest = (inf, limit)
+        shortest = (0, 0)
         for seat in self.seats:
             load = seat.load[kind]
             if load < best_load:
                 silence = seat.silence()
                 if not silence:
                     best, best_load = seat, load
-                elif (silence, load) < shortest:
+                elif silent is None or (silence, load) < shortest:
                     silent, shortest = seat, (silence, load)
         return best if best is not None else silent
