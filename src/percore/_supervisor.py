@@ -222,8 +222,7 @@ class Supervisor:
 
     def _dispatch(self) -> None:
         for kind in (Kind.TASK, Kind.THREAD):
-            while (following := self.dispatch.next(kind)) is not None:
-                call, member = following
+            for call, member in self.dispatch.fill(kind):
                 member.send(call)
         if (recall := self.dispatch.recall()) is not None:
             recall.seat.recalling = True

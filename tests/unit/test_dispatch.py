@@ -87,8 +87,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
     def pump(self, kind: int) -> None:
         queue = self.queues[kind]
-        while (following := self.dispatch.next(kind)) is not None:
-            call, seat = following
+        for call, seat in self.dispatch.fill(kind):
             while queue and queue[0].is_done:
                 queue.popleft()
             assert call is queue.popleft()  # first come, first served

@@ -8,7 +8,7 @@ When a worker runs dry while another still holds calls that have not begun, they
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._messages import Kind
@@ -128,6 +128,24 @@ class Dispatch(Generic[C, S]):
             self._purge(kind)
             return call, seat
         return None
+
+    def fill(self, kind: int) -> Iterator[tuple[C, S]]:
+        """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
+        queue = self._queues[kind]
+        places = self._places[kind]
+        free = [seat for seat in self.seats if seat.load[kind] < places] if queue else []
+        if len(free) == 1:  # after an outcome, mostly: there is nothing to choose
+            seat = free[0]
+            load = seat.load
+            while queue and load[kind] < places:
+                call = queue.popleft()
+                if call.done():
+                    self._ended[kind] -= 1
+                else:
+                    yield call, seat
+            self._purge(kind)
+        while (following := self.next(kind)) is not None:
+            yield following
 
     def withdraw(self) -> list[C]:
         """Take every waiting call out."""
