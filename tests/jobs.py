@@ -135,6 +135,12 @@ async def await_(log: str, gate: str, value: Any = None) -> Any:
     return value
 
 
+async def await_pattern(log: str, gate: str, size: int) -> bytes:
+    """As `await_`, for large results."""
+    await await_(log, gate, size)
+    return pattern(size)
+
+
 async def block_loop(log: str, gate: str) -> None:
     """Hold the worker's loop until the gate is open."""
     say(log, "blocked")

@@ -145,8 +145,16 @@ class Functions:
         self._slots.discard(function.payload)
         function.payload = b""
 
+    def _is_scarce(self) -> bool:
+        """Whether one slot more would be in use than half of them.
+
+        The other half stays for calls at the moment they are sent: neither calls that wait nor functions that are held can then
+        keep all of them, and so a call ahead of them from being sent.
+        """
+        return (self._slots.in_use + 1) * 2 > self._slots.count
+
     def _number(self, function: Function) -> None:
-        sink = Sink(self._slots)
+        sink = Sink(self._slots, private=self._is_scarce())
         dump(function.fn, sink, main_by_value=self._main_by_value)
         function.payload = sink.payload()
         self._last += 1
@@ -161,8 +169,6 @@ class Functions:
         """
         function = call.function
         carried = (args, kwargs) if function.number else (function.fn, args, kwargs)
-        # Half of the slots stay for calls at the moment they are sent: those that wait can then never hold all of them and so
-        # keep one ahead of them from being sent.
-        sink = Sink(self._slots, private=self._slots.in_use * 2 > self._slots.count)
+        sink = Sink(self._slots, private=self._is_scarce())
         dump(carried, sink, main_by_value=self._main_by_value)
         call.body = sink.payload()

@@ -83,7 +83,7 @@ class Map(Generic[T]):
     handed over. Leaving `async with`, `aclose()`, and dropping it cancel what is under way and close generators among the inputs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what `Runner.map` was given, and where that was
         self,
         supervisor: Supervisor,
         fn: Callable[..., Any],
@@ -92,7 +92,9 @@ class Map(Generic[T]):
         ordered: bool,
         window: int | None,
         return_exceptions: bool,
+        check: Callable[[], None],
     ) -> None:
+        """`check` raises where the map may not be used: in another loop or thread, after the runner was closed."""
         kind = kind_of(fn)
         if not iterables:
             raise TypeError("map needs at least one iterable")
@@ -104,6 +106,7 @@ class Map(Generic[T]):
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
         self._supervisor = supervisor
+        self._check = check
         self._fn = fn
         self._inputs = Inputs(iterables)
         places = supervisor.dispatch.places(kind) * len(supervisor.slots)
@@ -126,8 +129,9 @@ class Map(Generic[T]):
         Cancelled: what is under way is cancelled too.
 
         Raises:
-            RuntimeError: the map was used before.
-            Exception: the first error that happens, unless return_exceptions.
+            RuntimeError: the map was used before, or this is another loop or thread than the runner's.
+            RunnerClosed: the runner is closed, or was while inputs were left.
+            Exception: the first error of a call that happens, unless return_exceptions; or that of an input.
         """
         self._use()
         stream = self._stream(ordered=False)
@@ -182,6 +186,7 @@ class Map(Generic[T]):
         if self._is_used:
             raise RuntimeError("a map is used once; call runner.map(...) again for another round")
         self._is_used = True
+        self._check()
 
     # Running it
 
@@ -301,14 +306,20 @@ class _Flow:
                     self._failure = self._supervisor.refusal()
                     break
                 row = await inputs.pull() if inputs.is_async else inputs.pull_now()
-                if row is None:
+                if row is None or self._is_fed:  # a call has failed while the input was waited for
                     break
                 self._submit(function, row)
-                if not inputs.is_async and loop.time() - begun > _PULL_SECONDS:
+                if loop.time() - begun > _PULL_SECONDS:  # an async input may never suspend either
                     await asyncio.sleep(0)
                     begun = loop.time()
+        except (asyncio.CancelledError, StopAsyncIteration) as error:
+            # Not to be taken for the end of the input, nor for a cancellation of whoever uses the map. Where it was the map
+            # that cancelled, to close, there is a failure already, or nobody who looks.
+            if self._failure is None:
+                self._failure = RuntimeError(f"the input raised {error!r}")
+                self._failure.__cause__ = error
         except Exception as error:
-            self._failure = RuntimeError(f"the input raised {error!r}") if isinstance(error, StopAsyncIteration) else error
+            self._failure = error
         finally:
             self._is_fed = True
             _wake(self._result_waiter)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
 
+_FOR_EVER: Final = 1e9
 _LEAST_MESSAGE: Final = 1024
 _MOST_MESSAGE: Final = 1 << 36
 
@@ -87,6 +88,21 @@ def _seconds(name: str, value: object) -> float:
     return seconds
 
 
+def grace_of(value: object) -> float | None:
+    """The grace of a closing, checked. For ever is None.
+
+    Raises:
+        TypeError, ValueError: no number of seconds.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"grace must be None or a number of seconds, not {value!r}")
+    if math.isnan(value):
+        raise ValueError("grace must be None or a number of seconds, not nan")
+    return None if value > _FOR_EVER else max(0.0, float(value))
+
+
 def _callable(name: str, value: object, example: str) -> None:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, such as {name}={example}, not {value!r}")
@@ -140,6 +156,10 @@ class Options:
         """
         cpus = usable_cpus()
         _callable("lifespan", lifespan, "open_session")
+        if isinstance(
+            lifespan, ContextDecorator | AsyncContextDecorator
+        ):  # contextlib's are callable, too, but not without arguments
+            raise TypeError("give the function itself: lifespan=open_session, not lifespan=open_session()")
         _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
         method = start_method if start_method is not None else default_start_method()
         if method not in get_args(StartMethod):

@@ -62,7 +62,7 @@ class Outcomes:
                 load[call.kind] -= 1
                 call.member = None
                 member.done += 1
-                if type(call.body) is int:
+                if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
                     self._supervisor.release(call)
                 if POINTS:
                     point("supervisor.outcome.delivered")
@@ -135,9 +135,8 @@ class Outcomes:
         call = member.take(call_id)
         if call.done():
             supervisor.release(call)
-        elif supervisor.is_cut:
-            supervisor.release(call)
-            call.cut_off()
+        elif supervisor.is_cut or supervisor.broken is not None:
+            supervisor.refuse(call)
         else:
             supervisor.dispatch.returned([call])
 

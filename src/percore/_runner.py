@@ -13,7 +13,7 @@ from percore._engines.process import ProcessEngine, Shared
 from percore._errors import RunnerClosed
 from percore._ipc.pickles import alias_main, main_info
 from percore._map import Map
-from percore._options import Lifespan, Options, StartMethod
+from percore._options import Lifespan, Options, StartMethod, grace_of
 from percore._statistics import Statistics, WorkerStatistics
 from percore._supervisor import Slot, Supervisor
 from percore._worker import context
@@ -101,7 +101,10 @@ class Runner:
         Raises:
             StartupFailed: a worker could not be started, raised in its lifespan or imports, died, or took longer than
                 start_timeout. The others are stopped; nothing is retried.
-            RuntimeError: started before, or in a worker that is importing the user's script.
+            RunnerClosed: it was closed by another task meanwhile.
+            RuntimeError: started before, made before a fork, or in a worker that is importing the user's script.
+            OSError: no memory for even one message of max_message bytes.
+            Exception: whatever pickling `lifespan` or `loop_factory` raises.
         """
         if context.importing_main:
             raise RuntimeError(
@@ -132,6 +135,9 @@ class Runner:
         except BaseException:
             await self.aclose(grace=0)
             raise
+        if self._closing is not None:  # 1. the last worker is ready  2. another task closes  3. only now this one wakes
+            await self.aclose()
+            raise RunnerClosed("the runner was closed while it started")
         self._state = _OPEN
 
     def _make_engine(self, main: Any) -> "Engine":
@@ -146,7 +152,12 @@ class Runner:
         Args:
             grace: seconds for accepted calls to end. None: as long as they take. After it those that have not begun are withdrawn
                 and the rest is cancelled, and `kill_after` seconds later killed: these calls end with RunnerClosed.
+
+        Raises:
+            TypeError, ValueError: `grace` is no number of seconds; the runner stays as it was.
+            RuntimeError: from another loop or thread, or after a fork.
         """
+        grace = grace_of(grace)
         if self._state == _NEW:
             self._state = _CLOSED
         if self._state == _CLOSED:
@@ -285,6 +296,7 @@ class Runner:
             ordered=ordered,
             window=window,
             return_exceptions=return_exceptions,
+            check=self._check_open,
         )
 
     # Questions
@@ -311,17 +323,19 @@ class Runner:
 
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
         member = slot.current
-        running, queued = (0, 0) if member is None else member.statistics(self._options.threads)
+        # A worker that drains counts, too, beside its replacement.
+        members = [other for other in self._supervisor.members if other.index == slot.index]
+        counts = [other.statistics(self._options.threads) for other in members]
         channel = None if member is None else member.worker.channel
         return WorkerStatistics(
             index=slot.index,
             generation=slot.generation,
             pid=None if member is None else member.pid,
             state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
-            running=running,
-            queued=queued,
-            done=slot.done + (0 if member is None else member.done),
-            failed=slot.failed + (0 if member is None else member.failed),
+            running=sum(running for running, _ in counts),
+            queued=sum(queued for _, queued in counts),
+            done=slot.done + sum(other.done for other in members),
+            failed=slot.failed + sum(other.failed for other in members),
             started_at=None if member is None else member.started_at,
             bytes_in=0 if channel is None else channel.tx.written,
             bytes_out=0 if channel is None else channel.rx.read,

@@ -187,7 +187,7 @@ class Supervisor:
             call.set_exception(error if is_error else RuntimeError(f"pickling raised {error!r}"))
             return False
         if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
-            self._refuse(call)
+            self.refuse(call)
             return False
         return True
 
@@ -248,7 +248,8 @@ class Supervisor:
             self.functions.drop(function)
         self._retired = [function for function in self._retired if id(function) in needed]
 
-    def _refuse(self, call: Call) -> None:
+    def refuse(self, call: Call) -> None:
+        """End a call that nobody will run any more."""
         self.release(call)
         if call.done():
             return
@@ -385,7 +386,7 @@ class Supervisor:
         logger.error("%s", self.broken)
         self.end_maps()
         for call in self.dispatch.withdraw():
-            self._refuse(call)
+            self.refuse(call)
 
     def end_maps(self) -> None:
         """No more calls are taken: open maps pull no more."""
@@ -408,11 +409,11 @@ class Supervisor:
             return
         self.is_cut = True
         for call in self.dispatch.withdraw():
-            self._refuse(call)
+            self.refuse(call)
         for member in self.members:
             for call in list(member.calls.values()):
                 if call.call_id in member.parked:
-                    self._refuse(member.take(call.call_id))
+                    self.refuse(member.take(call.call_id))
                 elif not call.done():
                     member.worker.channel.send(CANCEL, call.call_id, None)
 
@@ -422,7 +423,7 @@ class Supervisor:
         What still waits does so for workers that have died meanwhile and are not replaced any more.
         """
         for call in self.dispatch.withdraw():
-            self._refuse(call)
+            self.refuse(call)
         for slot in self.slots:
             if slot.timer is not None:
                 slot.timer.cancel()
@@ -435,12 +436,27 @@ class Supervisor:
             member.life.advance(Event.FINISH)
 
     def kill_all(self) -> None:
-        """End every worker now. Their exits follow."""
+        """End every worker now, and start none. Their exits follow."""
         self.is_cut = True
+        for call in self.dispatch.withdraw():
+            self.refuse(call)
+        for slot in self.slots:
+            if slot.timer is not None:
+                slot.timer.cancel()
+                slot.timer = None
         for member in self.members:
             member.worker.kill()
 
     def abandon(self) -> None:
-        """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else."""
+        """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else.
+
+        Where the loop still runs, the calls end as the workers do, and nothing is replaced.
+        """
+        self.is_closing = self.is_cut = True
+        self.on_idle = self._refuse_abandoned
         for member in self.members:
             member.worker.kill()
+
+    def _refuse_abandoned(self) -> None:
+        if not self.members:
+            self.finish()

@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def warm_fork_server() -> Iterator[None]:
-    """Keep one fork server for the session: starting one takes longer than most tests."""
+    """Keep one fork server for a file: starting one takes longer than most tests."""
     if "forkserver" not in REAL:
         yield
         return

@@ -9,9 +9,11 @@ import pytest
 
 import percore
 from percore._messages import CANCEL
+from percore._worker.serve import Server
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
 
 
 def _count_messages(runner: percore.Runner) -> Counter[int]:
@@ -234,3 +236,19 @@ async def test_one_of_many_is_cancelled_alone(make: MakeRunner, log: Log, gate: 
         gate.open()
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [result for result in results if not isinstance(result, BaseException)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+async def test_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(1, threads=1)
+    make_task = Server._await
+
+    def cancel_at_once(server: Server, call_id: int) -> None:
+        make_task(server, call_id)
+        server._cancel(call_id, None)  # as if it had been read in the same iteration of the loop
+
+    monkeypatch.setattr(Server, "_await", cancel_at_once)
+    async with runner:
+        future = runner.submit(jobs.later, 1)
+        async with asyncio.timeout(10):
+            await asyncio.wait([future])
+        assert not runner._supervisor.unfinished()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._supervisor import Supervisor
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -283,3 +284,28 @@ async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
         assert len(pids) == 2
         await one.aclose()
         assert await other.run(jobs.aecho, 1) == 1
+
+
+async def test_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    closings: list[asyncio.Task[None]] = []
+    ready = Supervisor.ready
+
+    def close_first(supervisor: Supervisor, slot: Any, member: Any) -> None:
+        closings.append(asyncio.create_task(runner.aclose()))  # runs before the one that waits for the start
+        ready(supervisor, slot, member)
+
+    monkeypatch.setattr(Supervisor, "ready", close_first)
+    runner = make()
+    with pytest.raises(percore.RunnerClosed, match="while it started"):
+        await runner.start()
+    await asyncio.wait(closings)
+    with pytest.raises(percore.RunnerClosed):
+        await runner.run(jobs.echo)
+
+
+@pytest.mark.parametrize(("grace", "error"), [("1", TypeError), (True, TypeError), (float("nan"), ValueError)])
+async def test_a_bad_grace_changes_nothing(make: MakeRunner, grace: Any, error: type[Exception]) -> None:
+    async with make() as runner:
+        with pytest.raises(error, match="grace must be None or a number of seconds"):
+            await runner.aclose(grace=grace)
+        assert await runner.run(jobs.echo, 1) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import signal
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 import percore
+from percore._messages import RECALL
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
-from tests.fakes import FakeWorker
+from tests.fakes import FakeRunner, FakeWorker
 
 
 def _worker(runner: percore.Runner, index: int = 0) -> Any:
@@ -198,6 +200,68 @@ async def test_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
         assert await asyncio.gather(*plain) == [f"plain {i}" for i in range(4)]
         assert runner.statistics().failed == 0
     assert log.rest().count("exit") == 2
+
+
+async def test_a_drained_worker_leaves_when_its_results_are_published(log: Log, gate: Gate) -> None:
+    loop = asyncio.get_running_loop()
+    async with FakeRunner(1) as runner:
+        worker = _worker(runner)
+        futures = [runner.submit(jobs.await_pattern, log.path, gate.path, 50_000) for _ in range(20)]  # more than a ring holds
+        await log.take(20)
+        worker.kill(signal.SIGTERM)
+        while _worker(runner) is worker:  # noqa: ASYNC110  # the replacement is there: it has been heard that this one drains
+            await asyncio.sleep(0)
+        bell = worker.channel._bell.fileno()
+        loop.remove_reader(bell)  # the supervisor's loop is busy with something else
+        gate.open()
+        while worker._server._tasks:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not worker._is_ending
+        loop.add_reader(bell, worker.channel._on_bell)
+        assert await asyncio.gather(*futures) == [jobs.pattern(50_000)] * 20
+
+
+async def test_sigterm_with_many_large_results(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make_real() as runner:
+        futures = [runner.submit(jobs.await_pattern, log.path, gate.path, size) for size in [50_000, 200_000] * 50]
+        await log.take(100)
+        _worker(runner).kill(signal.SIGTERM)
+        gate.open()
+        assert [len(result) for result in await asyncio.gather(*futures)] == [50_000, 200_000] * 50
+
+
+async def test_a_call_handed_back_to_a_broken_runner_ends(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=1) as runner:
+        supervisor = runner._supervisor
+        running = runner.submit(jobs.wait, log.path, gate.path, 1)
+        ahead = runner.submit(jobs.wait, log.path, gate.path, 2)
+        assert await log.next() == "1"
+        (member,) = supervisor.members
+        supervisor.broken = percore.RunnerBroken(10, 1)
+        member.worker.channel.send(RECALL, 1, None)
+        with pytest.raises(percore.RunnerBroken):
+            await ahead
+        gate.open()
+        assert await running == 1
+
+
+async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    supervisor, engine, shared = runner._supervisor, runner._engine, runner._shared
+    futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
+    assert await log.next() == "0"
+    with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
+        del runner
+        gc.collect()
+    await asyncio.wait(futures)
+    assert [type(future.exception()) for future in futures] == [percore.RunnerClosed] * 3
+    assert not supervisor.members
+    assert not any(slot.timer for slot in supervisor.slots)  # and none will come
+    await engine.aclose()
+    shared.close()
 
 
 async def test_sigint_does_nothing(make_real: MakeRunner) -> None:

@@ -328,3 +328,70 @@ async def test_a_cut_map_raises_runner_closed(make: MakeRunner, log: Log, gate: 
     await runner.aclose(grace=0)
     with pytest.raises(percore.RunnerClosed):
         await task
+
+
+async def test_an_input_that_is_cancelled_is_no_end(make: MakeRunner) -> None:
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+    async with make() as runner:
+        with pytest.raises(RuntimeError, match="the input raised CancelledError"):
+            await runner.map(jobs.aecho, numbers())
+        seen = []
+        with pytest.raises(RuntimeError, match="the input raised CancelledError"):  # noqa: PT012
+            async for value in runner.map(jobs.aecho, numbers()):
+                seen.append(value)  # noqa: PERF401  # what came before the error is what matters
+        assert seen == [1]
+
+
+async def test_nothing_that_was_pulled_after_an_error_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    pulls, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def places() -> AsyncIterator[int]:
+        yield 0
+        yield 1
+        pulls.set()
+        await goes_on.wait()
+        yield 2
+
+    async with make() as runner:
+        # The call at place 1 fails at once; that at place 0 waits, so nobody has been told yet.
+        iterator = aiter(
+            runner.map(
+                jobs.wait_or_fail,
+                itertools.repeat(log.path),
+                itertools.repeat(gate.path),
+                itertools.repeat(gate.path),
+                places(),
+                itertools.repeat(1),
+            )
+        )
+        first = asyncio.ensure_future(anext(iterator))
+        await pulls.wait()
+        assert await log.next() == "0"
+        while runner.statistics().failed == 0:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.sleep(0)
+        gate.open()
+        assert await first == 0
+        with pytest.raises(ValueError, match="failed at 1"):
+            await anext(iterator)
+    assert log.rest() == []
+
+
+async def test_a_map_is_used_where_its_runner_is(make: MakeRunner) -> None:
+    async with make() as runner:
+        stream = runner.map(jobs.aecho, [1])
+        with pytest.raises(RuntimeError, match="another thread"):
+            await asyncio.to_thread(lambda: asyncio.run(stream.collect()))
+
+
+async def test_a_map_that_is_used_after_the_close(make: MakeRunner) -> None:
+    async with make() as runner:
+        stream = runner.map(jobs.aecho, [1])
+    with pytest.raises(percore.RunnerClosed, match="closed"):
+        await stream

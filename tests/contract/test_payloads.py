@@ -1,6 +1,8 @@
 """Bytes of every size, in both directions, also when everything is full."""
 
 import asyncio
+import functools
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from percore._ipc.channel import RING_SIZE
 from percore._ipc.slots import INLINE_LIMIT
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.fakes import FakeRunner
 
 AROUND = [4096, INLINE_LIMIT, RING_SIZE // 2, RING_SIZE]
 SIZES = [0, 1, 100, *(edge + offset for edge in AROUND for offset in (-40, -1, 0, 1)), 1 << 20, 5_000_000]
@@ -145,3 +148,25 @@ async def test_a_large_function_travels_with_run_and_with_map(make: MakeRunner) 
         assert await runner.run(lambda: len(data)) == len(data)
         for _ in range(20):
             assert await runner.map(lambda value: len(data) + value, range(3)) == [len(data) + i for i in range(3)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_with_hardly_any_slots(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    size = 1 << 20
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4 * size * slots, 4 * size * slots))
+    data = jobs.pattern(300_000)
+    async with FakeRunner(1, concurrency=1, max_message=size) as runner, asyncio.timeout(20):
+        assert runner._shared.arena.count == slots
+        # Calls that wait hold slots, and the one ahead of them needs one.
+        assert await asyncio.gather(*(runner.submit(jobs.alength, data) for _ in range(8))) == [len(data)] * 8
+        # A held function holds one, and its calls need one.
+        partials = [functools.partial(jobs.aadd, data) for _ in range(2)]
+        maps = [runner.map(fn, [data] * 3) for fn in partials]
+        assert await asyncio.gather(*(mapped.collect() for mapped in maps)) == [[data + data] * 3] * 2
+
+
+async def test_a_future_lets_go_of_its_arguments(make: MakeRunner) -> None:
+    async with make() as runner:
+        future: Any = runner.submit(jobs.alength, jobs.pattern(50_000))
+        await future
+        assert future.body == ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import signal
 from typing import Any
 
 import pytest
@@ -171,3 +172,18 @@ async def test_what_waits_behind_a_busy_thread_is_recalled(make: MakeRunner, log
         assert not busy[0].done()
         gate.open()
         await asyncio.gather(*busy)
+
+
+async def test_a_worker_that_drains_still_counts(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        await runner.run(jobs.aecho)
+        future = runner.submit(jobs.await_, log.path, gate.path)
+        await log.next()
+        (member,) = runner._supervisor.members
+        member.worker.kill(signal.SIGTERM)
+        while (snapshot := runner.statistics()).restarts == 0:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        assert (snapshot.done, snapshot.running) == (1, 1)
+        gate.open()
+        await future
+        assert runner.statistics().done == 2

@@ -1,7 +1,9 @@
 """Every knob: what it is by default, what it refuses, and in which words; and how many CPUs there really are."""
 
 import asyncio
+import contextlib
 import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +251,17 @@ def test_a_cgroup_may_have_any_name(system: Cgroups) -> None:
 
 def test_the_real_system_has_at_least_one() -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
+
+
+def test_a_lifespan_that_was_called_already() -> None:
+    @contextlib.asynccontextmanager
+    async def resource() -> AsyncIterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def plain() -> Iterator[None]:
+        yield
+
+    for manager in (resource(), plain()):
+        with pytest.raises(TypeError, match=r"lifespan=open_session, not lifespan=open_session\(\)"):
+            options(lifespan=manager)

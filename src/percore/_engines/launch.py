@@ -54,7 +54,7 @@ def search_path() -> list[str]:
 
 def world_for_exec(entry: str, boot: bytes) -> World:
     """The world of now for a fresh interpreter: what exec does not bring."""
-    argv = [_exact(argument) for argument in getattr(sys, "argv", [""])]
+    argv = [_exact(str(argument)) for argument in getattr(sys, "argv", [""])]  # a program may have put a Path there
     return World(search_path(), argv, None, None, None, entry, boot)
 
 

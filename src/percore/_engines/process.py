@@ -53,7 +53,7 @@ class Shared:
         budget, _ = resource.getrlimit(resource.RLIMIT_AS)
         if budget != resource.RLIM_INFINITY:
             wanted = min(wanted, budget // 4 // slot_size)
-        memory = None
+        memory, reason = None, f"RLIMIT_AS is {budget} bytes"
         while wanted and memory is None:
             try:
                 memory = Memory.create(wanted * slot_size)
@@ -61,7 +61,6 @@ class Shared:
                 wanted //= 2
                 reason = str(error)
         if memory is None:
-            reason = reason if wanted else f"RLIMIT_AS is {budget} bytes"
             raise OSError(
                 f"no room for one message of max_message={options.max_message} bytes ({reason}): "
                 "raise the limit (ulimit -v, ulimit -f), or make the runner with a smaller max_message"

@@ -169,7 +169,7 @@ class Servers:
         self._retired = [server for server in self._retired if not server.reap()]
 
 
-_READ_ONCE = ("LD_", "MALLOC_", "PERCORE_", "PYTHON")
+_READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")
 """Beginnings of variables that are read when a process or an interpreter starts: a fork cannot catch up on them."""
 
 

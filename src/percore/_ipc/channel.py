@@ -89,7 +89,7 @@ class Channel:
         on_broken: Callable[[BaseException], None],
         on_batch: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to receive. `on_batch` is called when all that had been published was delivered."""
+        """Begin to receive. `on_batch` is called when all that had been published was delivered, or a full bell takes writes."""
         self.on_message = on_message
         self.on_broken = on_broken
         self.on_batch = on_batch
@@ -194,6 +194,10 @@ class Channel:
             if not isinstance(error, Exception):
                 raise
 
+    def is_flushed(self) -> bool:
+        """Whether all that was sent has been published. Asked on the loop, while no thread sends."""
+        return not (self._queue or self._frame is not None or self._bell_waits or self.outgoing.is_awaited())
+
     def _has_work(self) -> bool:
         frame = self._frame
         if frame is not None:
@@ -263,6 +267,8 @@ class Channel:
         self.loop.remove_writer(self._bell.fileno())
         self._bell_waits = False
         self._ring_alone()
+        if self._is_open and self.on_batch is not None:
+            self.on_batch()
 
     # Receiving
 

@@ -164,7 +164,10 @@ _INSTEAD = {
 
 def unpicklable(value: object, exc: BaseException) -> RemoteError:
     """What the caller gets instead of a result that could not be pickled: what it is, why not, what to return."""
-    culprit = _culprit(value, depth=3)
+    try:
+        culprit = _culprit(value, depth=3)
+    except RuntimeError:  # another thread changes the container meanwhile
+        culprit = None
     # A subclass (a response class of the user's own, asyncio's C task) is advised as its known base.
     names = [base.__name__ for base in type(value if culprit is None else culprit).__mro__]
     advice = next((_INSTEAD[name] for name in names if name in _INSTEAD), "return plain data instead")

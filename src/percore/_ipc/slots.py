@@ -100,6 +100,10 @@ class SlotWriter:
         if is_free:
             self._offer()
 
+    def is_awaited(self) -> bool:
+        """Whether a payload waits for a slot."""
+        return bool(self._waiters)
+
     def _offer(self) -> None:
         """A slot is free: tell the waiters in order, until one has a use for it."""
         while self._waiters:

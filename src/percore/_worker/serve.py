@@ -7,10 +7,11 @@ Rules that hold everywhere here:
 """
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from percore._errors import PayloadTooLarge
 from percore._ipc.channel import Channel
@@ -42,6 +43,9 @@ from percore._points import POINTS, point
 from percore._worker.eager import task_starter
 from percore._worker.threads import Threads
 
+if TYPE_CHECKING:
+    from types import CoroutineType
+
 TASK: Final = Kind.TASK
 Send = Callable[[int, int, Body], None]
 
@@ -61,6 +65,10 @@ class Function:
 def _name_of(function: Function | None) -> str:
     """What a call's task is called: as its function, where that stays known. Making a name up would cost more than it tells."""
     return "percore" if function is None else function.name
+
+
+def _is_unbegun(task: asyncio.Task[None]) -> bool:
+    return inspect.getcoroutinestate(cast("CoroutineType[Any, Any, None]", task.get_coro())) == inspect.CORO_CREATED
 
 
 class Server:
@@ -127,11 +135,12 @@ class Server:
 
     def _cancel(self, call_id: int, _body: None) -> None:
         task = self._tasks.get(call_id)
-        if task is not None:
+        if call_id in self._handed_over or (task is not None and _is_unbegun(task)):
+            # Its task is about to be made, or to take its first step. Cancelled before that, it would end without an answer.
+            self._loop.call_soon(self._cancel, call_id, None)
+        elif task is not None:
             self._cancelled.add(call_id)
             task.cancel()
-        elif call_id in self._handed_over:
-            self._loop.call_soon(self._cancel, call_id, None)  # its task is about to be made
         elif self._threads.take_back(call_id):
             self._channel.send(CANCELLED, call_id, None)
 
@@ -145,18 +154,24 @@ class Server:
             self.finished.set_result(None)
 
     def drain(self) -> None:
-        """Take no more calls, hand back those that have not begun, and finish when the last one has ended."""
+        """Take no more calls, hand back those that have not begun, and finish when the last one has ended and is published."""
         if self._is_draining or self.finished.done():
             return
         self._is_draining = True
+        # What does not fit into the ring or a slot goes when the supervisor has read some; that is flushed after the batch.
+        self._channel.on_batch = self._look_soon
         self._channel.send(DRAINING, 0, None)
         for call_id in self._threads.take_back_some(sys.maxsize):
             self._channel.send(RETURNED, call_id, None)
         self._threads.when_idle(lambda: self._loop.call_soon_threadsafe(self._look_drained))
-        self._look_drained()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        self._loop.call_soon(self._look_drained)  # after the flush that ends this iteration
 
     def _look_drained(self) -> None:
-        if self._is_draining and not self._tasks and not self._handed_over and self._threads.is_idle():
+        has_calls = self._tasks or self._handed_over or not self._threads.is_idle()
+        if not has_calls and self._channel.is_flushed():
             self._finish(0, None)
 
     def stop(self) -> None:
@@ -206,7 +221,7 @@ class Server:
             else:
                 self._answer(call_id, result, self._channel.send)
         if self._is_draining:
-            self._look_drained()
+            self._look_soon()
 
     def _end_task(self, call_id: int, error: BaseException) -> None:
         self._tasks.pop(call_id, None)
@@ -239,14 +254,16 @@ class Server:
             if POINTS:
                 point("worker.call.running")
             result = fn(*args, **kwargs) if kwargs else fn(*args)
+            is_inline = is_inline_value(result)
+            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # a metaclass may have its say
         except BaseException as error:
             self._answer_error(call_id, error, channel.send_from_thread)
         else:
-            if is_inline_value(result):
+            if is_inline:
                 if POINTS:
                     point("worker.outcome.ready")
                 channel.send_from_thread(VALUE, call_id, result)
-            elif hasattr(type(result), "__await__"):
+            elif is_awaitable:
                 self._handed_over[call_id] = result  # before this thread leaves: at no moment does the call seem to be nowhere
                 self._loop.call_soon_threadsafe(self._await, call_id)
             else:
@@ -301,6 +318,7 @@ class Server:
         sink = Sink(self._channel.outgoing)
         try:
             dump(value, sink, main_by_value=self._main_by_value)
+            payload = sink.payload()
         except PayloadTooLarge as error:
             self._answer_error(call_id, error, send)
         except BaseException as error:
@@ -308,7 +326,7 @@ class Server:
         else:
             if POINTS:
                 point("worker.outcome.ready")
-            self._channel.send_payload(RESULT, call_id, sink.payload(), send)
+            self._channel.send_payload(RESULT, call_id, payload, send)
 
     def _answer_error(self, call_id: int, error: BaseException, send: Send) -> None:
         sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value)
