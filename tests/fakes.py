@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
 from percore._engine import Engine
-from percore._engines.process import Cell, Shared, make_boot
+from percore._engines.process import Cell, Shared, began_at, make_boot
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
 from percore._ipc.memory import Memory
@@ -143,8 +143,8 @@ class FakeWorker:
         of_task.set(self._context)
         self._server.drain()
 
-    def started(self, place: int, call_id: int) -> bool:
-        return self._marks[place] == call_id
+    def began_at(self, place: int, call_id: int) -> float | None:
+        return began_at(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()

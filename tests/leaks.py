@@ -78,7 +78,8 @@ def _fds() -> frozenset[tuple[int, str]]:
     for name in os.listdir(FD_FOLDER):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             found.add((int(name), _target(int(name))))
-    return frozenset(found)
+    # With its first callback libffi (under ctypes) may open its own file, once and for the life of the process.
+    return frozenset((fd, target) for fd, target in found if "/libffi.so" not in target)
 
 
 def _target(fd: int) -> str:

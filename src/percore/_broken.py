@@ -42,7 +42,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         exitcode: as subprocess gives it: -9 for SIGKILL, 3 for `os._exit(3)`; None where the system does not tell.
         signal: name of the signal, or None.
         call: qualified name of the function.
-        age: seconds since the call was sent to that worker, or None when it never was.
+        age: seconds since the call began there, or None when it had not.
         started: whether the call had begun there. False is only seen where no other worker will come to run it.
         attempts: how many workers have begun this call.
     """

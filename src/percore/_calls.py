@@ -28,16 +28,15 @@ class Owner(Protocol):
 class Call(asyncio.Future[Any]):
     """One call: the future its caller awaits, and what is needed to run it."""
 
-    __slots__ = ("age_from", "body", "call_id", "function", "kind", "member", "owner")
+    __slots__ = ("body", "call_id", "function", "kind", "member", "owner")
 
-    # Set by whoever makes the call, and the last two by whoever sends it: an initialiser would cost a third more.
+    # Set by whoever makes the call, and the last one by whoever sends it: an initialiser would cost a third more.
     owner: Owner
     function: "Function"
     kind: int
     body: tuple[Any, ...] | Payload
     member: Any
     call_id: int
-    age_from: float
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the future and withdraw the call, or cancel it in its worker. Its result, should one come, is dropped."""

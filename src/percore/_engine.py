@@ -49,8 +49,8 @@ class Worker(Protocol):
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """As Process.kill."""
 
-    def started(self, place: int, call_id: int) -> bool:
-        """Whether this call had begun. To be asked once, after the worker is known to be dead, before `close`."""
+    def began_at(self, place: int, call_id: int) -> float | None:
+        """When this call had begun, by `time.monotonic`; None: it had not. Asked when the worker is dead, before `close`."""
 
     def close(self) -> None:
         """Let go of the channel, the memory and every fd. Idempotent."""

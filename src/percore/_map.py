@@ -218,7 +218,7 @@ class Map(Generic[T]):
         error = call.exception()
         if error is None:
             return call.result()
-        if self._return_exceptions and not isinstance(error, RunnerClosed):
+        if self._return_exceptions and not (isinstance(error, RunnerClosed) and self._supervisor.is_closing):
             return error
         raise error
 

@@ -5,6 +5,7 @@ from math import frexp
 from typing import TYPE_CHECKING, Final
 
 from percore._calls import Call, Function
+from percore._core.dispatch import places_for
 from percore._core.lifecycle import Life, State
 from percore._ipc.slots import INLINE_LIMIT
 from percore._messages import DEFINE, ONCE_OPS, Kind
@@ -36,7 +37,7 @@ class Member:
         """Ids of calls that wait for a slot for their arguments, and so have not been sent after all."""
         self.defined: set[int] = set()
         self.load = [0, 0]
-        self.recalling = False
+        self.recalling = self.gave_back = False
         self.done = 0
         self.failed = 0
         self._loop = loop
@@ -73,7 +74,6 @@ class Member:
 
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""
-        call.age_from = self._loop.time()
         call.call_id = call_id = self.free.pop()
         call.member = self
         self.calls[call_id] = call
@@ -112,9 +112,9 @@ class Member:
         call.member = None
         return call
 
-    def has_begun(self, call: Call) -> bool:
-        """Whether a call had begun here. Of a dead worker alone."""
-        return self.worker.started(call.call_id % self.stride, call.call_id)
+    def began_at(self, call: Call) -> float | None:
+        """When a call had begun here, by `time.monotonic`; None: it had not. Of a dead worker alone."""
+        return self.worker.began_at(call.call_id % self.stride, call.call_id)
 
     def statistics(self, threads: int) -> tuple[int, int]:
         """Calls running and calls queued ahead, as far as the supervisor knows."""
@@ -143,8 +143,3 @@ class _Parked:
         # The slot is the call's from now on, as if it had been pickled there.
         self._member.parked.discard(self._call_id)
         self._call.body = payload
-
-
-def places_for(room: int) -> int:
-    """Start marks a worker with room for so many calls needs: a power of two."""
-    return 1 << max(0, room - 1).bit_length()

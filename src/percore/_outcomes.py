@@ -108,6 +108,8 @@ class Outcomes:
                 call.set_exception(_unloadable(failure))
         self._release(member, payload)
         self._ended(member, call_id, failed=failure is not None)
+        if isinstance(failure, KeyboardInterrupt):  # taken for the terminal's: to swallow that would be worse than one worker less
+            raise failure
 
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
         call = member.calls[call_id]
@@ -131,7 +133,11 @@ class Outcomes:
         supervisor = self._supervisor
         if call_id == 0:  # a recall has been answered in full
             member.recalling = False
+            if not member.gave_back:
+                supervisor.dispatch.nothing_is_ahead()  # what it holds waits for a slot: asking again would go on for ever
+            member.gave_back = False
             return
+        member.gave_back = True
         call = member.take(call_id)
         if call.done():
             supervisor.release(call)

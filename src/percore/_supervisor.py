@@ -10,6 +10,8 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 
 import asyncio
 import logging
+import os
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how
@@ -76,6 +78,7 @@ class Supervisor:
         self._outcomes = Outcomes(self)
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
+        self._pid = os.getpid()
         self._retired: list[Function] = []
         self.enders: set[Callable[[], None]] = set()
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
@@ -102,8 +105,8 @@ class Supervisor:
         member = Member(slot.index, slot.generation, self.dispatch.room, self.loop)
         try:
             member.attach(self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
-        except OSError as error:
-            self._report(f"worker {slot.index} could not be started: {error}")
+        except Exception as error:  # whatever it is, the slot has to go on
+            self._report(f"worker {slot.index} could not be started: {error!r}")
             self.loop.call_soon(self._never_began, slot, None)
             return
         slot.current = member
@@ -193,6 +196,8 @@ class Supervisor:
 
     def cancelled(self, call: Call) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
+        if os.getpid() != self._pid:  # a copy of the call, in a fork of this process: the worker is none of its
+            return
         member: Member | None = call.member
         if member is None:
             self.release(call)
@@ -302,10 +307,11 @@ class Supervisor:
 
     def _end_calls(self, member: Member, exitcode: int | None) -> bool:
         """Fail the calls that had begun, take back those that had not. Whether any had begun."""
-        now = self.loop.time()
+        now = time.monotonic()
         back, begun = [], False
         for call in list(member.calls.values()):
-            started = member.has_begun(call)
+            began_at = member.began_at(call)
+            started = began_at is not None
             begun |= started
             call.member = None
             if call.done():
@@ -315,7 +321,7 @@ class Supervisor:
                 if self.is_cut:
                     call.cut_off()
                 else:
-                    call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, now - call.age_from))
+                    call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, now - (began_at or now)))
                 member.done += 1
                 member.failed += 1
             else:

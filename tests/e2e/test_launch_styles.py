@@ -207,9 +207,9 @@ def prompt(folder: Path) -> Done:
 
 
 def prompt_of_asyncio(folder: Path) -> Done:
-    typed = as_typed(DEFINITIONS + "\nawait tell()\n")
-    # The prompt of 3.13 and newer reads whole blocks from a terminal alone.
-    done = without_prompts(python("-m", "asyncio", cwd=folder, given=typed, environment={"PYTHON_BASIC_REPL": "1"}))
+    # From 3.13 on this prompt takes blocks of several lines from a terminal only.
+    definitions = DEFINITIONS if sys.version_info < (3, 13) else f"exec({DEFINITIONS!r})"
+    done = without_prompts(python("-m", "asyncio", cwd=folder, given=as_typed(f"{definitions}\nawait tell()\n")))
     greeting = r'asyncio REPL .*\nUse "await" .*\nType .*\nimport asyncio\n(exiting asyncio REPL\.\.\.)?'
     prompts = re.compile(r">>> |\.\.\. ")  # where there is no terminal, these come on standard output
     return done._replace(out=prompts.sub("", done.out), err=re.sub(greeting, "", done.err))

@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.process": LAUNCH | BYTES | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_worker.main"},
     # shell
     "_calls": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
-    "_member": VOCABULARY | {"_calls", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots"},
+    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots"},
     "_outcomes": VOCABULARY | PICKLES | {"_broken", "_calls", "_member", "_ipc.ring"},
     "_supervisor": VOCABULARY
     | PICKLES

@@ -53,21 +53,27 @@ class Recall(NamedTuple, Generic[S]):
     wanted: int
 
 
+def room_of(concurrency: int, threads: int) -> int:
+    """Calls that one worker may hold at once, of all kinds."""
+    return concurrency + threads * (1 + AHEAD)
+
+
+def places_for(room: int) -> int:
+    """Start marks of a worker with room for so many calls: a power of two, so that a call's id names its place."""
+    return 1 << max(0, room - 1).bit_length()
+
+
 class Dispatch(Generic[C, S]):
     """The calls that wait, and the workers that may take them."""
 
     def __init__(self, concurrency: int, threads: int) -> None:
         self._places = (concurrency, threads)
         self._room = (concurrency, threads * (1 + AHEAD))
+        self.room = room_of(concurrency, threads)
         self._queues: tuple[deque[C], deque[C]] = (deque(), deque())
         self._ended = [0, 0]
         self._is_ahead = False
         self.seats: list[S] = []
-
-    @property
-    def room(self) -> int:
-        """Calls that one worker may hold at once, of all kinds."""
-        return sum(self._room)
 
     def places(self, kind: int) -> int:
         """Calls of that kind that one worker can run at once."""
@@ -108,6 +114,10 @@ class Dispatch(Generic[C, S]):
             queue.clear()
             queue.extend(live)
             self._ended[kind] = 0
+
+    def nothing_is_ahead(self) -> None:
+        """A worker that was asked had nothing to give back: ask no more until something is queued ahead again."""
+        self._is_ahead = False
 
     def is_quiet(self) -> bool:
         """Whether nothing waits and nothing is queued ahead: there is nothing to decide."""

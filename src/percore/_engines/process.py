@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from percore._core.dispatch import AHEAD
+from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_fds, bell_of
@@ -75,10 +75,9 @@ class Shared:
         self.memory.close()
 
 
-def places_of(options: Options) -> int:
-    """Start marks of a worker: a power of two, at least one for each call it may hold."""
-    room = options.concurrency + options.threads * (1 + AHEAD)
-    return 1 << max(0, room - 1).bit_length()
+def began_at(marks: memoryview, place: int, call_id: int) -> float | None:
+    """What a start mark says of a call: when it began, by `time.monotonic`, or None."""
+    return float(marks[place * 2 + 1]) / 1e9 if marks[place * 2] == call_id else None
 
 
 class Cell:
@@ -127,8 +126,8 @@ class ProcessWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
-    def started(self, place: int, call_id: int) -> bool:
-        return self._marks[place] == call_id
+    def began_at(self, place: int, call_id: int) -> float | None:
+        return began_at(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()
@@ -155,7 +154,7 @@ def make_boot(options: Options, shared: Shared, main: MainInfo, *, debug: bool) 
     return Boot(
         index=0,
         generation=0,
-        places=places_of(options),
+        places=places_for(room_of(options.concurrency, options.threads)),
         threads=options.threads,
         arena_size=shared.memory.size,
         results_size=shared.results_size,

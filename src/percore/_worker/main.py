@@ -26,7 +26,8 @@ from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.serve import Server
 
-MARK_SIZE: Final = 8
+MARK_SIZE: Final = 16
+"""Bytes of a start mark: the id of the call, and the monotonic nanoseconds at which it began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from percore._errors import PayloadTooLarge
@@ -75,11 +76,11 @@ class Server:
     """Serves one channel. Methods are the loop's unless they say otherwise."""
 
     def __init__(self, channel: Channel, marks: memoryview, *, threads: int, main_by_value: bool) -> None:
-        """`marks`: 8 bytes a place, as many as a power of two."""
+        """`marks`: two words a place, as many places as a power of two: the call that began there last, and when."""
         self._channel = channel
         self._loop = channel.loop
         self._marks = marks
-        self._mask = len(marks) - 1
+        self._mask = len(marks) // 2 - 1
         self._main_by_value = main_by_value
         self._functions: dict[int, Function] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -111,7 +112,7 @@ class Server:
                 if fn is None or type(body) is not tuple or self._is_draining or POINTS:
                     self._start_task(call_id, function, body)
                 else:  # the same, for most calls, in fewer steps
-                    self._marks[call_id & self._mask] = call_id
+                    self._mark(call_id)
                     task = self._start(self._run(call_id, fn, body, None), function.name)
                     if not task.done():
                         self._tasks[call_id] = task
@@ -119,6 +120,12 @@ class Server:
                 self._put_on_thread(call_id, function, body)
         else:
             self._handlers[op](call_id, body)
+
+    def _mark(self, call_id: int) -> None:
+        """The call begins. The id comes last: from then on the mark counts."""
+        place = (call_id & self._mask) * 2
+        self._marks[place + 1] = monotonic_ns()
+        self._marks[place] = call_id
 
     def _define(self, number: int, body: tuple[int, Payload]) -> None:
         kind, payload = body
@@ -193,7 +200,7 @@ class Server:
         if self._is_draining:
             channel.send(RETURNED, call_id, None)
             return
-        self._marks[call_id & self._mask] = call_id
+        self._mark(call_id)
         if POINTS:
             point("worker.call.marked")
         try:
@@ -246,7 +253,7 @@ class Server:
     def _run_on_thread(self, call_id: int, item: tuple[Function | None, Body]) -> None:
         """Run a call in the current thread and answer it. Never raises."""
         channel = self._channel
-        self._marks[call_id & self._mask] = call_id
+        self._mark(call_id)
         if POINTS:
             point("worker.call.marked")
         try:
