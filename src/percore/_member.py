@@ -72,10 +72,6 @@ class Member:
             return 0
         return max(0, frexp((now - self._waiting_since) / _LATE)[1])
 
-    def is_behind(self) -> bool:
-        """Whether the worker has not read everything it was sent."""
-        return self._tx.is_unread()
-
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""
         call.call_id = call_id = self.free.pop()
