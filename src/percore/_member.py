@@ -22,10 +22,31 @@ _LATE: Final = 0.005
 """Seconds without reading anything after which a worker with something to read is behind. Reading takes far less."""
 
 
+class Turn:
+    """The time at which this iteration of the loop began to be looked at, the same until the iteration ends.
+
+    What workers say is heard between two iterations: however long one takes, in it nobody is silent any longer.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._time: float | None = None
+
+    def time(self) -> float:
+        """As `loop.time()`, frozen."""
+        if self._time is None:
+            self._time = self.loop.time()
+            self.loop.call_soon(self._end)
+        return self._time
+
+    def _end(self) -> None:
+        self._time = None
+
+
 class Member:
     """A worker of a slot, from its start to its end."""
 
-    def __init__(self, index: int, generation: int, room: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, index: int, generation: int, room: int, turn: "Turn") -> None:
         self.index = index
         self.generation = generation
         self.life = Life()
@@ -38,10 +59,11 @@ class Member:
         self.defined: set[int] = set()
         self.load = [0, 0]
         self.recalling = self.gave_back = False
+        self.told_pid: int | None = None
         self.done = 0
         self.failed = 0
-        self._loop = loop
-        self.started_at = self._waiting_since = loop.time()
+        self._turn = turn
+        self.started_at = self._waiting_since = turn.loop.time()
         self._heard = 0
         self.killed_why = ""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
@@ -50,7 +72,8 @@ class Member:
 
     @property
     def pid(self) -> int | None:
-        return self.worker.pid
+        # A worker may be ready before its launcher has heard of its birth; then its own word counts.
+        return self.told_pid if self.worker.pid is None else self.worker.pid
 
     def attach(self, worker: "Worker") -> None:
         """The worker runs."""
@@ -65,12 +88,11 @@ class Member:
         equally late the less loaded one gets the next call.
         """
         tx = self._tx
-        now = self._loop.time()
         if tx.written == tx.acknowledged or tx.acknowledged != self._heard:
             self._heard = tx.acknowledged
-            self._waiting_since = now
+            self._waiting_since = self._turn.time()
             return 0
-        return max(0, frexp((now - self._waiting_since) / _LATE)[1])
+        return max(0, frexp((self._turn.time() - self._waiting_since) / _LATE)[1])
 
     def send(self, call: Call) -> None:
         """Send a call. The worker must have room."""

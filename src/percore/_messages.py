@@ -33,7 +33,7 @@ ERROR: Final = 3  # body: a pickled exception
 CANCELLED: Final = 4  # the call ended by the cancellation that was asked for
 RETURNED: Final = 5  # the call had not begun and never will here
 UNPICKLED: Final = 6  # the call's arguments have been read from their slot
-READY: Final = 7  # the lifespan is entered
+READY: Final = 7  # the lifespan is entered; body: the worker's pid
 UNREADY: Final = 8  # the start failed; body: a pickled exception
 DRAINING: Final = 9  # asked to end from outside: takes no more calls
 

@@ -44,7 +44,7 @@ class Outcomes:
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, _: self._returned(member, call_id),
             UNPICKLED: lambda call_id, _: self._supervisor.release(member.calls[call_id]),
-            READY: lambda _, __: self._supervisor.ready(slot, member),
+            READY: lambda _, pid: self._ready(slot, member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
             DRAINING: lambda _, __: self._supervisor.draining(slot, member),
         }
@@ -72,6 +72,10 @@ class Outcomes:
                 raise BrokenFrame(f"message {op} does not exist")
 
         return receive
+
+    def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
+        member.told_pid = pid
+        self._supervisor.ready(slot, member)
 
     def _unready(self, member: Member, payload: Payload) -> None:
         error = load_exception(self._bytes(member, payload))

@@ -23,7 +23,7 @@ from percore._engine import Engine
 from percore._errors import RunnerClosed
 from percore._ipc.codec import is_inline
 from percore._ipc.slots import SlotWriter
-from percore._member import Member
+from percore._member import Member, Turn
 from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Kind
 from percore._options import Options
 from percore._outcomes import Outcomes
@@ -79,6 +79,7 @@ class Supervisor:
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
         self._pid = os.getpid()
+        self._turn = Turn(loop)
         self._retired: list[Function] = []
         self.enders: set[Callable[[], None]] = set()
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
@@ -102,7 +103,7 @@ class Supervisor:
     def _spawn(self, slot: Slot) -> None:
         slot.timer = None
         slot.generation += 1
-        member = Member(slot.index, slot.generation, self.dispatch.room, self.loop)
+        member = Member(slot.index, slot.generation, self.dispatch.room, self._turn)
         try:
             member.attach(self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         except Exception as error:  # whatever it is, the slot has to go on

@@ -2,6 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -311,3 +314,31 @@ import percore
 print(sorted(name for name in sys.modules if name.partition(".")[0] in ("percore", "asyncio", "uvloop", "cloudpickle")))
 """
     assert output_of(program, tmp_path) == "['percore']\n"
+
+
+def test_a_pid_is_known_when_the_runner_is_open_although_the_fork_server_says_nothing_yet() -> None:
+    program = """
+import asyncio, os, signal
+import percore
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+async def main():
+    async with percore.Runner(1) as runner:
+        (server,) = children(os.getpid())
+        print(runner.statistics().workers[0].pid in children(server))
+        os.kill(server, signal.SIGCONT)
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PERCORE_POINTS": "forkserver.forked=stop"},
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)

@@ -18,7 +18,7 @@ from percore._ipc.doorbell import Bell, bell_fds, bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
-from percore._member import Member
+from percore._member import Member, Turn
 from percore._messages import SLOT_BITS, SLOT_MASK, Body, Kind
 from percore._platform import HAS_EVENTFD
 
@@ -37,6 +37,7 @@ class CountedBell:
         self.bell = bell
         self.rings: list[tuple[int, int]] = []
         self.fileno, self.read, self.close = bell.fileno, bell.read, bell.close
+        self.out_fileno = bell.out_fileno
 
     def ring(self, published: int, consumed: int) -> bool:
         self.rings.append((published, consumed))
@@ -617,7 +618,7 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.
     slots = pair.up.channel.outgoing
     taken = take_all(slots) if waits else []
-    member = Member(0, 1, 4, asyncio.get_running_loop())
+    member = Member(0, 1, 4, Turn(asyncio.get_running_loop()))
     member.attach(SimpleNamespace(channel=pair.up.channel))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)

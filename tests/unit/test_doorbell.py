@@ -40,11 +40,15 @@ def bells(kind: bool) -> Iterator[tuple[Bell, Bell]]:
         bell.close()
 
 
+def socket_bells() -> tuple[SocketBell, SocketBell]:
+    down, up = (socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+    return SocketBell(down[0].detach(), up[0].detach()), SocketBell(up[1].detach(), down[1].detach())
+
+
 @pytest.fixture
 def full() -> Iterator[tuple[SocketBell, SocketBell, int]]:
     """A pair whose first side has rung 1, 0 until it was told that the bell is full, and how often that was."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ours, theirs = SocketBell(one.detach()), SocketBell(other.detach())
+    ours, theirs = socket_bells()
     rung = 1
     while ours.ring(1, 0):
         rung += 1
@@ -225,10 +229,9 @@ class Failing:
 
 
 def failing_pair(error: OSError) -> tuple[SocketBell, SocketBell, Failing]:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ours, theirs = SocketBell(one.detach()), SocketBell(other.detach())
-    failing = Failing(ours._socket, error)
-    ours._socket = failing  # type: ignore[assignment]
+    ours, theirs = socket_bells()
+    failing = Failing(ours._out, error)
+    ours._out = failing  # type: ignore[assignment]
     return ours, theirs, failing
 
 
@@ -244,8 +247,16 @@ def test_no_buffers_is_full(number: int) -> None:
 
 
 def test_nobody_is_left_to_be_told() -> None:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ours, theirs = SocketBell(one.detach()), SocketBell(other.detach())
+    ours, theirs = socket_bells()
     theirs.close()
     assert ours.ring(3, 4)
+    ours.close()
+
+
+def test_the_last_words_of_a_dead_peer_survive_a_ring_to_it() -> None:
+    ours, theirs = socket_bells()
+    assert theirs.ring(5, 6)
+    theirs.close()
+    assert ours.ring(1, 1)
+    assert ours.read() == (5, 6)
     ours.close()

@@ -68,9 +68,13 @@ def test_a_thread() -> None:
 
 
 def test_a_child_is_named_and_killed() -> None:
+    running, run = os.pipe()
     before = leaks.snapshot()
-    child = subprocess.Popen([sys.executable, "-c", SLEEPER])
+    child = subprocess.Popen([sys.executable, "-c", f"import os; os.write({run}, b'.'); {SLEEPER}"], pass_fds=[run])
+    os.read(running, 1)  # Popen comes back in the midst of exec, when there may be no command line yet
     (sentence,) = leaks.since(before)
+    os.close(running)
+    os.close(run)
     assert sentence.startswith(f"process {child.pid} ")
     assert SLEEPER in sentence
     child.wait()

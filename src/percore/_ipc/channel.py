@@ -261,10 +261,10 @@ class Channel:
 
     def _watch_bell(self) -> None:
         if self._is_open:
-            self.loop.add_writer(self._bell.fileno(), self._bell_takes_writes)
+            self.loop.add_writer(self._bell.out_fileno(), self._bell_takes_writes)
 
     def _bell_takes_writes(self) -> None:
-        self.loop.remove_writer(self._bell.fileno())
+        self.loop.remove_writer(self._bell.out_fileno())
         self._bell_waits = False
         self._ring_alone()
         if self._is_open and self.on_batch is not None:
@@ -338,7 +338,7 @@ class Channel:
             if not self.loop.is_closed():
                 self.loop.remove_reader(self._bell.fileno())
                 if self._bell_waits:
-                    self.loop.remove_writer(self._bell.fileno())
+                    self.loop.remove_writer(self._bell.out_fileno())
 
     def close(self) -> None:
         """Stop, and let go of bell and rings. Idempotent."""

@@ -6,8 +6,9 @@ The system call is also the memory barrier: see `ring`.
 EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by
             the ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
             between that and counting loses positions for good, so whoever reads must treat one as the end of the channel.
-SocketBell  where there is no eventfd: a datagram pair with cumulative positions. It can fill up; `ring` then says so, and only the
-            newest positions have to be sent once the socket takes some again.
+SocketBell  where there is no eventfd: a datagram pair a direction, with cumulative positions. It can fill up; `ring` then says so,
+            and only the newest positions have to be sent once the socket takes some again. One pair for both directions would
+            lose the last words of a peer: a datagram to a dead one makes the kernel throw away what it had sent.
 """
 
 import errno
@@ -26,6 +27,9 @@ class Bell(Protocol):
 
     def fileno(self) -> int:
         """What becomes readable when the other side rings."""
+
+    def out_fileno(self) -> int:
+        """What becomes writable when `ring` can tell again what it could not."""
 
     def ring(self, published: int, consumed: int) -> bool:
         """Tell the other side. False: it could not be told everything now; call `ring(0, 0)` when the bell takes writes again."""
@@ -52,6 +56,9 @@ class EventBell:
     def fileno(self) -> int:
         return self.in_fd
 
+    def out_fileno(self) -> int:
+        return self.out_fd
+
     def ring(self, published: int, consumed: int) -> bool:
         os.eventfd_write(self.out_fd, published | consumed << 32)
         return True
@@ -70,19 +77,24 @@ class EventBell:
 class SocketBell:
     """One side of a datagram socket pair."""
 
-    __slots__ = ("_consumed", "_peer_consumed", "_peer_published", "_published", "_socket", "_told")
+    __slots__ = ("_consumed", "_in", "_out", "_peer_consumed", "_peer_published", "_published", "_told")
 
     _RECORD = struct.Struct("<QQ")
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
+    def __init__(self, out_fd: int, in_fd: int) -> None:
+        self._out = socket.socket(fileno=out_fd)
+        self._in = socket.socket(fileno=in_fd)
+        for end in (self._out, self._in):
+            end.setblocking(False)
         self._published = self._consumed = 0
         self._peer_published = self._peer_consumed = 0
         self._told = True
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._in.fileno()
+
+    def out_fileno(self) -> int:
+        return self._out.fileno()
 
     def ring(self, published: int, consumed: int) -> bool:
         self._published += published
@@ -90,7 +102,7 @@ class SocketBell:
         if self._told and not (published or consumed):
             return True
         try:
-            self._socket.send(self._RECORD.pack(self._published, self._consumed))
+            self._out.send(self._RECORD.pack(self._published, self._consumed))
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOBUFS):
                 # The other side is gone. Its death is reported elsewhere; there is nobody left to tell.
@@ -103,19 +115,20 @@ class SocketBell:
     def read(self) -> tuple[int, int]:
         published, consumed = self._peer_published, self._peer_consumed
         try:
-            record = self._socket.recv(self._RECORD.size)
+            record = self._in.recv(self._RECORD.size)
         except ConnectionResetError:  # how some systems say that the other side has died: its owner hears of that elsewhere
             raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
         while len(record) == self._RECORD.size:
             self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
             try:
-                record = self._socket.recv(self._RECORD.size)
+                record = self._in.recv(self._RECORD.size)
             except (BlockingIOError, ConnectionResetError):
                 break
         return self._peer_published - published, self._peer_consumed - consumed
 
     def close(self) -> None:
-        self._socket.close()
+        self._out.close()
+        self._in.close()
 
 
 def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -125,8 +138,14 @@ def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
         OSError: no descriptors left; nothing leaked.
     """
     if not HAS_EVENTFD:
-        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        return (one.detach(),), (other.detach(),)
+        down = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            up = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        except OSError:
+            for end in down:
+                end.close()
+            raise
+        return (down[0].detach(), up[0].detach()), (up[1].detach(), down[1].detach())
     fds: list[int] = []
     try:
         fds.extend(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))

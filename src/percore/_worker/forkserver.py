@@ -25,7 +25,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from percore._platform import uvloop_wanted
+from percore._platform import HAS_SETSIG, uvloop_wanted
 from percore._points import POINTS, point
 from percore._worker.world import (
     BORN,
@@ -100,7 +100,7 @@ class ForkServer:
 
     def _fork(self, fds: list[int], lifeline: int, write_end: int) -> Birth | None:
         try:
-            pid = os.fork()
+            pid = _fork_process()
         except OSError as error:
             _close((lifeline, write_end))
             self._refuse(fds, error.errno or errno.EAGAIN)
@@ -216,6 +216,17 @@ def _close_all_but(keep: Collection[int]) -> None:
             os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, highest + 1)
+
+
+def _fork_process() -> int:
+    """As os.fork(), which warns of threads. There is one where F_SETSIG is not to be had: it waits in poll and holds no lock."""
+    if HAS_SETSIG:
+        return os.fork()
+    import warnings
+
+    with warnings.catch_warnings():  # left on both sides of the fork: what user code does in a worker is warned of
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _tell(report: socket.socket, kind: int, value: int, fds: Collection[int] = ()) -> bool:

@@ -42,7 +42,7 @@ async def serve_until_finished(
         return 1
     if POINTS:
         point("worker.lifespan.entered")
-    channel.send(READY, 0, None)
+    channel.send(READY, 0, context.worker.pid)
     if POINTS:
         point("worker.ready")
     await server.finished
