@@ -109,8 +109,8 @@ class Map(Generic[T]):
         self._check = check
         self._fn = fn
         self._inputs = Inputs(iterables)
-        places = supervisor.dispatch.places(kind) * len(supervisor.slots)
-        self._window = default_window(places) if window is None else window
+        room = supervisor.dispatch.room_for(kind) * len(supervisor.slots)
+        self._window = default_window(room) if window is None else window
         self._ordered = ordered
         self._return_exceptions = return_exceptions
         self._results: ref[AsyncGenerator[T]] | None = None

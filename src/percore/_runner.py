@@ -281,7 +281,7 @@ class Runner:
             fn: a coroutine function or a plain one.
             *iterables: sync, async, or endless.
             ordered: give results in the order of the inputs, or as they come.
-            window: exactly this many items are pulled and not yet handed over. Default: twice what the workers run at once.
+            window: exactly this many items are pulled and not yet handed over. Default: twice what the workers may hold.
             return_exceptions: give errors in place of results instead of raising them.
 
         Raises:

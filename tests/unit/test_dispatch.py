@@ -364,5 +364,5 @@ def test_coroutines_are_never_recalled() -> None:
 
 def test_places_and_room() -> None:
     dispatch = dispatch_of(concurrency=7, threads=3)
-    assert (dispatch.places(TASK), dispatch.places(THREAD)) == (7, 3)
+    assert (dispatch.room_for(TASK), dispatch.room_for(THREAD)) == (7, 3 * (1 + AHEAD))
     assert dispatch.room == 7 + 3 * (1 + AHEAD)

@@ -117,7 +117,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.
 GIVES_WAY = {
     # the GIL, to the worker's loop
-    "_worker.threads": ["time.sleep(_YIELD_FOR)", "time.sleep(0)"],
+    "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
     "_map": ["asyncio.sleep(0)"],
 }

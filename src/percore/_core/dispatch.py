@@ -75,9 +75,9 @@ class Dispatch(Generic[C, S]):
         self._is_ahead = False
         self.seats: list[S] = []
 
-    def places(self, kind: int) -> int:
-        """Calls of that kind that one worker can run at once."""
-        return self._places[kind]
+    def room_for(self, kind: int) -> int:
+        """Calls of that kind that one worker may hold at once, those queued ahead included."""
+        return self._room[kind]
 
     def waiting(self) -> int:
         """Calls that wait here."""

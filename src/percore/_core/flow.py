@@ -6,6 +6,6 @@ _LEAST: Final = 64
 _MOST: Final = 16_384
 
 
-def default_window(places: int) -> int:
-    """Items pulled and not yet handed over, when the user does not say: twice what the workers can run at once."""
-    return max(_LEAST, min(_MOST, 2 * places))
+def default_window(room: int) -> int:
+    """Items pulled and not yet handed over, when the user does not say: twice what the workers may hold at once."""
+    return max(_LEAST, min(_MOST, 2 * room))

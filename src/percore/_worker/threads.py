@@ -4,8 +4,8 @@ Calls wait in a dict, from which they can be taken back by id until a thread beg
 and the loop may both want a call: `dict.pop` gives it to exactly one.
 
 The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases
-the GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So a thread that has rung sits out for a
-moment, and short CPU-bound calls take turns, which costs nothing under a GIL:
+the GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So every few milliseconds a thread that
+has rung sits out for a moment, and short CPU-bound calls take turns, which costs nothing under a GIL:
     Whether calls are CPU-bound (thread time against wall time) is measured on those that run alone: beside others, waiting for the
     GIL cannot be told from waiting for something else.
     Where none runs alone and the process keeps a CPU busy, turns are tried, more and more rarely if in vain.
@@ -22,7 +22,7 @@ from typing import Any, Final
 JOIN_AFTER: Final = 0.005
 """Seconds that one call may have its turn before the others run beside it."""
 
-_YIELD_EVERY: Final = 0.001
+_YIELD_EVERY: Final = 0.005
 _YIELD_FOR: Final = 50e-6
 _LOOK_EVERY: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
@@ -162,10 +162,9 @@ class Threads:
         return False
 
     def _give_way(self) -> None:
-        """Let the loop have the GIL: at once after each ring, and for a moment once a millisecond."""
+        """Let the loop have the GIL for a moment, as often as it would ask for it itself."""
         now = time.perf_counter()
-        if not self._active or now - self._yielded < _YIELD_EVERY:
-            time.sleep(0)
+        if now - self._yielded < _YIELD_EVERY:
             return
         self._yielded = now
         if not self._takes_turns and now - self._looked[0] > _LOOK_EVERY:
