@@ -275,7 +275,8 @@ class Supervisor:
     def _kill(self, member: Member, why: str) -> None:
         if not member.life.is_gone:
             member.killed_why = why
-            logger.warning("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            log = logger.debug if self.is_closing else logger.warning  # a second Ctrl-C may well hit a channel while it reads
+            log("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
             member.worker.kill()
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
