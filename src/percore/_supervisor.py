@@ -430,12 +430,7 @@ class Supervisor:
 
         What still waits does so for workers that have died meanwhile and are not replaced any more.
         """
-        for call in self.dispatch.withdraw():
-            self.refuse(call)
-        for slot in self.slots:
-            if slot.timer is not None:
-                slot.timer.cancel()
-                slot.timer = None
+        self._expect_nobody()
         for member in self.members:
             if member.life.state is State.STARTING:
                 member.worker.kill()
@@ -443,15 +438,19 @@ class Supervisor:
                 member.worker.channel.send(FINISH, 0, None)
             member.life.advance(Event.FINISH)
 
-    def kill_all(self) -> None:
-        """End every worker now, and start none. Their exits follow."""
-        self.is_cut = True
+    def _expect_nobody(self) -> None:
+        """No worker will be started any more, nor become ready: nothing waits for one."""
         for call in self.dispatch.withdraw():
             self.refuse(call)
         for slot in self.slots:
             if slot.timer is not None:
                 slot.timer.cancel()
                 slot.timer = None
+
+    def kill_all(self) -> None:
+        """End every worker now, and start none. Their exits follow."""
+        self.is_cut = True
+        self._expect_nobody()
         for member in self.members:
             member.worker.kill()
 
