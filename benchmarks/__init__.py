@@ -1,4 +1,4 @@
-"""Percore against what people use today: `python -m benchmarks [row ...] [--list] [--quick] [--json FILE]`.
+"""Percore against what people use today: `python -m benchmarks [row ...] [--list] [--quick] [--json FILE] [--plots FOLDER]`.
 
 A row is one module in `benchmarks/rows`: a docstring that says what is measured and why, contestants, and the targets
 that percore set itself. To add a row, add a module there; nothing else lists them.

@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks [row ...] [--list] [--quick] [--json FILE]`. Without rows: all of them."""
+"""The command: `python -m benchmarks [row ...] [--list] [--quick] [--json FILE] [--plots FOLDER]`. Without rows: all."""
 
 from __future__ import annotations
 
@@ -47,13 +47,26 @@ def write_json(path: Path, machine: Mapping[str, str], figures: Mapping[str, obj
     path.write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
 
 
-async def measured(name: str, *, quick: bool) -> dict[str, object]:
+def draw(row: Row, result: Result, path: Path) -> str:
+    """Make the row's plot, where there is matplotlib; a line that tells."""
+    if row.draw is None:
+        return "  no plot: this row has none"
+    try:
+        row.draw(result, path)
+    except ModuleNotFoundError as error:
+        return f"  no plot: {error}"
+    return f"  plot: {path}"
+
+
+async def measured(name: str, *, quick: bool, plots: Path | None) -> dict[str, object]:
     """Runs one row and prints it; returns what the JSON file has of it."""
     row: Row = row_module(name).row(quick=quick)
     result = await measure(row)
     verdicts = judge(row.targets, result)
     title = f"{title_of(name)} (--quick: fewer calls, no figures to rely on)" if quick else title_of(name)
-    show(_table.row_lines(title, result, verdicts))
+    show(_table.row_lines(title, result, verdicts, row.words))
+    if plots is not None:
+        show([draw(row, result, plots / f"{name}.png")])
     return as_json(result, verdicts)
 
 
@@ -69,6 +82,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="tell what the rows measure, and run none")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rounds: does it run, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw there what a row has to draw")
     arguments = parser.parse_args()
     unknown = set(arguments.row) - set(names)
     if unknown:
@@ -82,12 +96,14 @@ def main() -> None:
     if arguments.list:
         show(map(title_of, arguments.row))
         return
+    if arguments.plots:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
     machine = _machine.describe()
     show(_table.machine_lines(machine))
     figures = {}
     for name in arguments.row:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures[name] = runner.run(measured(name, quick=arguments.quick))
+            figures[name] = runner.run(measured(name, quick=arguments.quick, plots=arguments.plots))
     if arguments.json:
         write_json(arguments.json, machine, figures)
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    Words = Callable[[float], str]
+    """How a metric is written."""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -80,8 +83,32 @@ class Target:
         return self.at_most is not None and ratio <= self.at_most
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a row set itself without a rival: a metric of one contestant is `at_most` so much, in the metric's own unit."""
+
+    contestant: str
+    metric: str
+    at_most: float
+
+    def is_reached(self, value: float) -> bool:
+        return value <= self.at_most
+
+
 def in_words(seconds: float) -> str:
     """Seconds with three digits in the unit that suits them: '2.61 us', '48.0 ms', '1.26 s'."""
     unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
     digits = f"{seconds / size:#.3g}".rstrip(".")  # the form keeps the zeros of 48.0 but also the point of 120.
     return f"{digits} {unit}"
+
+
+def in_mebibytes(size: float) -> str:
+    return f"{size / 2**20:.2f} MiB"
+
+
+def in_times(ratio: float) -> str:
+    return f"{ratio:.3f} x"
+
+
+def in_items(count: float) -> str:
+    return f"{count:.0f} items"

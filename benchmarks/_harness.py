@@ -6,11 +6,15 @@ import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from benchmarks._figures import Spread, Target
+from benchmarks._figures import Limit, Spread, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Sample = Mapping[str, float]
-"""What one round of one contestant gave: seconds by the name of the metric."""
+"""What one round of one contestant gave, by the name of the metric: seconds, unless the row says otherwise."""
 
 Round = Callable[[], Awaitable[Sample]]
 """Does the work once and tells how long it took. It checks its results: a wrong one raises, it is never only slow."""
@@ -24,13 +28,16 @@ class Row:
     """One measurement.
 
     The contestants are opened in the order given and closed in the reverse one. The first of their metrics is the one
-    that matters most.
+    that matters most. `words` tells how a metric is written that is not in seconds; `draw` makes a plot of the result
+    in a file, with matplotlib.
     """
 
     contestants: Mapping[str, Contestant]
-    targets: Sequence[Target]
+    targets: Sequence[Target | Limit]
     rounds: int = 9
     warm_ups: int = 1
+    words: Mapping[str, Callable[[float], str]] = field(default_factory=dict)
+    draw: Callable[[Result, Path], None] | None = None
 
 
 @dataclass(slots=True)
@@ -46,27 +53,27 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A target and what was measured; `ratio` is None where one of the two contestants was left out."""
+    """A target and what was measured: None where a contestant was left out, else ratios, or a limit's own values."""
 
-    target: Target
-    ratio: Spread | None
+    target: Target | Limit
+    measured: Spread | None
 
     @property
     def is_reached(self) -> bool:
-        return self.ratio is not None and self.target.is_reached(self.ratio.median)
+        return self.measured is not None and self.target.is_reached(self.measured.median)
 
 
-def judge(targets: Sequence[Target], result: Result) -> list[Verdict]:
-    """Each target with the spread of its paired ratios."""
-    verdicts = []
-    for target in targets:
-        ratio = None
-        if target.ours in result.samples and target.theirs in result.samples:
-            ours = result.values(target.ours, target.metric)
-            theirs = result.values(target.theirs, target.metric)
-            ratio = Spread.of(target.ratios(ours, theirs))
-        verdicts.append(Verdict(target, ratio))
-    return verdicts
+def judge(targets: Sequence[Target | Limit], result: Result) -> list[Verdict]:
+    """Each target with the spread of its paired ratios, each limit with that of its metric."""
+    return [Verdict(target, _measured(target, result)) for target in targets]
+
+
+def _measured(target: Target | Limit, result: Result) -> Spread | None:
+    names = [target.contestant] if isinstance(target, Limit) else [target.ours, target.theirs]
+    if not all(name in result.samples for name in names):
+        return None
+    values = [result.values(name, target.metric) for name in names]
+    return Spread.of(values[0] if isinstance(target, Limit) else target.ratios(*values))
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -42,9 +42,11 @@ def on_pool(pool: ProcessPoolExecutor, function: Callable[[T], R]) -> Callable[[
 
 
 class DistexPool(Protocol):
-    """The one verb of distex's pool that has a counterpart in percore; distex itself is not typed."""
+    """The verbs of distex's pool that have a counterpart in percore; distex itself is not typed."""
 
     def run_async(self, function: Callable[[T], Awaitable[R]], argument: T, /) -> Awaitable[R]: ...
+
+    def map_async(self, function: Callable[[T], R], items: Iterable[T], /, *, chunksize: int) -> AsyncIterator[R]: ...
 
 
 @asynccontextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks._figures import Spread, in_words
+from benchmarks._figures import Limit, Spread, Target, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from benchmarks._figures import Words
     from benchmarks._harness import Result, Verdict
 
 
@@ -17,27 +18,37 @@ def machine_lines(machine: Mapping[str, str]) -> Iterator[str]:
         yield f"{name:>10}: {value}"
 
 
-def row_lines(title: str, result: Result, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """A row's title, a line for each contestant and metric, a line for each target."""
+def row_lines(title: str, result: Result, verdicts: Sequence[Verdict], words: Mapping[str, Words]) -> Iterator[str]:
+    """A row's title, a line for each contestant and metric, a line for each target. Metrics without `words` are seconds."""
     yield ""
     yield title
-    yield f"  {'contestant':<36} {'metric':<12} {'median':>8}   quartiles"
+    yield f"  {'contestant':<36} {'metric':<12} {'median':>12}   quartiles"
     for name, samples in result.samples.items():
         for metric in samples[0]:
-            times = Spread.of(result.values(name, metric))
-            spread = f"{in_words(times.low)} to {in_words(times.high)}"
-            yield f"  {name:<36} {metric:<12} {in_words(times.median):>8}   {spread}"
+            say = words.get(metric, in_words)
+            values = Spread.of(result.values(name, metric))
+            yield f"  {name:<36} {metric:<12} {say(values.median):>12}   {say(values.low)} to {say(values.high)}"
     for name, reason in result.absent.items():
         yield f"  {name:<36} left out: {reason}"
     for verdict in verdicts:
-        yield f"  {_verdict_line(verdict)}"
+        yield f"  {_verdict_line(verdict, words)}"
 
 
-def _verdict_line(verdict: Verdict) -> str:
-    target = verdict.target
-    question = f"{target.ours} / {target.theirs}, {target.metric}: target {target.wording}"
-    if verdict.ratio is None:
+def _verdict_line(verdict: Verdict, words: Mapping[str, Words]) -> str:
+    target, measured = verdict.target, verdict.measured
+    say = _ratio if isinstance(target, Target) else words.get(target.metric, in_words)
+    question = _question(target, say)
+    if measured is None:
         return f"not measured  {question}"
-    ratio = verdict.ratio
     answer = "reached" if verdict.is_reached else "MISSED"
-    return f"{answer:<12}  {question}, measured {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{answer:<12}  {question}, measured {say(measured.median)} ({say(measured.low)} to {say(measured.high)})"
+
+
+def _question(target: Target | Limit, say: Words) -> str:
+    if isinstance(target, Limit):
+        return f"{target.contestant}, {target.metric}: target at most {say(target.at_most)}"
+    return f"{target.ours} / {target.theirs}, {target.metric}: target {target.wording}"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}"

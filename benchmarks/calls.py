@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 T = TypeVar("T")
 
@@ -24,12 +27,42 @@ def same_plainly(value: T) -> T:
 def work(steps: int) -> int:
     """A fixed amount of arithmetic.
 
-    Never a spin on a clock: of two threads that share a CPU each would be done in time, having done half.
+    Never a spin on a wall clock: of two threads that share a CPU each would be done in time, having done half.
     """
     total = 0
     for step in range(steps):
         total += step * step
     return total
+
+
+def spin(seconds: float) -> float:
+    """Use so much CPU time of this thread, and tell how much it was."""
+    start = time.thread_time()
+    end = start + seconds
+    while (now := time.thread_time()) < end:
+        pass
+    return now - start
+
+
+def spin_all(costs: Sequence[float]) -> list[float]:
+    """`spin` with one after the other."""
+    return [spin(cost) for cost in costs]
+
+
+def last(seconds: float) -> None:
+    """Take so long. Below a millisecond it computes: no sleep is so short."""
+    if seconds < 0.001:
+        spin(seconds)
+    else:
+        time.sleep(seconds)
+
+
+async def last_async(seconds: float) -> None:
+    """As `last`, as a coroutine."""
+    if seconds < 0.001:
+        spin(seconds)
+    else:
+        await asyncio.sleep(seconds)
 
 
 def page(item: int, steps: int) -> int:

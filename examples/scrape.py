@@ -1,48 +1,73 @@
-"""A crawler on every CPU: one aiohttp session per process, pages fetched and parsed where they arrive.
+"""A polite crawler on every CPU: one aiohttp session per process, pages fetched and parsed where they arrive.
 
     python examples/scrape.py                                  # crawls a farm of 64 sites on this machine, and compares
     python examples/scrape.py https://example.com --depth 2    # crawls a real site
-    python examples/scrape.py --input urls.txt --output pages.jsonl
+    python examples/scrape.py --input urls.txt --output pages.jsonl --resume
 
-The workers fetch and parse (crawl/pages.py); this process decides what to visit next (crawl/frontier.py). `--single`
-does all of it in one plain asyncio process, without percore. Ctrl-C ends a crawl and keeps what it has.
+Every host gets at most `--per-host` requests at once, whichever process they come from, and none that its robots.txt
+forbids; hosts take turns; what fails in a way that may pass is tried again, later and later. The workers fetch and parse
+(crawl/pages.py); this process decides what to visit next (crawl/frontier.py) and how to behave (crawl/manners.py,
+crawl/robots.py). `--single` does all of it in one plain asyncio process, without percore, `--compare` both. Ctrl-C ends a
+crawl and keeps what it has; the same command with `--resume` goes on.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 
 import percore
-from crawl.frontier import Frontier, crawl
-from crawl.pages import Page, absolute, fetch_page, get_page, http
+from crawl.frontier import Frontier, Visit, crawl
+from crawl.manners import FAILURES, EveryCpu, Manners, OneProcess, reason_of
+from crawl.pages import BadStatus, Page, absolute, http
+from crawl.record import BadRecord, Record
 from crawl.report import Tally, live_display, live_table, print_summary
+from crawl.robots import read_rules
 from farm import Farm, new_event_loop
 
 DEMO_SECONDS = 8.0
+DEMO_LISTED = 3  # failures of a kind: the farm's are known
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+
+# How many of a host's pages are with percore, for each that may be fetched: the next is there when one ends, and one that
+# waits for its next attempt holds up nobody. The same factor is between all pages under way and the workers' places.
+AHEAD = 2
 
 
 class Scraper:
     """This program: what it was asked for, where its output goes, and the tally of each crawl it has made."""
 
-    def __init__(self, options: argparse.Namespace, console: Console, output: TextIO | None) -> None:
+    def __init__(self, options: argparse.Namespace, console: Console, record: Record | None) -> None:
         self.options = options
         self.console = console
-        self.output = output
+        self.record = record
+        self.manners = Manners(options.per_host, options.timeout, options.retries, options.backoff)
         self.tallies: list[Tally] = []
 
+    def crawl_all(self, starts: list[str]) -> None:
+        """The crawls that were asked for, each from its start pages to its end."""
+        for single in [True] if self.options.single else [False, True] if self.options.compare else [False]:
+            self.crawl(starts, single=single)
+
+    def crawl_farm(self) -> None:
+        """The demonstration: percore crawls the farm, then one plain process does."""
+        self.console.print("Starting a farm of 64 sites on this machine ...")
+        with Farm() as farm:
+            for single in [True] if self.options.single else [False, True]:
+                farm.forget()
+                try:
+                    self.crawl(farm.starts, single=single)
+                finally:
+                    usage = farm.usage()
+                    self.tallies[-1].farm_cpu, self.tallies[-1].most_at_once = usage.cpu, usage.most_at_once
+
     def crawl(self, starts: list[str], *, single: bool) -> Tally:
-        """One crawl, from its start pages to its end. KeyboardInterrupt by Ctrl-C; the tally then has what was done."""
+        """One crawl. KeyboardInterrupt by Ctrl-C; the tally then has what was done."""
         tally = Tally("one process" if single else "percore")
         self.tallies.append(tally)
         # The loop that percore's workers have, so that the two kinds of crawl differ in nothing but percore.
@@ -50,123 +75,160 @@ class Scraper:
             loop.run(self.in_one_process(starts, tally) if single else self.on_every_cpu(starts, tally))
         return tally
 
-    def crawl_farm(self) -> None:
-        """The demonstration: percore crawls the farm, then one plain process does."""
-        self.console.print("Starting a farm of 64 sites on this machine ...")
-        with Farm() as farm:
-            for single in [True] if self.options.single else [False, True]:
-                before = farm.usage()
-                try:
-                    self.crawl(farm.starts, single=single)
-                finally:
-                    self.tallies[-1].farm_cpu = farm.usage().since(before).cpu
-
     async def on_every_cpu(self, starts: list[str], tally: Tally) -> None:
         """The crawl on percore's workers."""
-        lifespan = partial(http, self.options.timeout)
-        concurrency = self.options.concurrency
-        async with percore.Runner(self.options.workers, lifespan=lifespan, concurrency=concurrency) as runner:
-
-            async def fetch(url: str) -> Page:
-                try:
-                    return await runner.run(fetch_page, url)
-                except percore.WorkerDied as death:  # it cost the pages it had begun; the crawl goes on
-                    return Page(url, error=type(death).__name__)
-
-            workers = len(runner.statistics().workers)
-            await self._visit_all(starts, tally, fetch, at_once=workers * concurrency, runner=runner)
+        concurrency, per_host = self.options.concurrency, self.options.per_host
+        async with percore.Runner(self.options.workers, lifespan=http, concurrency=concurrency, per_key=per_host) as runner:
+            places = concurrency * len(runner.statistics().workers)
+            await self._visit_all(starts, tally, EveryCpu(runner, self.manners), places=places, runner=runner)
 
     async def in_one_process(self, starts: list[str], tally: Tally) -> None:
         """The same crawl in this process alone, for comparison."""
-        async with http(self.options.timeout) as session:
-            await self._visit_all(starts, tally, partial(get_page, session), at_once=self.options.concurrency)
+        concurrency = self.options.concurrency
+        async with http() as session:
+            await self._visit_all(starts, tally, OneProcess(session, self.manners, concurrency), places=concurrency)
 
     async def _visit_all(
         self,
         starts: list[str],
         tally: Tally,
-        fetch: Callable[[str], Awaitable[Page]],
+        fetcher: EveryCpu | OneProcess,
         *,
-        at_once: int,
+        places: int,
         runner: percore.Runner | None = None,
     ) -> None:
-        def keep(page: Page) -> None:
-            tally.count(page)
-            self._write(page)
+        frontier = self._make_frontier(starts)
 
-        frontier = Frontier(starts, depth=self.options.depth, follow_hosts=self.options.follow_hosts)
+        async def visit(one: Visit) -> None:
+            if one.is_robots:
+                frontier.learn(one, await read_rules(fetcher.robots, one))
+                return
+            page = await fetch(fetcher, one)
+            frontier.follow(page, one.depth)
+            tally.count(page)
+            if self.record is not None and len(self.tallies) == 1:  # the second of two crawls is for the comparison alone
+                self.record.write(page, one.depth)
+
         tally.begin()
         try:
             async with live_display(self.console, lambda: live_table(tally, len(frontier), runner)):
                 async with asyncio.timeout(self.options.seconds):
-                    await crawl(frontier, fetch, keep, at_once=at_once)
+                    await crawl(frontier, visit, at_once=places * AHEAD)
             tally.ended_because = "all visited"
         except TimeoutError:
             tally.ended_because = "time is up"
         finally:
-            tally.end()
+            tally.end(disallowed=frontier.disallowed, retried=fetcher.retried)
 
-    def _write(self, page: Page) -> None:
-        if self.output is not None:
-            # Flushed page by page: whatever ends this program, the file has every page that was visited.
-            json.dump({field.name: getattr(page, field.name) for field in fields(page)}, self.output)
-            self.output.write("\n")
-            self.output.flush()
+    def _make_frontier(self, starts: list[str]) -> Frontier:
+        """What is to be visited: from the start pages, and from what the record has of an earlier crawl."""
+        options = self.options
+        pages = self.record.pages if self.record is not None else tuple
+        visited = (page.url for page, _ in pages())
+        at_once = options.per_host * AHEAD
+        frontier = Frontier(starts, depth=options.depth, at_once=at_once, follow_hosts=options.follow_hosts, visited=visited)
+        for page, depth in pages():
+            frontier.follow(page, depth)
+        return frontier
+
+
+async def fetch(fetcher: EveryCpu | OneProcess, visit: Visit) -> Page:
+    """A page that cannot be had is a Page with the reason as its `error`, not an exception: the crawl goes on."""
+    if visit.refusal:
+        return Page(visit.url, error=visit.refusal)
+    try:
+        return await fetcher.page(visit)
+    except FAILURES as error:
+        return Page(visit.url, status=error.status if isinstance(error, BadStatus) else 0, error=reason_of(error))
 
 
 def main() -> int:
     options, starts = read_command_line()
     console = Console()
-    with open_output(options.output) as output:
-        scraper = Scraper(options, console, output)
-        try:
-            if starts:
-                scraper.crawl(starts, single=options.single)
-            else:
-                scraper.crawl_farm()
-            code = 0
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-    if scraper.tallies:
-        print_summary(console, scraper.tallies, len(os.sched_getaffinity(0)))
-    return code
-
-
-def open_output(path: Path | None) -> AbstractContextManager[TextIO | None]:
-    if path is None:
-        return nullcontext()
     try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        sys.exit(f"cannot write {path}: {error.strerror}")
+        with open_record(options) as record:
+            scraper = Scraper(options, console, record)
+            with summary_of(scraper):
+                if starts:
+                    scraper.crawl_all(starts)
+                else:
+                    scraper.crawl_farm()
+    except BadRecord as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def summary_of(scraper: Scraper) -> Iterator[None]:
+    """Prints what was done, however it ends."""
+    try:
+        yield
+    finally:
+        if scraper.tallies:
+            listed = None if scraper.options.urls else DEMO_LISTED
+            print_summary(scraper.console, scraper.tallies, len(os.sched_getaffinity(0)), listed=listed)
+
+
+def open_record(options: argparse.Namespace) -> AbstractContextManager[Record | None]:
+    return nullcontext() if options.output is None else Record(options.output, resume=options.resume)
 
 
 # ---- the command line ----
 
 
 def read_command_line() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description="Crawls web sites with asyncio on every CPU.")
+    parser = argparse.ArgumentParser(description="Crawls web sites politely, with asyncio on every CPU.")
     add = parser.add_argument
     add("urls", nargs="*", metavar="URL", help="where to start; nowhere: a farm of 64 sites on this machine")
     add("--input", type=Path, metavar="FILE", help="more URLs to start from, one a line")
     add("--output", type=Path, metavar="FILE", help="write each page as a line of JSON, as it comes")
+    add("--resume", action="store_true", help=RESUME)
+    add("--per-host", type=whole, default=2, metavar="N", help="requests of one host at once (default 2)")
+    add("--retries", type=natural, default=3, metavar="N", help=RETRIES)
+    add("--backoff", type=positive, default=0.5, metavar="S", help="seconds before the second attempt (default 0.5)")
+    add("--timeout", type=positive, default=10.0, metavar="S", help="seconds one attempt may take (default 10)")
     add("--workers", type=whole, metavar="N", help="processes (default: one for each CPU)")
     add("--concurrency", type=whole, default=100, metavar="N", help="pages at once in each process (default 100)")
-    add("--depth", type=int, default=3, metavar="N", help="how many links away from a start to go (default 3)")
+    add("--depth", type=natural, default=3, metavar="N", help="how many links away from a start to go (default 3)")
     add("--seconds", type=positive, metavar="S", help="end after so long (default: when all is visited)")
-    add("--timeout", type=positive, default=10.0, metavar="S", help="seconds one page may take (default 10)")
     add("--follow-hosts", action="store_true", help="follow links to other hosts than those of the start pages")
     add("--single", action="store_true", help="one plain asyncio process, without percore")
+    add("--compare", action="store_true", help="crawl twice, with percore and in one process; --output has the first")
     options = parser.parse_args()
+    options.urls = starts = read_starts(parser, options)
+    check_together(parser, options)
+    if not starts:
+        options.seconds = options.seconds or DEMO_SECONDS
+    return options, starts
+
+
+RESUME = """go on with the crawl in --output, if that has pages: they are not fetched again, and their links are followed from
+there; those that failed are, unless the site said that there is no such page (4xx)"""
+RETRIES = """further attempts, each after twice the pause, when a page fails with 5xx or 429, a reset, a time-out or its worker
+(default 3)"""
+
+
+def check_together(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.resume and options.output is None:
+        parser.error("--resume goes on with the file of --output: name it")
+    if options.resume and not options.urls:
+        parser.error("--resume wants the URLs of the crawl that it goes on with: the farm has other ones each time")
+    if options.single and options.compare:
+        parser.error("--single is one half of --compare: choose one of them")
+    if options.resume and options.compare:
+        parser.error("--compare wants two whole crawls: it cannot --resume one")
+
+
+def read_starts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
     starts = []
     for given in options.urls + read_urls(parser, options.input):
         start = absolute("", given)
         if start is None:
             parser.error(f"not a URL that begins with http:// or https://: {given}")
         starts.append(start)
-    if not starts:
-        options.seconds = options.seconds or DEMO_SECONDS
-    return options, starts
+    return starts
 
 
 def read_urls(parser: argparse.ArgumentParser, path: Path | None) -> list[str]:
@@ -186,6 +248,13 @@ def read_urls(parser: argparse.ArgumentParser, path: Path | None) -> list[str]:
 def whole(text: str) -> int:
     number = int(text)
     if number < 1:
+        raise ValueError
+    return number
+
+
+def natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
         raise ValueError
     return number
 

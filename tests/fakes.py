@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from dataclasses import replace
@@ -18,17 +17,17 @@ from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
 from percore._engine import Engine
-from percore._engines.process import Cell, Shared, began_at, make_boot
+from percore._engines.process import Cell, Shared, began, make_boot
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import SlotReader, SlotWriter
-from percore._options import Options
+from percore._options import Knobs
 from percore._worker.context import WorkerContext, of_task
 from percore._worker.lifespan import serve_until_finished
-from percore._worker.main import Boot, cell_size, marks_of
+from percore._worker.main import Boot, cell_size, marks_of, unpickler
 from percore._worker.serve import Server
 
 _PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
@@ -81,7 +80,14 @@ class FakeWorker:
             prompt=True,
         )
         self._own_marks = marks_of(cell, self._boot.places)
-        self._server = Server(self._side, self._own_marks, threads=self._boot.threads, main_by_value=False)
+        self._server = Server(
+            self._side,
+            self._own_marks,
+            threads=self._boot.threads,
+            main_by_value=False,
+            thread_initializer=unpickler(self._boot.thread_initializer),
+            contextvars=self._boot.contextvars,
+        )
         self._side.open(self._server.receive, lambda _error: self._die(70))
         self._task = self._loop.create_task(
             serve_until_finished(
@@ -112,7 +118,7 @@ class FakeWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._server._threads.take_back_some(sys.maxsize)  # killed: what has not begun never will
+        self._server._threads.waiting.clear()  # killed: what has not begun never will
         self._server.stop()
         self._side.close()
         if not self._is_killed:
@@ -143,8 +149,8 @@ class FakeWorker:
         of_task.set(self._context)
         self._server.drain()
 
-    def began_at(self, place: int, call_id: int) -> float | None:
-        return began_at(self._marks, place, call_id)
+    def began(self, place: int, call_id: int) -> tuple[float, int] | None:
+        return began(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()
@@ -168,7 +174,7 @@ class FakeWorker:
 class FakeEngine:
     """Starts fake workers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, shared: Shared, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: Shared, main: MainInfo) -> None:
         self.loop = loop
         self.shared = shared
         self._boot = make_boot(options, shared, main, debug=False)

@@ -69,7 +69,7 @@ def _memory_since(before: Snapshot) -> list[str]:
     return [
         *(f"file descriptor {fd} -> {target}" for fd, target in sorted(_fds() - before.fds)),
         *(f"mapping {line}" for line in sorted(_memfd_mappings() - before.memfds)),
-        *(f"/dev/shm/{name}" for name in sorted(_shm() - before.shm)),
+        *(f"/dev/shm/{name}" for name in sorted(_shm_since(before))),
     ]
 
 
@@ -109,6 +109,19 @@ def _shm() -> frozenset[str]:
     return frozenset(found)
 
 
+def _shm_since(before: Snapshot) -> frozenset[str]:
+    """New names, without those that a process of somebody else has mapped: another program of this user that runs meanwhile."""
+    names = _shm() - before.shm
+    of_others: set[str] = set()
+    for pid in psutil.pids() if names else []:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            mapped = Path(f"/proc/{pid}/maps").read_text()
+            found = {name for name in names if f" {SHM / name}\n" in mapped}
+            if found and not _is_ours(psutil.Process(pid)):
+                of_others |= found
+    return names - of_others
+
+
 def _threads_since(before: Snapshot) -> Iterator[str]:
     for thread in threading.enumerate():
         if thread in before.threads:
@@ -137,6 +150,10 @@ def _processes_since(before: Snapshot) -> Iterator[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
             _ends(process)
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    return process.pid == os.getpid() or _descends(process) or _marked(process)
 
 
 def _descends(process: psutil.Process) -> bool:

@@ -1,6 +1,5 @@
 """One page: fetched, parsed and measured. This is the part that runs in the workers, on every CPU."""
 
-import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,21 +11,16 @@ from selectolax.lexbor import LexborHTMLParser
 
 import percore
 
+AGENT = "percore-scrape"  # the name that robots.txt may call this crawler by
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-# The first that fits is the kind of a failure; some of aiohttp's exceptions are several of these.
-KINDS = {
-    TimeoutError: "timeout",
-    aiohttp.ClientConnectorDNSError: "unknown host",
-    aiohttp.ClientSSLError: "TLS",
-    aiohttp.ClientConnectorError: "cannot connect",
-    aiohttp.ServerDisconnectedError: "disconnected",
-}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
+TOO_MANY_REQUESTS = 429
+ROBOTS_BYTES = 512 * 1024  # of a robots.txt are read: RFC 9309 asks for 500 KiB at least
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the crawl keeps of one page. `error` is the kind of failure, "" if there was none."""
+    """What the crawl keeps of one page. `error` is the reason why it could not be had, "" if it could."""
 
     url: str
     status: int = 0
@@ -43,44 +37,83 @@ class Page:
         return self.status in REDIRECTS
 
 
+@dataclass(frozen=True, slots=True)
+class RobotsFile:
+    """The text of a robots.txt, or where it has moved to ("" for nowhere on the web)."""
+
+    text: str = ""
+    location: str | None = None
+
+
+class BadStatus(Exception):
+    """A site answered that there is no page: 404, 503 and the like.
+
+    Raised in a worker and looked at in the parent, by the function that decides about retries: it pickles by its status.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status}"
+
+
+def is_passing(status: int) -> bool:
+    """Whether an error status is about this moment, not about the page."""
+    return status >= 500 or status == TOO_MANY_REQUESTS
+
+
 @asynccontextmanager
-async def http(page_timeout: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """One session per process: its connections are shared by all the pages this process fetches."""
-    connector = aiohttp.TCPConnector(limit=0)  # percore's `concurrency` is the limit
-    timeout = aiohttp.ClientTimeout(total=page_timeout)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    # No limit of its own: how many connections there are is decided by percore's `concurrency` and `per_key`. No time
+    # limit either, for the same reason. No cookies: what a page says must not depend on which worker was there before.
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    cookies = aiohttp.DummyCookieJar()
+    headers = {"User-Agent": AGENT}
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies, headers=headers) as session:
         yield session
 
 
 async def fetch_page(url: str) -> Page:
-    """What the parent calls on a worker. A page that cannot be had is a Page with an `error`, not an exception."""
+    """What the parent calls on a worker. BadStatus, aiohttp.ClientError, OSError: the page cannot be had."""
     return await get_page(percore.state(aiohttp.ClientSession), url, percore.current_worker().index)
+
+
+async def fetch_robots(url: str) -> RobotsFile:
+    """What the parent calls on a worker before anything else of a site. Raises as fetch_page."""
+    return await get_robots(percore.state(aiohttp.ClientSession), url)
 
 
 async def get_page(session: aiohttp.ClientSession, url: str, worker: int | None = None) -> Page:
     began = time.monotonic()
-    try:
-        # Redirects are links to the crawler: followed by the session, a page could be fetched twice.
-        async with session.get(url, allow_redirects=False) as response:
-            size = len(await response.read())
-            html = await response.text(errors="replace") if response.content_type == "text/html" else ""
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return Page(url, error=kind_of(error), seconds=time.monotonic() - began, worker=worker)
+    # Redirects are links to the crawler: followed by the session, a page could be fetched twice, and another host unasked.
+    async with session.get(url, allow_redirects=False) as response:
+        if response.status >= 400:
+            raise BadStatus(response.status)
+        size = len(await response.read())
+        html = await response.text(errors="replace") if response.content_type == "text/html" else ""
     title, words, links = parse(url, html)
     if response.status in REDIRECTS:
         target = absolute(url, response.headers.get("Location", ""))
         links = (target,) if target else ()
-    return Page(
-        url,
-        status=response.status,
-        size=size,
-        title=title,
-        words=words,
-        links=links if response.ok else (),  # what an error page links to is not part of the site
-        error="" if response.ok else f"HTTP {response.status}",
-        seconds=time.monotonic() - began,
-        worker=worker,
-    )
+    return Page(url, response.status, size, title, words, links, seconds=time.monotonic() - began, worker=worker)
+
+
+async def get_robots(session: aiohttp.ClientSession, url: str) -> RobotsFile:
+    async with session.get(url, allow_redirects=False) as response:
+        if response.status >= 400:
+            raise BadStatus(response.status)
+        if response.status in REDIRECTS:
+            return RobotsFile(location=absolute(url, response.headers.get("Location", "")) or "")
+        text = b""
+        async for part in response.content.iter_any():
+            text += part
+            if len(text) >= ROBOTS_BYTES:
+                break
+    return RobotsFile(text[:ROBOTS_BYTES].decode("utf-8-sig", errors="replace"))
 
 
 def parse(url: str, html: str) -> tuple[str, int, tuple[str, ...]]:
@@ -105,10 +138,6 @@ def absolute(base: str, href: str) -> str | None:
     return urlunsplit((parts.scheme, host, parts.path or "/", parts.query, ""))
 
 
-def kind_of(error: Exception) -> str:
-    """The kind under which the summary counts a failure."""
-    for exception, kind in KINDS.items():
-        if isinstance(error, exception):
-            return kind
-    reset = isinstance(error, OSError) and error.errno == errno.ECONNRESET
-    return "connection reset" if reset else type(error).__name__
+def host_of(url: str) -> str:
+    """Whom a page is asked of: the address and port that politeness goes by, http and https alike."""
+    return urlsplit(url).netloc

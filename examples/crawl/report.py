@@ -15,7 +15,6 @@ import percore
 from crawl.pages import Page
 
 REFRESH_SECONDS = 0.25
-LISTED_FAILURES = 3
 
 
 @dataclass
@@ -29,23 +28,28 @@ class Tally:
     words: int = 0
     failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     by_worker: Counter[int | None] = field(default_factory=Counter)
+    disallowed: int = 0
+    retried: int = 0
     ended_because: str = "interrupted"
     farm_cpu: float | None = None
+    most_at_once: int | None = None
     _began: float | None = None
     _ended: float | None = None
 
     def begin(self) -> None:
         self._began = time.monotonic()
 
-    def end(self) -> None:
+    def end(self, *, disallowed: int, retried: int) -> None:
         self._ended = time.monotonic()
+        self.disallowed, self.retried = disallowed, retried
 
     def count(self, page: Page) -> None:
-        self.size += page.size
-        self.by_worker[page.worker] += 1
         if page.error:
             self.failures[page.error].append(page.url)
-        elif page.is_redirect:
+            return
+        self.size += page.size
+        self.by_worker[page.worker] += 1
+        if page.is_redirect:
             self.redirects += 1
         else:
             self.pages += 1
@@ -111,16 +115,18 @@ async def live_display(console: Console, render: Callable[[], Table]) -> AsyncIt
 # ---- at the end ----
 
 
-def print_summary(console: Console, tallies: Sequence[Tally], cpus: int) -> None:
-    """The crawls side by side, then what failed in each."""
+def print_summary(console: Console, tallies: Sequence[Tally], cpus: int, *, listed: int | None = None) -> None:
+    """The crawls side by side, then what failed in each: every URL, or as many as `listed` for each reason."""
     table = Table("", *(tally.name for tally in tallies), title="Summary", title_justify="left")
     for name, figure in FIGURES.items():
         table.add_row(name, *(figure(tally) for tally in tallies))
     if all(tally.farm_cpu is not None for tally in tallies):
         table.add_row("the farm's own CPU share", *(farm_share(tally, cpus) for tally in tallies))
+    if all(tally.most_at_once is not None for tally in tallies):
+        table.add_row("most at once at a site", *(str(tally.most_at_once) for tally in tallies))
     console.print(table)
     for tally in tallies:
-        print_failures(console, tally)
+        print_failures(console, tally, listed)
     first, *others = tallies
     for other in others:
         if other.pages_per_second:
@@ -136,6 +142,8 @@ FIGURES: dict[str, Callable[[Tally], str]] = {
     "words": lambda tally: str(tally.words),
     "redirects": lambda tally: str(tally.redirects),
     "failed": lambda tally: str(tally.failed),
+    "retried": lambda tally: str(tally.retried),
+    "forbidden by robots.txt": lambda tally: str(tally.disallowed),
     "workers' shares": lambda tally: worker_shares(tally),
 }
 
@@ -151,11 +159,11 @@ def farm_share(tally: Tally, cpus: int) -> str:
     return f"{tally.farm_cpu / (tally.seconds * cpus):.0%} of {cpus} CPUs ({tally.farm_cpu:.1f} s)"
 
 
-def print_failures(console: Console, tally: Tally) -> None:
-    if not tally.failures:
-        return
-    table = Table("failed", "times", "for example", title=f"Failures, {tally.name}", title_justify="left")
-    for kind, urls in sorted(tally.failures.items()):
-        more = ["..."] if len(urls) > LISTED_FAILURES else []
-        table.add_row(kind, str(len(urls)), "\n".join(urls[:LISTED_FAILURES] + more))
-    console.print(table)
+def print_failures(console: Console, tally: Tally, listed: int | None) -> None:
+    """Plain lines, one for each URL, so that they can be copied and searched for."""
+    for reason, urls in sorted(tally.failures.items()):
+        console.print(f"{tally.name}, {reason}: {len(urls)} failed", markup=False, highlight=False, soft_wrap=True)
+        for url in sorted(urls)[:listed]:
+            console.print(f"    {url}", markup=False, highlight=False, soft_wrap=True)
+        if listed is not None and len(urls) > listed:
+            console.print("    ...")

@@ -21,23 +21,29 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from percore._broken import RunnerBroken, StartupFailed, WorkerDied
-    from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed
+    from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
     from percore._map import Map
     from percore._runner import Runner
     from percore._statistics import Statistics, WorkerStatistics
+    from percore._usage import ProcessUsage, Usage
+    from percore._verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
 
 __all__ = [
     "CurrentWorker",
     "Map",
+    "Options",
     "PayloadTooLarge",
     "PercoreError",
+    "ProcessUsage",
     "RemoteError",
     "Runner",
     "RunnerBroken",
     "RunnerClosed",
+    "RunnerFull",
     "StartupFailed",
     "Statistics",
+    "Usage",
     "WorkerDied",
     "WorkerStatistics",
     "current_worker",
@@ -49,14 +55,18 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "CurrentWorker": "_worker.context",
     "Map": "_map",
+    "Options": "_verbs",
     "PayloadTooLarge": "_errors",
     "PercoreError": "_errors",
+    "ProcessUsage": "_usage",
     "RemoteError": "_errors",
     "Runner": "_runner",
     "RunnerBroken": "_broken",
     "RunnerClosed": "_errors",
+    "RunnerFull": "_errors",
     "StartupFailed": "_broken",
     "Statistics": "_statistics",
+    "Usage": "_usage",
     "WorkerDied": "_broken",
     "WorkerStatistics": "_statistics",
     "current_worker": "_worker.context",

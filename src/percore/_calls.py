@@ -6,14 +6,15 @@ another worker gets the same bytes.
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from percore._errors import RunnerClosed
 from percore._ipc.pickles import dump, is_by_reference, qualified_name
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
 from percore._messages import Kind, Payload
+from percore._policy import Plan
 
 _REMEMBERED: Final = 4096
 """Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
@@ -22,18 +23,24 @@ _REMEMBERED: Final = 4096
 class Owner(Protocol):
     """Whoever wants to know that a call was cancelled."""
 
-    def cancelled(self, call: "Call") -> None: ...
+    def cancelled(self, call: Any) -> None: ...
 
 
 class Call(asyncio.Future[Any]):
     """One call: the future its caller awaits, and what is needed to run it."""
 
-    __slots__ = ("body", "call_id", "function", "kind", "member", "owner")
+    __slots__ = ("body", "call_id", "function", "key", "kind", "member", "owner", "plan")
+
+    queue: ClassVar[None] = None
+    """It is of no map."""
+    size: ClassVar[int] = 1
 
     # Set by whoever makes the call, and the last one by whoever sends it: an initialiser would cost a third more.
     owner: Owner
     function: "Function"
     kind: int
+    key: Hashable | None
+    plan: Plan | None
     body: tuple[Any, ...] | Payload
     member: Any
     call_id: int
@@ -44,6 +51,10 @@ class Call(asyncio.Future[Any]):
             self.owner.cancelled(self)
             return True
         return False
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+        self.set_result(value)
 
     def cut_off(self) -> None:
         """End by the closing of the runner. Unlike other failures nobody has to read this one: whoever closed knows."""
@@ -159,15 +170,14 @@ class Functions:
         self._last += 1
         function.number = self._last
 
-    def pickle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Pickle what the call is to carry.
+    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+        """What a call of this function is to carry.
 
         Raises:
             PayloadTooLarge: above max_message.
             BaseException: whatever the user's objects raise while they are pickled.
         """
-        function = call.function
         carried = (args, kwargs) if function.number else (function.fn, args, kwargs)
         sink = Sink(self._slots, private=self._is_scarce())
         dump(carried, sink, main_by_value=self._main_by_value)
-        call.body = sink.payload()
+        return sink.payload()

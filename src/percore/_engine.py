@@ -49,8 +49,11 @@ class Worker(Protocol):
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """As Process.kill."""
 
-    def began_at(self, place: int, call_id: int) -> float | None:
-        """When this call had begun, by `time.monotonic`; None: it had not. Asked when the worker is dead, before `close`."""
+    def began(self, place: int, call_id: int) -> tuple[float, int] | None:
+        """When this call had begun, by `time.monotonic`, and how many items of it, if it is a batch; None: it had not.
+
+        Asked when the worker is dead, before `close`.
+        """
 
     def close(self) -> None:
         """Let go of the channel, the memory and every fd. Idempotent."""

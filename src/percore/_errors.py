@@ -5,6 +5,7 @@
      ├── RunnerBroken      (BrokenProcessPool)  no worker can be started any more            } in _broken
      ├── StartupFailed     (BrokenProcessPool)  the first start failed                      /
      ├── RunnerClosed      (RuntimeError)       not started yet, closing, or closed
+     ├── RunnerFull        (RuntimeError)       max_pending calls are accepted and not done
      ├── RemoteError                            what was raised there cannot exist here
      └── PayloadTooLarge   (ValueError)         one message above max_message
 
@@ -37,6 +38,23 @@ class RunnerClosed(PercoreError, RuntimeError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+class RunnerFull(PercoreError, RuntimeError):
+    """`submit` at the bound that `max_pending` sets: so many calls are accepted and not done.
+
+    Attributes:
+        limit: that bound.
+    """
+
+    _fields = ("limit",)
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(
+            f"max_pending={limit} calls are accepted and not done: "
+            "`await runner.run(...)` and maps wait for their turn, submit does not"
+        )
 
 
 class RemoteError(PercoreError):
@@ -84,5 +102,5 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.text.rstrip()}\n"""'
 
 
-for _class in (PercoreError, RunnerClosed, RemoteError, PayloadTooLarge):
+for _class in (PercoreError, RunnerClosed, RunnerFull, RemoteError, PayloadTooLarge):
     _class.__module__ = "percore"

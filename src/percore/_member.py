@@ -2,13 +2,14 @@
 
 import asyncio
 from math import frexp
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from percore._calls import Call, Function
-from percore._core.dispatch import places_for
+from percore._core.dispatch import Dispatch, places_for
 from percore._core.lifecycle import Life, State
 from percore._ipc.slots import INLINE_LIMIT
-from percore._messages import DEFINE, ONCE_OPS, Kind
+from percore._items import Batch, Item
+from percore._messages import BATCH, DEFINE, ONCE_OPS, RECALL, TERMS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from percore._ipc.ring import RingWriter
     from percore._messages import Body
 
+
+Unit: TypeAlias = Call | Item | Batch
+"""What is sent to a worker, and takes one of its places."""
 
 _LATE: Final = 0.005
 """Seconds without reading anything after which a worker with something to read is behind. Reading takes far less."""
@@ -46,29 +50,34 @@ class Turn:
 class Member:
     """A worker of a slot, from its start to its end."""
 
-    def __init__(self, index: int, generation: int, room: int, turn: "Turn") -> None:
+    def __init__(self, index: int, generation: int, dispatch: "Dispatch[Any, Member]", turn: "Turn") -> None:
         self.index = index
         self.generation = generation
         self.life = Life()
         self.worker: Worker
         self._tx: RingWriter
         self._send: Callable[[int, int, Body], None]
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, Unit] = {}
         self.parked: set[int] = set()
         """Ids of calls that wait for a slot for their arguments, and so have not been sent after all."""
         self.defined: set[int] = set()
-        self.load = [0, 0]
+        self.load = [0, 0, 0]
+        self._batched = 0
         self.recalling = self.gave_back = False
         self.told_pid: int | None = None
         self.done = 0
         self.failed = 0
+        self.retried = 0
+        self._left = dispatch.left
         self._turn = turn
         self.started_at = self._waiting_since = turn.loop.time()
         self._heard = 0
         self.killed_why = ""
+        self.late: asyncio.TimerHandle | None = None
+        """While it has to become ready."""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
-        self.stride = places_for(room)
-        self.free = [place + self.stride for place in reversed(range(room))]
+        self.stride = places_for(dispatch.room)
+        self.free = [place + self.stride for place in reversed(range(dispatch.room))]
 
     @property
     def pid(self) -> int | None:
@@ -94,8 +103,13 @@ class Member:
             return 0
         return max(0, frexp((self._turn.time() - self._waiting_since) / _LATE)[1])
 
-    def send(self, call: Call) -> None:
-        """Send a call. The worker must have room."""
+    @property
+    def items(self) -> int:
+        """Plain calls sent and not ended, those in batches counted one by one."""
+        return self.load[Kind.THREAD] + self._batched
+
+    def send(self, call: Unit) -> None:
+        """Send a call or a batch. The worker must have room."""
         call.call_id = call_id = self.free.pop()
         call.member = self
         self.calls[call_id] = call
@@ -103,15 +117,32 @@ class Member:
         number = call.function.number
         if number not in self.defined:
             number = self._define(call.function)
-        body = call.body
+        if call.plan is not None and call.plan.terms is not None:
+            self._send(TERMS, call_id, call.plan.terms)
+        if type(call) is Batch:
+            self._batched += call.size - 1
+            self._send(BATCH, call_id, call.message())
+            return
+        body = call.body  # type: ignore[union-attr]  # no batch
         if type(body) is bytes:
             ticket = None
             if len(body) > INLINE_LIMIT:
-                ticket = _Parked(self, call)
+                ticket = _Parked(self, call)  # type: ignore[arg-type]  # no batch
                 self.parked.add(call_id)
             self.worker.channel.send_payload(number, call_id, body, ticket=ticket)
         else:
             self._send(number, call_id, body)
+
+    def ask_back(self, wanted: int) -> None:
+        """Ask for so many calls that have not begun. Those with a key stay: their key is here."""
+        self.recalling = True
+        calls = self.calls.items()
+        stay = tuple(call_id for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD)
+        self.worker.channel.send(RECALL, wanted, stay)
+
+    def shrink(self, items: int) -> None:
+        """So many items of a batch have ended or come back."""
+        self._batched -= items
 
     def _define(self, function: Function) -> int:
         """How to name the function: by its number, told now, or not at all, since it travels with the call."""
@@ -121,7 +152,7 @@ class Member:
         self._send(DEFINE, function.number, (function.kind, function.payload))
         return function.number
 
-    def take(self, call_id: int) -> Call:
+    def take(self, call_id: int) -> Unit:
         """The call of that id, which the worker is done with; its place is free.
 
         Raises:
@@ -132,16 +163,35 @@ class Member:
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         call.member = None
+        if type(call) is Batch:
+            self._batched -= call.outstanding - 1
+        if call.key is not None:
+            self._left(call)
         return call
 
-    def began_at(self, call: Call) -> float | None:
-        """When a call had begun here, by `time.monotonic`; None: it had not. Of a dead worker alone."""
-        return self.worker.began_at(call.call_id % self.stride, call.call_id)
+    def take_all(self) -> list[Unit]:
+        """As `take`, everything that the worker has, which has died."""
+        return [self.take(call_id) for call_id in list(self.calls)]
+
+    def began(self, call: Unit) -> tuple[float, int] | None:
+        """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not. Of a dead worker alone."""
+        return self.worker.began(call.call_id % self.stride, call.call_id)
 
     def statistics(self, threads: int) -> tuple[int, int]:
         """Calls running and calls queued ahead, as far as the supervisor knows."""
-        running = self.load[Kind.TASK] + min(threads, self.load[Kind.THREAD])
-        return running, self.load[Kind.TASK] + self.load[Kind.THREAD] - running
+        plain = self.load[Kind.THREAD]
+        running = self.load[Kind.TASK] + self.load[Kind.BESIDE] + min(threads, plain)
+        return running, max(0, plain - threads) + self._batched
+
+    def given(self) -> int:
+        """Calls that it has been given, ended or not."""
+        return self.done + self.retried + len(self.calls) + self._batched
+
+    def stop_timer(self) -> None:
+        """It need not become ready any more."""
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
 
     @property
     def is_ready(self) -> bool:
@@ -153,7 +203,7 @@ class _Parked:
 
     __slots__ = ("_call", "_call_id", "_member")
 
-    def __init__(self, member: Member, call: Call) -> None:
+    def __init__(self, member: Member, call: Call | Item) -> None:
         self._member = member
         self._call = call
         self._call_id = call.call_id

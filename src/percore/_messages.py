@@ -19,23 +19,33 @@ Message: TypeAlias = tuple[int, int, Body]
 # To a worker. A positive op is a call of the function of that number: body = its arguments.
 DEFINE: Final = -1  # id: number of a function; body: (kind, payload)
 UNDEFINE: Final = -2  # id: number of a function that no call will name again
-CANCEL: Final = -3
+CANCEL: Final = -3  # body, of a batch: the first item that is not wanted any more
 RELEASE: Final = -4  # id: a result slot that has been read
-RECALL: Final = -5  # id: how many calls that have not begun are wanted back
+RECALL: Final = -5  # id: how many calls that have not begun are wanted back; body: ids of those that must stay
 FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call whose function travels with its arguments: body = pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8
+BATCH: Final = -9  # body: marshalled (number of the function, bodies of the items, whether each is its only argument, bare)
+TERMS: Final = -10  # what the next message of this id is to be run under; body: (seconds or None, context or None, is_beside)
+DRAIN: Final = -11  # take no more calls, hand back what has not begun, and end
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
 RESULT: Final = 2  # body: the result, pickled
 ERROR: Final = 3  # body: a pickled exception
 CANCELLED: Final = 4  # the call ended by the cancellation that was asked for
-RETURNED: Final = 5  # the call had not begun and never will here
+RETURNED: Final = 5  # it had not begun and never will here; body, of a batch: how many of its last items
 UNPICKLED: Final = 6  # the call's arguments have been read from their slot
 READY: Final = 7  # the lifespan is entered; body: the worker's pid
 UNREADY: Final = 8  # the start failed; body: a pickled exception
 DRAINING: Final = 9  # asked to end from outside: takes no more calls
+VALUES: Final = 10  # of a batch; body: marshalled (first item, seconds they took, the results, immutable scalars)
+TIMED_OUT: Final = 11  # a plain function has run for longer than it may; its thread runs on
+
+
+ITEM_SHIFT: Final = 48
+ID_MASK: Final = (1 << ITEM_SHIFT) - 1
+"""An item of a batch has the id of the batch, and above it its number in the batch, from 1."""
 
 
 class Kind:
@@ -43,6 +53,7 @@ class Kind:
 
     TASK: Final = 0
     THREAD: Final = 1
+    BESIDE: Final = 2  # takes no place: a broadcast
 
 
 ONCE_OPS: Final = (ONCE_TASK, ONCE_THREAD)

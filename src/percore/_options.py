@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -67,7 +68,12 @@ def _quotas_v1(root: Path, path: str) -> list[float]:
     return quotas
 
 
-def _whole(name: str, value: object, least: int, most: int | None = None) -> int:
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """A whole number within bounds, checked.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < least or (most is not None and value > most):
@@ -76,7 +82,12 @@ def _whole(name: str, value: object, least: int, most: int | None = None) -> int
     return value
 
 
-def _seconds(name: str, value: object) -> float:
+def seconds_of(name: str, value: object) -> float:
+    """A positive number of seconds, checked.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     try:
@@ -108,8 +119,24 @@ def _callable(name: str, value: object, example: str) -> None:
         raise TypeError(f"{name} must be callable, such as {name}={example}, not {value!r}")
 
 
+def _bound(name: str, value: object) -> int | None:
+    return None if value is None else whole(name, value, 1)
+
+
+def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
+    if isinstance(values, ContextVar):
+        raise TypeError(f"contextvars must be several, such as contextvars=[{values.name}], not one alone")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"contextvars must be ContextVars, not {values!r}")
+    variables = tuple(values)
+    for variable in variables:
+        if not isinstance(variable, ContextVar):
+            raise TypeError(f"contextvars must be ContextVars, not {variable!r}")
+    return variables
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Knobs:
     """The validated knobs of one Runner.
 
     Attributes:
@@ -122,6 +149,12 @@ class Options:
         max_message: bytes of one pickled message, in either direction.
         start_timeout: seconds a worker may take until it is ready.
         kill_after: seconds between asking a worker to end, or cancelling its calls, and killing it.
+        max_tasks_per_worker: calls after which a worker is replaced. None: never.
+        retries: further attempts of a call whose worker died.
+        per_key: calls of one key at once, over all workers. None: as many as there are places.
+        contextvars: whose values travel with each call.
+        thread_initializer: called in each thread of a worker's pool before its first call.
+        max_pending: calls accepted and not done. None: as many as there are.
     """
 
     workers: int
@@ -133,6 +166,12 @@ class Options:
     max_message: int
     start_timeout: float
     kill_after: float
+    max_tasks_per_worker: int | None
+    retries: int
+    per_key: int | None
+    contextvars: "tuple[ContextVar[Any], ...]"
+    thread_initializer: Callable[[], object] | None
+    max_pending: int | None
 
     @classmethod
     def checked(  # noqa: PLR0913  # each a documented knob; the list is closed
@@ -147,7 +186,13 @@ class Options:
         max_message: int,
         start_timeout: float,
         kill_after: float,
-    ) -> "Options":
+        max_tasks_per_worker: int | None,
+        retries: int,
+        per_key: int | None,
+        contextvars: "Iterable[ContextVar[Any]]",
+        thread_initializer: Callable[[], object] | None,
+        max_pending: int | None,
+    ) -> "Knobs":
         """The options a user gave, defaults filled in.
 
         Raises:
@@ -161,6 +206,7 @@ class Options:
         ):  # contextlib's are callable, too, but not without arguments
             raise TypeError("give the function itself: lifespan=open_session, not lifespan=open_session()")
         _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
+        _callable("thread_initializer", thread_initializer, "open_connection")
         method = start_method if start_method is not None else default_start_method()
         if method not in get_args(StartMethod):
             extra = ". Forking a process that runs an event loop is not safe" if method == "fork" else ""
@@ -170,13 +216,19 @@ class Options:
                 'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"'
             )
         return cls(
-            workers=cpus if workers is None else _whole("workers", workers, 1, 1024),
+            workers=cpus if workers is None else whole("workers", workers, 1, 1024),
             lifespan=lifespan,
-            concurrency=_whole("concurrency", concurrency, 1, 1_000_000),
-            threads=min(32, cpus + 4) if threads is None else _whole("threads", threads, 1, 10_000),
+            concurrency=whole("concurrency", concurrency, 1, 1_000_000),
+            threads=min(32, cpus + 4) if threads is None else whole("threads", threads, 1, 10_000),
             loop_factory=loop_factory,
             start_method=method,  # type: ignore[arg-type]  # one of them, just checked
-            max_message=_whole("max_message", max_message, _LEAST_MESSAGE, _MOST_MESSAGE),
-            start_timeout=_seconds("start_timeout", start_timeout),
-            kill_after=_seconds("kill_after", kill_after),
+            max_message=whole("max_message", max_message, _LEAST_MESSAGE, _MOST_MESSAGE),
+            start_timeout=seconds_of("start_timeout", start_timeout),
+            kill_after=seconds_of("kill_after", kill_after),
+            max_tasks_per_worker=_bound("max_tasks_per_worker", max_tasks_per_worker),
+            retries=whole("retries", retries, 0, 1_000_000),
+            per_key=_bound("per_key", per_key),
+            contextvars=_variables(contextvars),
+            thread_initializer=thread_initializer,
+            max_pending=_bound("max_pending", max_pending),
         )

@@ -1,33 +1,42 @@
 """What workers say, and what becomes of it: outcomes to futures, places to the next call."""
 
+import marshal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from percore._calls import Call
 from percore._errors import RemoteError
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
 from percore._ipc.ring import BrokenFrame
+from percore._items import Batch, BatchItem, Item
 from percore._member import Member
 from percore._messages import (
     CANCELLED,
     DRAINING,
     ERROR,
+    ID_MASK,
+    ITEM_SHIFT,
     READY,
     RELEASE,
     RESULT,
     RETURNED,
     SLOT_BITS,
     SLOT_MASK,
+    TIMED_OUT,
     UNPICKLED,
     UNREADY,
     VALUE,
+    VALUES,
     Body,
+    Kind,
     Payload,
 )
 from percore._points import POINTS, point
 
 if TYPE_CHECKING:
-    from percore._supervisor import Slot, Supervisor
+    from percore._pool import Slot
+    from percore._supervisor import Supervisor
 
 
 class Outcomes:
@@ -39,22 +48,24 @@ class Outcomes:
     def receiver(self, slot: "Slot", member: Member) -> Callable[[int, int, Body], None]:
         """What to call with each message of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
         handlers: dict[int, Callable[[int, Any], None]] = {
+            VALUE: lambda call_id, body: self._value(member, call_id, body),
+            VALUES: lambda call_id, body: self._values(member, call_id, body),
             RESULT: lambda call_id, body: self._result(member, call_id, body),
             ERROR: lambda call_id, body: self._error(member, call_id, body),
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
-            RETURNED: lambda call_id, _: self._returned(member, call_id),
-            UNPICKLED: lambda call_id, _: self._supervisor.release(member.calls[call_id]),
+            RETURNED: lambda call_id, body: self._returned(member, call_id, body),
+            TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
+            UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
             READY: lambda _, pid: self._ready(slot, member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
-            DRAINING: lambda _, __: self._supervisor.draining(slot, member),
+            DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
         }
 
         calls, free, stride, load = member.calls, member.free, member.stride, member.load
 
         def receive(op: int, call_id: int, body: Body) -> None:
-            if op == VALUE:
-                # As `member.take` and `_ended`, without the calls: this is the path of most outcomes.
-                call = calls[call_id]
+            if op == VALUE and (call := calls.get(call_id)) is not None and call.plan is None and not isinstance(call, Batch):
+                # As `_value`, without the calls: this is the path of most outcomes.
                 if not call.done():
                     call.set_result(body)
                 del calls[call_id]
@@ -75,11 +86,17 @@ class Outcomes:
 
     def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
         member.told_pid = pid
-        self._supervisor.ready(slot, member)
+        self._supervisor.pool.ready(slot, member)
 
     def _unready(self, member: Member, payload: Payload) -> None:
         error = load_exception(self._bytes(member, payload))
-        self._supervisor.unready(member, error, _text(error))
+        self._supervisor.pool.unready(member, error, _text(error))
+
+    def _unpickled(self, member: Member, call_id: int) -> None:
+        """The arguments have been read from their slot: it is free, unless they may be needed for another attempt."""
+        call = member.calls[call_id]
+        if call.plan is None or not call.plan.policy.retries:
+            self._supervisor.release(call)
 
     def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
         return member.worker.channel.incoming.read(payload)
@@ -88,14 +105,64 @@ class Outcomes:
         if type(payload) is int:
             member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
 
-    # Until its future is done a call stays its worker's: whatever breaks the channel before that, it ends when the worker does.
+    def _target(self, member: Member, call_id: int) -> Call | Item | BatchItem:
+        """Whose outcome this is.
+
+        Raises:
+            KeyError, BrokenFrame: nobody's.
+        """
+        if call_id <= ID_MASK:
+            call = member.calls[call_id]
+            if isinstance(call, Batch):
+                raise BrokenFrame(f"an outcome of batch {call_id} as a whole")
+            return call
+        batch = member.calls[call_id & ID_MASK]
+        if type(batch) is not Batch:
+            raise BrokenFrame(f"an outcome of an item of {call_id & ID_MASK}, which is no batch")
+        return batch.item((call_id >> ITEM_SHIFT) - 1)
+
+    # Until it is done a call stays its worker's: whatever breaks the channel before that, it ends when the worker does.
+
+    def _value(self, member: Member, call_id: int, value: object) -> None:
+        target = self._target(member, call_id)
+        if self._is_late(member, call_id, target):
+            return
+        if not target.done():
+            target.set_result(value)
+        self._ended(member, call_id)
+
+    def _values(self, member: Member, call_id: int, body: bytes) -> None:
+        """Results of a batch, all at once."""
+        batch = member.calls[call_id]
+        if type(batch) is not Batch:
+            raise BrokenFrame(f"results of batch {call_id}, which is none")
+        try:
+            first, seconds, results, pickled = marshal.loads(body)
+            count = len(results)
+        except (EOFError, ValueError, TypeError) as error:
+            raise BrokenFrame(f"results of a batch do not decode: {error}") from error
+        if batch.queue.batches is not None and count and seconds >= 0:
+            batch.queue.batches.cost.measured(count, seconds)
+        size = sum(len(results[place]) for place in pickled)
+        failures = _load_all(results, pickled) if pickled else {}
+        batch.values(first, results, size, failures)
+        member.done += count
+        member.failed += len(failures)
+        member.shrink(count)
+        if not batch.outstanding:
+            member.take(call_id)
+        if POINTS:
+            point("supervisor.outcome.delivered")
 
     def _result(self, member: Member, call_id: int, payload: Payload) -> None:
-        call = member.calls[call_id]
+        target = self._target(member, call_id)
         data = self._bytes(member, payload)
-        if call.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
+        if target.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
             self._release(member, payload)
             self._ended(member, call_id)
+            return
+        if self._is_late(member, call_id, target):
+            self._release(member, payload)
             return
         result: Any = None
         failure: BaseException | None = None
@@ -103,37 +170,76 @@ class Outcomes:
             result = load(data)
         except BaseException as error:  # user code: whatever it raises is this call's, converted
             failure = error
+        size = len(data)
         if isinstance(data, memoryview):
             data.release()
-        if not call.done():
+        if not target.done():
             if failure is None:
-                call.set_result(result)
+                target.deliver(result, size)
             else:
-                call.set_exception(_unloadable(failure))
+                target.set_exception(_unloadable(failure))
         self._release(member, payload)
         self._ended(member, call_id, failed=failure is not None)
         if isinstance(failure, KeyboardInterrupt):  # taken for the terminal's: to swallow that would be worse than one worker less
             raise failure
 
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
-        call = member.calls[call_id]
+        target = self._target(member, call_id)
         data = self._bytes(member, payload)
         error = load_exception(data)
         if isinstance(data, memoryview):
             data.release()
-        if not call.done():
-            call.set_exception(error)
         self._release(member, payload)
+        if self._is_late(member, call_id, target):
+            return
+        if not target.done():
+            delay, error = self._supervisor.next_attempt(target.plan, error)
+            if not target.done():  # user code may have cancelled it just now
+                if delay is not None:
+                    self._try_again(member, call_id, target, delay)
+                    return
+                target.set_exception(error)
         self._ended(member, call_id, failed=True)
 
+    def _is_late(self, member: Member, call_id: int, target: Call | Item | BatchItem) -> bool:
+        """Whether a thread has ended, too late, a call that is to be attempted once more; now it is."""
+        plan = target.plan
+        if plan is None or plan.late is None or target.done():
+            return False
+        self._try_again(member, call_id, target, plan.late)
+        return True
+
+    def _try_again(self, member: Member, call_id: int, target: Call | Item | BatchItem, delay: float) -> None:
+        member.retried += 1
+        if isinstance(target, BatchItem):
+            call: Call | Item = target.renewed()
+            self._settle(member, call_id)
+        else:
+            call = target
+            member.take(call_id)
+        self._supervisor.try_again(call, delay)
+
+    def _timed_out(self, member: Member, call_id: int) -> None:
+        """A plain function has run for too long. Its thread runs on, and no other attempt begins before that has ended."""
+        call = member.calls.get(call_id)
+        if call is None or call.done() or call.plan is None:
+            return  # its outcome was on the way already
+        delay, error = self._supervisor.next_attempt(call.plan, TimeoutError())
+        if call.done():
+            return
+        if delay is None:
+            call.set_exception(error)
+        else:
+            call.plan.late = delay
+
     def _cancelled(self, member: Member, call_id: int) -> None:
-        call = member.calls[call_id]
-        if not call.done():
+        target = self._target(member, call_id)
+        if not target.done():
             # Not by its caller (the future would be done): by closing.
-            call.cut_off()
+            target.cut_off()
         self._ended(member, call_id)
 
-    def _returned(self, member: Member, call_id: int) -> None:
+    def _returned(self, member: Member, call_id: int, count: int | None) -> None:
         supervisor = self._supervisor
         if call_id == 0:  # a recall has been answered in full
             member.recalling = False
@@ -142,20 +248,63 @@ class Outcomes:
             member.gave_back = False
             return
         member.gave_back = True
-        call = member.take(call_id)
+        call = member.calls[call_id]
+        if type(call) is Batch:
+            self._returned_items(member, call, count)
+            return
+        member.take(call_id)
         if call.done():
             supervisor.release(call)
         elif supervisor.is_cut or supervisor.broken is not None:
             supervisor.refuse(call)
+        elif isinstance(call, Call) and call.kind == Kind.BESIDE:
+            supervisor.unanswered(member, call)
         else:
-            supervisor.dispatch.returned([call])
+            supervisor.dispatch.returned([(call, call.queue)])
+
+    def _returned_items(self, member: Member, batch: Batch, count: int | None) -> None:
+        if type(count) is not int:
+            raise BrokenFrame("a batch came back without a number of items")
+        run = batch.gave_back(count)
+        member.shrink(count)
+        if not batch.outstanding:
+            member.take(batch.call_id)
+        if run is not None:
+            self._supervisor.put_back(batch.flow, run)
+
+    def _settle(self, member: Member, call_id: int) -> None:
+        """An item of a batch is done with."""
+        batch = member.calls[call_id & ID_MASK]
+        assert type(batch) is Batch
+        batch.settle((call_id >> ITEM_SHIFT) - 1)
+        member.shrink(1)
+        if not batch.outstanding:
+            member.take(batch.call_id)
 
     def _ended(self, member: Member, call_id: int, *, failed: bool = False) -> None:
-        self._supervisor.release(member.take(call_id))
+        if call_id > ID_MASK:
+            self._settle(member, call_id)
+        else:
+            call = member.take(call_id)
+            assert type(call) is not Batch
+            self._supervisor.release(call)
         member.done += 1
         member.failed += failed
         if POINTS:
             point("supervisor.outcome.delivered")
+
+
+def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
+    """Unpickle these results in their places; the failures, by place. Runs user code."""
+    failures: dict[int, Exception] = {}
+    for place in places:
+        try:
+            results[place] = load(results[place])
+        except KeyboardInterrupt:  # taken for the terminal's: worth a worker, as for a single call
+            raise
+        except BaseException as error:
+            failures[place] = _unloadable(error)
+    return failures
 
 
 def _unloadable(error: BaseException) -> Exception:

@@ -4,27 +4,28 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self
 
 from percore._closing import Closing
+from percore._contexts import references
 from percore._engines.process import ProcessEngine, Shared
 from percore._errors import RunnerClosed
 from percore._ipc.pickles import alias_main, main_info
-from percore._map import Map
-from percore._options import Lifespan, Options, StartMethod, grace_of
+from percore._options import Knobs, Lifespan, StartMethod, grace_of
+from percore._policy import Backoff, RetryOn
+from percore._pool import Slot
 from percore._statistics import Statistics, WorkerStatistics
-from percore._supervisor import Slot, Supervisor
+from percore._supervisor import Supervisor
+from percore._verbs import Options, Verbs, options
 from percore._worker import context
 
 if TYPE_CHECKING:
     from percore._engine import Engine
 
 _running_loop = asyncio._get_running_loop  # None where none runs, instead of an exception
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
 _ADVICE = {
@@ -35,7 +36,7 @@ _ADVICE = {
 }
 
 
-class Runner:
+class Runner(Verbs):
     """Runs coroutine functions and plain functions on every CPU: one worker process each, with an event loop and threads.
 
         async with percore.Runner(lifespan=http) as runner:
@@ -55,6 +56,14 @@ class Runner:
         max_message: bytes of one pickled message; above it that one call gets PayloadTooLarge.
         start_timeout: seconds a worker may take to be ready.
         kill_after: seconds a worker may take to end when asked to, before it is killed.
+        max_tasks_per_worker: a worker that has been given so many calls is replaced: its replacement starts, and takes over as soon
+            as it is ready; until then calls go on here. Default: never.
+        retries: further attempts of a call whose worker died; `options` has more.
+        per_key: calls of one key at once, over all workers. Default: as many as its worker has places.
+        contextvars: ContextVars of modules, whose values at `submit` (of a map: when it is made) a call sees in its worker.
+        thread_initializer: called in each thread for plain functions before its first call. What it raises is that call's outcome,
+            and the next call tries again.
+        max_pending: calls accepted and not done. At that bound `run` and maps wait for their turn, and `submit` raises RunnerFull.
 
     Raises:
         TypeError, ValueError: a bad option.
@@ -69,11 +78,17 @@ class Runner:
         threads: int | None = None,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
         start_method: StartMethod | None = None,
+        max_tasks_per_worker: int | None = None,
+        retries: int = 0,
+        per_key: int | None = None,
+        contextvars: Iterable[ContextVar[Any]] = (),
+        thread_initializer: Callable[[], object] | None = None,
+        max_pending: int | None = None,
         max_message: int = 2**30,
         start_timeout: float = 60.0,
         kill_after: float = 5.0,
     ) -> None:
-        self._options = Options.checked(
+        self._options = Knobs.checked(
             workers=workers,
             lifespan=lifespan,
             concurrency=concurrency,
@@ -83,7 +98,14 @@ class Runner:
             max_message=max_message,
             start_timeout=start_timeout,
             kill_after=kill_after,
+            max_tasks_per_worker=max_tasks_per_worker,
+            retries=retries,
+            per_key=per_key,
+            contextvars=contextvars,
+            thread_initializer=thread_initializer,
+            max_pending=max_pending,
         )
+        references(self._options.contextvars)
         self._state = _NEW
         self._pid = os.getpid()
         self._thread = 0
@@ -131,7 +153,7 @@ class Runner:
             raise
         self._supervisor = Supervisor(self._loop, self._options, self._engine, self._shared.arena, main_by_value=main.by_value)
         try:
-            await self._supervisor.start()
+            await self._supervisor.pool.start()
         except BaseException:
             await self.aclose(grace=0)
             raise
@@ -198,105 +220,37 @@ class Runner:
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a Runner cannot be pickled: it belongs to the process and the loop that started it")
 
-    # Calls
+    # Calls: the verbs, and a view of them
 
-    @overload
-    def submit(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
-    @overload
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        """Hand a call over; never blocks.
-
-        The arguments are pickled now, so later changes are not seen. The future can be awaited, or forgotten: percore holds it
-        until it is done. Cancelling it withdraws the call, or cancels it in its worker.
-
-        Raises:
-            RunnerClosed: before start and after close.
-            RunnerBroken: no worker can be started any more.
-            TypeError: `fn` is a coroutine, a generator function, or cannot be called.
-            RuntimeError: from another loop or thread, or after a fork.
-        """
-        if self._state is not _OPEN or _running_loop() is not self._loop:
-            self._check_open()
-        supervisor = self._supervisor
-        return supervisor.submit(supervisor.known.get(id(fn)) or supervisor.functions.of(fn), args, kwargs)
-
-    @overload
-    async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    @overload
-    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    async def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run one call in a worker and return its result.
-
-        Cancelled: returns at once. A call that has not begun never runs. One that has is cancelled in its worker: its `finally`
-        runs on and holds its place until it ends; a plain function runs on in its thread. Whatever comes of it is dropped.
-
-        Raises:
-            WorkerDied: its worker died after the call had begun.
-            RemoteError: it raised something that cannot arrive as itself, or its result cannot be pickled.
-            PayloadTooLarge: arguments or result above max_message.
-            Exception: whatever the function raises; the remote traceback is at the end of its `__cause__` chain.
-            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
-        """
-        if self._state is not _OPEN or _running_loop() is not self._loop:
-            self._check_open()
-        supervisor = self._supervisor
-        return await supervisor.submit(supervisor.known.get(id(fn)) or supervisor.functions.of(fn), args, kwargs)
-
-    @overload
-    def map(
+    def options(
         self,
-        fn: Callable[..., Awaitable[T]],
-        /,
-        *iterables: Iterable[Any] | AsyncIterable[Any],
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    @overload
-    def map(
-        self,
-        fn: Callable[..., T],
-        /,
-        *iterables: Iterable[Any] | AsyncIterable[Any],
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    def map(
-        self,
-        fn: Callable[..., Any],
-        /,
-        *iterables: Iterable[Any] | AsyncIterable[Any],
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[Any]:
-        """Call `fn` with the items of the iterables, one of each at a time, until the shortest ends.
-
-        Nothing is pulled before the map is used, once: `await` it for a list, or iterate it with `async for` in bounded memory.
-        Left early, inside `async with` or by `aclose()`, what is under way is cancelled.
+        *,
+        key: Hashable | None = None,
+        retries: int | None = None,
+        retry_on: RetryOn | None = None,
+        backoff: Backoff = 0.0,
+        timeout: float | None = None,
+    ) -> Options:
+        """A view of this runner under which calls are run so: `runner.options(key=host).run(fetch, url)`.
 
         Args:
-            fn: a coroutine function or a plain one.
-            *iterables: sync, async, or endless.
-            ordered: give results in the order of the inputs, or as they come.
-            window: exactly this many items are pulled and not yet handed over. Default: twice what the workers may hold.
-            return_exceptions: give errors in place of results instead of raising them.
+            key: calls of equal keys are never on two workers at once, and at most `per_key` of them run at once over all workers.
+                For `submit` and `run`; a map takes a function instead.
+            retries: further attempts of a call that fails so. Each sends the original bytes. Default: the runner's.
+            retry_on: exception classes, or a predicate of the error. Default: WorkerDied.
+            backoff: seconds before the next attempt, or a function of the number of failed attempts, from 1. A call that waits
+                holds no place in a worker, and ends at once when it is cancelled or the runner closes.
+            timeout: seconds one attempt may run, from its start in the worker. A coroutine is then cancelled there, and ends with
+                TimeoutError as under asyncio.timeout. A plain function cannot be stopped: its caller gets TimeoutError, its thread
+                is busy until it ends, and no further attempt begins before.
 
         Raises:
-            TypeError, ValueError: something that cannot be called or iterated, or a bad window.
+            TypeError, ValueError: a bad option.
             RunnerClosed, RuntimeError: as `submit`.
         """
         self._check_open()
-        return Map(
-            self._supervisor,
-            fn,
-            iterables,
-            ordered=ordered,
-            window=window,
-            return_exceptions=return_exceptions,
-            check=self._check_open,
+        return options(
+            self._supervisor, self._check_open, key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout
         )
 
     # Questions
@@ -314,9 +268,10 @@ class Runner:
         workers = tuple(self._slot_statistics(slot) for slot in self._supervisor.slots)
         return Statistics(
             running=sum(worker.running for worker in workers),
-            queued=sum(worker.queued for worker in workers) + self._supervisor.dispatch.waiting(),
+            queued=sum(worker.queued for worker in workers) + self._supervisor.waiting(),
             done=sum(worker.done for worker in workers),
             failed=sum(worker.failed for worker in workers),
+            retried=sum(worker.retried for worker in workers),
             restarts=sum(worker.restarts for worker in workers),
             workers=workers,
         )
@@ -336,7 +291,9 @@ class Runner:
             queued=sum(queued for _, queued in counts),
             done=slot.done + sum(other.done for other in members),
             failed=slot.failed + sum(other.failed for other in members),
+            retried=slot.retried + sum(other.retried for other in members),
             started_at=None if member is None else member.started_at,
+            loop_lag=None if channel is None else channel.lag(),
             bytes_in=0 if channel is None else channel.tx.written,
             bytes_out=0 if channel is None else channel.rx.read,
             restarts=slot.restarts,

@@ -16,7 +16,10 @@ class WorkerStatistics:
         queued: calls queued ahead there.
         done: calls that have ended in this slot, failures included.
         failed: those of them that raised or died.
+        retried: attempts that failed here and were followed by another.
         started_at: the loop's time at which the worker was started; None where there is none.
+        loop_lag: seconds from the last ring of its bell to the news that it has read what was rung for, or until now where it
+            has not: how late its loop is. None where there is no worker.
         bytes_in: bytes of frames sent to the worker.
         bytes_out: bytes of frames that came from it.
         restarts: replacements started in this slot.
@@ -30,7 +33,9 @@ class WorkerStatistics:
     queued: int
     done: int
     failed: int
+    retried: int
     started_at: float | None
+    loop_lag: float | None
     bytes_in: int
     bytes_out: int
     restarts: int
@@ -45,6 +50,7 @@ class Statistics:
         queued: calls that wait, in the supervisor or ahead in workers.
         done: calls that have ended in workers, failures included.
         failed: those of them that raised or died.
+        retried: attempts that failed and were followed by another.
         restarts: replacements started.
         workers: a record a slot, by index.
     """
@@ -53,5 +59,6 @@ class Statistics:
     queued: int
     done: int
     failed: int
+    retried: int
     restarts: int
     workers: tuple[WorkerStatistics, ...]

@@ -9,45 +9,30 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 """
 
 import asyncio
-import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how
+from percore._admission import Admission
+from percore._broken import RunnerBroken, WorkerDied
 from percore._calls import Call, Function, Functions
-from percore._core.dispatch import Dispatch
-from percore._core.lifecycle import Event, State
-from percore._core.restart import LIMIT, RestartBudget
+from percore._contexts import Contexts
+from percore._core.batches import Run
+from percore._core.dispatch import BESIDE, Dispatch
 from percore._engine import Engine
 from percore._errors import RunnerClosed
 from percore._ipc.codec import is_inline
 from percore._ipc.slots import SlotWriter
-from percore._member import Member, Turn
-from percore._messages import CANCEL, FINISH, RECALL, UNDEFINE, Kind
-from percore._options import Options
-from percore._outcomes import Outcomes
+from percore._items import Batch, Flow, Item
+from percore._member import Member, Unit
+from percore._messages import CANCEL, UNDEFINE, Kind
+from percore._options import Knobs
 from percore._points import POINTS, point
+from percore._policy import DEFAULT, Plan, Policy
+from percore._pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-logger: Final = logging.getLogger("percore")
-
-
-class Slot:
-    """A place in the pool: its worker of now, and how its workers have fared."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.generation = 0
-        self.budget = RestartBudget()
-        self.current: Member | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_failed = False
-        self.restarts = 0
-        self.done = 0
-        self.failed = 0
 
 
 class Supervisor:
@@ -56,7 +41,7 @@ class Supervisor:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        options: Options,
+        options: Knobs,
         engine: Engine,
         arena: SlotWriter,
         *,
@@ -66,143 +51,192 @@ class Supervisor:
         self.options = options
         self.engine = engine
         self.arena = arena
-        self.dispatch: Dispatch[Call, Member] = Dispatch(options.concurrency, options.threads)
+        self.dispatch: Dispatch[Any, Member] = Dispatch(options.concurrency, options.threads, options.per_key)
         self.functions = Functions(arena, main_by_value=main_by_value)
         self.known = self.functions.known
-        self.slots = [Slot(index) for index in range(options.workers)]
-        self.members: set[Member] = set()
+        self.policy = Policy(retries=options.retries) if options.retries else None
+        """What calls are run under that are given nothing else."""
+        self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
+        self._beside = asyncio.Semaphore(BESIDE)
+        self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
+        self.delayed: set[Call | Item] = set()
+        """Calls between two attempts."""
         self.broken: RunnerBroken | None = None
         self.is_closing = False
         self.is_cut = False
         self.on_idle: Callable[[], None] | None = None
-        self._outcomes = Outcomes(self)
-        self._starting: asyncio.Future[None] | None = None
-        self._last_report = ""
         self._pid = os.getpid()
-        self._turn = Turn(loop)
         self._retired: list[Function] = []
         self.enders: set[Callable[[], None]] = set()
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
-
-    # Starting
-
-    async def start(self) -> None:
-        """Start every worker and wait until all are ready.
-
-        Raises:
-            StartupFailed: one could not be started, died, failed, or was late. The others run on: the caller closes.
-        """
-        starting = self._starting = self.loop.create_future()
-        for slot in self.slots:
-            self._spawn(slot)
-        try:
-            await starting
-        finally:
-            self._starting = None
-
-    def _spawn(self, slot: Slot) -> None:
-        slot.timer = None
-        slot.generation += 1
-        member = Member(slot.index, slot.generation, self.dispatch.room, self._turn)
-        try:
-            member.attach(self.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
-        except Exception as error:  # whatever it is, the slot has to go on
-            self._report(f"worker {slot.index} could not be started: {error!r}")
-            self.loop.call_soon(self._never_began, slot, None)
-            return
-        slot.current = member
-        self.members.add(member)
-        slot.timer = self.loop.call_later(self.options.start_timeout, self._late, slot, member)
-        member.worker.channel.open(
-            self._outcomes.receiver(slot, member),
-            lambda error: self._kill(member, f"its channel broke: {error!r}"),
-            self.advance,
-        )
-
-    def _late(self, slot: Slot, member: Member) -> None:
-        if slot.current is member and member.life.state is State.STARTING:
-            self._report(f"worker {slot.index} was not ready after start_timeout={self.options.start_timeout:g} seconds")
-            self._kill(member, "it was not ready in time")
-
-    def ready(self, slot: Slot, member: Member) -> None:
-        """A worker has entered its lifespan."""
-        if member.life.advance(Event.READY) is not State.READY:
-            return
-        if slot.timer is not None:
-            slot.timer.cancel()
-            slot.timer = None
-        self.dispatch.seats.append(member)
-        if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
-            self._starting.set_result(None)
-            self._starting = None  # now, not when its waiter runs: a worker may die before that and has to be replaced
-
-    def unready(self, member: Member, error: BaseException, text: str) -> None:
-        """A worker's start failed, with this exception; it is about to end."""
-        member.life.advance(Event.FAIL)
-        self._last_report = text
-        if self._starting is not None and not self._starting.done():
-            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._starting.set_exception(failure)
-        else:
-            logger.warning("worker %d could not start: %s", member.index, text or error)
-
-    def draining(self, slot: Slot, member: Member) -> None:
-        """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
-        member.life.advance(Event.DRAIN)
-        self._unseat(member)
-        if slot.current is member and not self.is_closing:
-            slot.restarts += 1
-            logger.info("worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
-            self._spawn(slot)
+        self.pool = Pool(self, options.workers)
+        self.slots, self.members = self.pool.slots, self.pool.members
 
     # Calls
 
-    def submit(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Accept a call. What cannot be pickled fails the future."""
+    def submit(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | None = None,
+        member: Member | None = None,
+    ) -> Call:
+        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others."""
         if self.broken is not None:
             raise self.refusal()
         call = Call(loop=self.loop)
         call.owner = self
         call.function = function
-        call.kind = function.kind
-        call.member = None
+        call.kind = function.kind if member is None else Kind.BESIDE
+        call.member = call.key = call.plan = None
         if function.number and not kwargs and is_inline(args):
             call.body = args
-        elif not self._pickle(call, args, kwargs):
+            if (policy is not None or self.contexts is not None or member is not None) and not self._plan(call, policy, member):
+                return call
+        elif not self._prepare(call, args, kwargs, policy, member):
             return call
         if POINTS:
             point("supervisor.call.pickled")
-        member = self.dispatch.submitted(call)
+        if member is None:
+            member = self.dispatch.submitted(call)
         if member is not None:
             member.send(call)
         return call
 
-    def _pickle(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _plan(self, call: Call, policy: Policy | None, member: Member | None) -> bool:
+        """What the call is to be run under. False: the call has ended instead."""
+        try:
+            context = self.contexts.capture() if self.contexts is not None else None
+        except BaseException as error:
+            self._unpicklable(call, error)
+            return False
+        if policy is not None or context is not None or member is not None:
+            policy = policy or DEFAULT
+            call.plan = Plan(policy, context, is_beside=member is not None)
+            call.key = policy.key
+        return True
+
+    def _prepare(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None, member: Member | None
+    ) -> bool:
         """Pickle what the call is to carry. False: the call has ended instead."""
         call.body = ()
         try:
-            self.functions.pickle(call, args, kwargs)
-        except KeyboardInterrupt:  # taken for the terminal's: the call was never accepted
-            raise
+            call.body = self.functions.pickle(call.function, args, kwargs)
         except BaseException as error:
-            # A future must not carry what would end the program of whoever awaits it, nor a StopIteration.
-            is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            call.set_exception(error if is_error else RuntimeError(f"pickling raised {error!r}"))
+            self._unpicklable(call, error)
             return False
-        if self.is_closing or self.broken is not None:  # pickling runs user code, which may have closed the runner
+        if not self._plan(call, policy, member):
+            self.release(call)
+            return False
+        # Pickling runs user code, which may have closed the runner, or ended the worker that was meant.
+        if self.is_closing or self.broken is not None:
             self.refuse(call)
+            return False
+        if member is not None and member not in self.dispatch.seats:
+            self.unanswered(member, call)
             return False
         return True
 
-    def cancelled(self, call: Call) -> None:
+    def _unpicklable(self, call: Call, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
+            raise error
+        # A future must not carry what would end the program of whoever awaits it, nor a StopIteration.
+        is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        call.set_exception(error if is_error else RuntimeError(f"pickling raised {error!r}"))
+
+    def accept(self, call: Call | Item) -> None:
+        """Send a call, or let it wait."""
+        member = self.dispatch.submitted(call, call.queue)
+        if member is not None:
+            member.send(call)
+
+    def send_waiting(self, kind: int) -> None:
+        """Send what waits, of one kind, as far as there are places."""
+        for call, member in self.dispatch.fill(kind):
+            member.send(call)
+
+    def put_back(self, flow: Flow, run: Run) -> None:
+        """Items of a batch have come back: they go to other places, unless nobody will come."""
+        batches = flow.queue.batches
+        assert batches is not None
+        if self.is_cut or self.broken is not None:
+            error = self.refusal()
+            for number in range(run.start, run.start + len(run.bodies)):
+                flow.failed(number, error, 0)
+        else:
+            batches.put_back(run)
+            self.dispatch.appended(flow.queue)
+
+    def unanswered(self, member: Member, call: Call) -> None:
+        """A call that was for this worker alone has not begun, and never will."""
+        self.release(call)
+        if not call.done():
+            call.set_exception(WorkerDied(member.pid, None, call.function.name, None, started=False, attempts=0))
+
+    # Further attempts
+
+    def next_attempt(self, plan: Plan | None, error: BaseException) -> tuple[float | None, BaseException]:
+        """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
+
+        Runs user code: afterwards the call may have ended.
+        """
+        if plan is None or plan.failed >= plan.policy.retries or self.is_cut or self.broken is not None:
+            return None, error
+        try:
+            delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
+        except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
+            raised.__context__ = error
+            is_error = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            return None, raised if is_error else RuntimeError(f"retry_on or backoff raised {raised!r}")
+        if delay and self.is_closing:  # whoever waits for its next attempt ends when the runner closes
+            delay = None
+        return delay, error
+
+    def try_again(self, call: Call | Item, delay: float) -> None:
+        """Attempt a call once more, after so many seconds. It has left its worker; its bytes are the original ones."""
+        plan = call.plan
+        assert plan is not None
+        plan.failed += 1
+        plan.late = None
+        if delay:
+            self.delayed.add(call)
+            plan.timer = self.loop.call_later(delay, self._attempt, call)
+        else:
+            self.accept(call)
+
+    def _attempt(self, call: Call | Item) -> None:
+        self._undelay(call)
+        self.accept(call)
+
+    def _undelay(self, call: Call | Item) -> None:
+        self.delayed.discard(call)
+        plan = call.plan
+        if plan is not None and plan.timer is not None:
+            plan.timer.cancel()
+            plan.timer = None
+
+    def end_delayed(self) -> None:
+        """Calls between two attempts end now: the runner closes."""
+        for call in list(self.delayed):
+            self._undelay(call)
+            self.refuse(call)
+
+    def cancelled(self, call: Unit) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
         if os.getpid() != self._pid:  # a copy of the call, in a fork of this process: the worker is none of its
             return
         member: Member | None = call.member
-        if member is None:
+        if isinstance(call, Batch):
+            if member is not None and not self.is_cut:
+                member.worker.channel.send(CANCEL, call.call_id, call.wanted)
+        elif member is None:
             self.release(call)
-            self.dispatch.ended(call)
+            if call in self.delayed:
+                self._undelay(call)
+            else:
+                self.dispatch.ended(call, call.queue)
             if self.on_idle is not None:
                 self.on_idle()
         elif call.call_id in member.parked:
@@ -211,8 +245,10 @@ class Supervisor:
         elif not self.is_cut:  # else closing has cancelled it already, and a second time would cancel its clean-up
             member.worker.channel.send(CANCEL, call.call_id, None)
 
-    def release(self, call: Call) -> None:
+    def release(self, call: Unit) -> None:
         """Nobody will need the call's arguments again."""
+        if isinstance(call, Batch):  # its items are scalars or small pickles
+            return
         body, call.body = call.body, ()
         if type(body) is int:
             self.arena.discard(body)
@@ -221,18 +257,18 @@ class Supervisor:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
         if self._retired:
             self._forget_retired()
+        if self.options.max_tasks_per_worker is not None:
+            self.pool.recycle(self.options.max_tasks_per_worker)
         if not self.dispatch.is_quiet():
             self._dispatch()
         if self.on_idle is not None:
             self.on_idle()
 
     def _dispatch(self) -> None:
-        for kind in (Kind.TASK, Kind.THREAD):
-            for call, member in self.dispatch.fill(kind):
-                member.send(call)
+        self.send_waiting(Kind.TASK)
+        self.send_waiting(Kind.THREAD)
         if (recall := self.dispatch.recall()) is not None:
-            recall.seat.recalling = True
-            recall.seat.worker.channel.send(RECALL, recall.wanted, None)
+            recall.seat.ask_back(recall.wanted)
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more, once the calls that are still under way have ended."""
@@ -244,6 +280,7 @@ class Supervisor:
     def _forget_retired(self) -> None:
         """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own."""
         needed = {id(call.function) for member in self.members for call in member.calls.values()}
+        needed |= {id(call.function) for call in self.delayed}
         for function in self._retired:
             if id(function) in needed:
                 continue
@@ -254,7 +291,7 @@ class Supervisor:
             self.functions.drop(function)
         self._retired = [function for function in self._retired if id(function) in needed]
 
-    def refuse(self, call: Call) -> None:
+    def refuse(self, call: Unit) -> None:
         """End a call that nobody will run any more."""
         self.release(call)
         if call.done():
@@ -272,127 +309,84 @@ class Supervisor:
 
     # Deaths
 
-    def _kill(self, member: Member, why: str) -> None:
-        if not member.life.is_gone:
-            member.killed_why = why
-            log = logger.debug if self.is_closing else logger.warning  # a second Ctrl-C may well hit a channel while it reads
-            log("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
-            member.worker.kill()
-
-    def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
-        """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
-        try:
-            member.worker.channel.receive()
-        finally:  # a KeyboardInterrupt there goes on, and must not leave calls of a dead worker behind
-            self._bury(slot, member, exitcode)
-
-    def _bury(self, slot: Slot, member: Member, exitcode: int | None) -> None:
-        state = member.life.state
-        member.life.advance(Event.EXIT)
-        if slot.timer is not None and slot.current is member:
-            slot.timer.cancel()
-            slot.timer = None
-        self._unseat(member)
-        self.members.discard(member)
-        begun = self._end_calls(member, exitcode)
-        began = member.done > 0 or begun
-        slot.done += member.done
-        slot.failed += member.failed
-        member.worker.close()
-        if state in (State.STARTING, State.READY):
-            log = logger.debug if self.is_closing else logger.warning
-            log("worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
-        if slot.current is member:
-            slot.current = None
-            self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
-        self.advance()
-
-    def _end_calls(self, member: Member, exitcode: int | None) -> bool:
+    def end_calls(self, member: Member, exitcode: int | None) -> bool:
         """Fail the calls that had begun, take back those that had not. Whether any had begun."""
         now = time.monotonic()
-        back, begun = [], False
+        back: list[Unit] = []
+        again: list[tuple[Call | Item, float]] = []
+        has_begun = False
         for call in list(member.calls.values()):
-            began_at = member.began_at(call)
-            started = began_at is not None
-            begun |= started
-            call.member = None
-            if call.done():
+            began = member.began(call)
+            has_begun |= began is not None
+            member.take(call.call_id)
+            begun_at, items = began or (now, 0)
+            if isinstance(call, Batch):
+                again += self._lost_items(member, call, items, exitcode, now - begun_at)
+                self._return_rest(call, items)
+            elif call.done():
                 self.release(call)
-            elif started or self.is_cut:
-                self.release(call)
-                if self.is_cut:
-                    call.cut_off()
-                else:
-                    call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, now - (began_at or now)))
-                member.done += 1
-                member.failed += 1
+            elif began is not None or self.is_cut:
+                again += self._lost(member, call, exitcode, now - begun_at)
             else:
                 back.append(call)
-        member.calls.clear()
-        if back and self._is_hopeless():
-            for call in back:
-                self.release(call)
-                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
+        self._return(member, back, exitcode)
+        for lost, delay in again:
+            self.try_again(lost, delay)
+        return has_begun
+
+    def _lost(self, member: Member, call: Call | Item, exitcode: int | None, age: float) -> list[tuple[Call | Item, float]]:
+        """A call had begun in a worker that has died: it fails, or is given back with the delay of its next attempt."""
+        if self.is_cut:
+            self.release(call)
+            call.cut_off()
         else:
-            self.dispatch.returned(back)
-        return begun
+            attempts = 1 if call.plan is None else call.plan.failed + 1
+            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
+            delay, error = self.next_attempt(call.plan, death)
+            if delay is not None and not call.done():
+                member.retried += 1
+                return [(call, delay)]
+            self.release(call)
+            if not call.done():
+                call.set_exception(error)
+        member.done += 1
+        member.failed += 1
+        return []
+
+    def _lost_items(
+        self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float
+    ) -> list[tuple[Call | Item, float]]:
+        """As `_lost`, for the items of a batch, `items` of which had begun."""
+        again = []
+        for index in batch.began(items):
+            item = batch.item(index)
+            batch.settle(index)
+            if not item.done():
+                again += self._lost(member, item.renewed(), exitcode, age)
+        return again
+
+    def _return_rest(self, batch: Batch, items: int) -> None:
+        run = batch.rest(items)
+        if run is not None:
+            self.put_back(batch.flow, run)
+
+    def _return(self, member: Member, back: list[Unit], exitcode: int | None) -> None:
+        """Calls that a dead worker had not begun go to another one, if one will come."""
+        homeless = [call for call in back if self._is_hopeless() or call.kind == Kind.BESIDE]
+        for call in homeless:
+            self.release(call)
+            call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
+        self.dispatch.returned([(call, call.queue) for call in back if not call.done()])
 
     def _is_hopeless(self) -> bool:
         """Whether no worker will come to run what waits."""
-        coming = (State.STARTING, State.READY)
-        return self.broken is not None or (self.is_closing and not any(member.life.state in coming for member in self.members))
+        return self.broken is not None or (self.is_closing and not self.pool.is_expected())
 
-    def _unseat(self, member: Member) -> None:
-        if member in self.dispatch.seats:
-            self.dispatch.seats.remove(member)
-
-    def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
-        if self._starting is not None:
-            if not self._starting.done():
-                reason = (
-                    f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
-                )
-                self._starting.set_exception(
-                    RunnerClosed("the runner was closed while it started")
-                    if self.is_closing
-                    else StartupFailed(reason, self._last_report)
-                )
-            return
-        if self.is_closing:
-            return
-        slot.restarts += 1
-        if began:
-            slot.budget.began()
-            self._spawn(slot)
-        else:
-            self._never_began(slot, exitcode)
-
-    def _never_began(self, slot: Slot, exitcode: int | None) -> None:
-        if self._starting is not None:
-            if not self._starting.done():
-                self._starting.set_exception(StartupFailed(self._last_report))
-            return
-        if self.is_closing:
-            return
-        delay = slot.budget.died()
-        if delay is not None:
-            slot.timer = self.loop.call_later(delay, self._spawn, slot)
-            return
-        slot.is_failed = True
-        if all(other.is_failed for other in self.slots):
-            self._break(exitcode)
-        else:
-            logger.warning(
-                "worker %d died %d times in a row before it began a call; the runner goes on without it. %s",
-                slot.index,
-                LIMIT,
-                self._last_report,
-            )
-
-    def _break(self, exitcode: int | None) -> None:
-        self.broken = RunnerBroken(LIMIT, exitcode, self._last_report)
-        logger.error("%s", self.broken)
+    def fail(self, error: RunnerBroken) -> None:
+        """No worker can be started any more."""
+        self.broken = error
         self.end_maps()
+        self.end_delayed()
         for call in self.dispatch.withdraw():
             self.refuse(call)
 
@@ -401,15 +395,38 @@ class Supervisor:
         for end in list(self.enders):
             end()
 
-    def _report(self, text: str) -> None:
-        self._last_report = text
-        logger.warning("%s", text)
+    # Broadcast
+
+    async def broadcast(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None
+    ) -> list[Any]:
+        """Run a call in every ready worker, beside all others. Cancelled, or when one fails: the others are cancelled."""
+        async with self._beside:
+            if self.broken is not None or self.is_closing:
+                raise self.refusal()
+            members = sorted(self.dispatch.seats, key=lambda member: member.index)
+            calls = [self.submit(function, args, kwargs, policy, member) for member in members]
+            try:
+                if calls:
+                    await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+                for call in calls:
+                    if call.done():
+                        call.result()  # the first failure is raised, though others may run
+                return [call.result() for call in calls]
+            finally:
+                for call in calls:
+                    if not call.cancel() and not call.cancelled():
+                        call.exception()  # nobody will read it: it is not "never retrieved"
 
     # Ending
 
+    def waiting(self) -> int:
+        """Calls that wait here: for a place, or for their next attempt."""
+        return self.dispatch.waiting() + len(self.delayed)
+
     def unfinished(self) -> bool:
         """Whether any call waits or runs, those included whose callers have gone."""
-        return bool(self.dispatch.waiting()) or any(member.calls for member in self.members)
+        return bool(self.waiting()) or any(member.calls for member in self.members)
 
     def cut(self) -> None:
         """Withdraw what waits and cancel what runs; the callers get RunnerClosed. Once: a second time does nothing."""
@@ -423,7 +440,7 @@ class Supervisor:
                 if call.call_id in member.parked:
                     self.refuse(member.take(call.call_id))
                 elif not call.done():
-                    member.worker.channel.send(CANCEL, call.call_id, None)
+                    member.worker.channel.send(CANCEL, call.call_id, 0 if isinstance(call, Batch) else None)
 
     def finish(self) -> None:
         """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed.
@@ -431,28 +448,20 @@ class Supervisor:
         What still waits does so for workers that have died meanwhile and are not replaced any more.
         """
         self._expect_nobody()
-        for member in self.members:
-            if member.life.state is State.STARTING:
-                member.worker.kill()
-            elif member.life.state is not State.FINISHING:
-                member.worker.channel.send(FINISH, 0, None)
-            member.life.advance(Event.FINISH)
+        self.pool.finish()
 
     def _expect_nobody(self) -> None:
         """No worker will be started any more, nor become ready: nothing waits for one."""
+        self.end_delayed()
         for call in self.dispatch.withdraw():
             self.refuse(call)
-        for slot in self.slots:
-            if slot.timer is not None:
-                slot.timer.cancel()
-                slot.timer = None
+        self.pool.stop_timers()
 
     def kill_all(self) -> None:
         """End every worker now, and start none. Their exits follow."""
         self.is_cut = True
         self._expect_nobody()
-        for member in self.members:
-            member.worker.kill()
+        self.pool.kill()
 
     def abandon(self) -> None:
         """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else.
@@ -461,8 +470,7 @@ class Supervisor:
         """
         self.is_closing = self.is_cut = True
         self.on_idle = self._refuse_abandoned
-        for member in self.members:
-            member.worker.kill()
+        self.pool.kill()
 
     def _refuse_abandoned(self) -> None:
         if not self.members:

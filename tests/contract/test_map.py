@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from percore._core.flow import default_window
+from percore._core import flow
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -245,14 +245,20 @@ async def test_a_window_of_one_is_one_after_the_other(make: MakeRunner) -> None:
         assert await runner.map(jobs.aecho, range(30), window=1) == list(range(30))
 
 
-async def test_the_default_window_is_bounded(make: MakeRunner) -> None:
+async def test_the_default_window_begins_small_and_grows_with_the_results(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=100) as runner:
         numbers = Counting()
-        async with runner.map(jobs.aecho, numbers) as results:
-            assert await anext(aiter(results)) == 0
-            await numbers.reached(1 + default_window(200))
+        results = runner.map(jobs.await_, itertools.repeat(log.path), itertools.repeat(gate.path), numbers)
+        async with results:
+            first = asyncio.ensure_future(anext(aiter(results)))
+            await log.take(flow.LEAST)
             await runner.run(jobs.aecho)
-            assert numbers.count == 1 + default_window(200)
+            assert numbers.count == flow.LEAST
+            gate.open()
+            assert await first == 0
+            await numbers.reached(1 + 2 * 200)
+            await runner.run(jobs.aecho)
+            assert numbers.count <= 1 + flow.MOST
 
 
 # The map itself

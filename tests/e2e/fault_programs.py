@@ -48,35 +48,51 @@ def new_loop(name: str) -> asyncio.AbstractEventLoop:
 # Interrupts within callbacks of percore, planned by PERCORE_POINTS
 
 
-def interrupted_callback(name: str, call: str) -> None:
-    """Interrupted out of the loop; the same loop runs on. "unheard": nothing is heard of the call until its worker is dead."""
+def interrupted_callback(name: str, call: str, wire: str) -> None:
+    """Interrupted out of the loop; the same loop runs on.
+
+    "stays": nothing is heard of any worker until the call has begun. Else a worker may first tell that it has read what the
+    function is, be killed for that, and the call, not begun, stay elsewhere. "unheard": nothing, until the worker is dead.
+    """
     loop = new_loop(name)
     runner = percore.Runner(1 if call == "unheard" else 2)
     loop.run_until_complete(runner.start())
+    futures: list[asyncio.Future[Any]] = []
 
-    async def submit() -> asyncio.Future[Any]:
-        if call == "unheard":
-            loop.remove_reader(next(iter(runner._supervisor.members)).worker.channel._bell.fileno())
-        return runner.submit(calls.stay, "/dev/null") if call == "stays" else runner.submit(calls.who)
+    async def submit_and_wait() -> None:
+        channels = [member.worker.channel for member in runner._supervisor.members]
+        for channel in channels if call != "ends" else []:
+            loop.remove_reader(channel._bell.fileno())
+        futures.append(runner.submit(calls.stay, wire) if call == "stays" else runner.submit(calls.who))
+        if call == "stays":
+            await asyncio.sleep(0)  # the call is sent
+            _wait_for_line(wire)
+            for channel in channels:
+                loop.add_reader(channel._bell.fileno(), channel._on_bell)
+        await asyncio.wait(futures, timeout=10)
 
     async def pids() -> set[int | None]:
         return {worker.pid for worker in runner.statistics().workers}
 
     before = loop.run_until_complete(pids())
-    future = loop.run_until_complete(submit())
     story: list[object] = []
     try:
-        loop.run_until_complete(asyncio.wait([future], timeout=10))
+        loop.run_until_complete(submit_and_wait())
     except KeyboardInterrupt:
         story.append("interrupted")
-    done, _ = loop.run_until_complete(asyncio.wait([future], timeout=10))
-    story.append(type(future.exception()).__name__ if done else "pending")
+    done, _ = loop.run_until_complete(asyncio.wait(futures, timeout=10))
+    story.append(type(futures[0].exception()).__name__ if done else "pending")
     loop.run_until_complete(_works(runner))
     after = loop.run_until_complete(pids())
     story.append(f"{len(before & after)} survived")
     loop.run_until_complete(runner.aclose())
     loop.close()
     say("outcome", story)
+
+
+def _wait_for_line(wire: str) -> None:
+    with open(wire, "rb") as file:
+        file.readline()
 
 
 async def _works(runner: percore.Runner) -> None:

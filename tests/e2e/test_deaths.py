@@ -372,7 +372,7 @@ async def test_a_bad_frame_kills_that_worker_and_nothing_else(
 @pytest.mark.parametrize(
     ("points", "call", "outcome"),
     [
-        # The first two rings say that the workers are ready, the third that the call has been read.
+        # The first two rings say that the workers are ready, the third that the call has been read, and is heard once it has begun.
         ("supervisor.bell.read=interrupt@3", "stays", ["interrupted", "WorkerDied", "1 survived"]),
         ("supervisor.outcome.delivered=interrupt", "ends", ["interrupted", "NoneType", "1 survived"]),
         # One worker, whose last words are read when it is dead already.
@@ -380,9 +380,9 @@ async def test_a_bad_frame_kills_that_worker_and_nothing_else(
     ],
 )
 def test_an_interrupt_within_a_callback_breaks_that_channel_alone(
-    loop: str, points: str, call: str, outcome: list[str], tmp_path: Path
+    loop: str, points: str, call: str, outcome: list[str], tmp_path: Path, wire: Wire
 ) -> None:
-    with Program("interrupted_callback", loop, call, stderr=tmp_path / "stderr", points=points) as program:
+    with Program("interrupted_callback", loop, call, wire.path, stderr=tmp_path / "stderr", points=points) as program:
         assert program.told("outcome") == outcome
         assert program.end() == 0
 

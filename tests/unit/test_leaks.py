@@ -112,6 +112,37 @@ def test_a_name_in_shared_memory() -> None:
         path.unlink()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="who maps a name is asked of /proc")
+def test_a_name_in_shared_memory_of_somebody_else_is_none_of_ours() -> None:
+    before = leaks.snapshot()
+    path = Path(f"/dev/shm/{leaks.OF_A_TEST}{os.getpid()}")
+    # Neither a descendant nor marked: a program that somebody else has started. It ends when it may read no more.
+    code = f"""
+import mmap, os
+if os.fork():
+    os._exit(0)
+with open({str(path)!r}, "w+b") as file:
+    file.truncate(mmap.PAGESIZE)
+    mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+print("mapped", flush=True)
+os.read(0, 1)
+os.unlink({str(path)!r})
+print("gone", flush=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != leaks.MARK}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        process.wait()
+        assert path.exists()
+        assert [sentence for sentence in leaks.since(before) if "/dev/shm/" in sentence] == []
+        process.stdin.close()
+        assert process.stdout.readline() == b"gone\n"
+
+
 @pytest.mark.both_loops
 async def test_both_loops_are_asked_for(request: pytest.FixtureRequest) -> None:
     module = type(asyncio.get_running_loop()).__module__

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from percore import _options
-from percore._options import Options, usable_cpus
+from percore._options import Knobs, usable_cpus
 from percore._platform import default_start_method
 from tests.ids import steady
 
@@ -31,8 +31,8 @@ NUMBERS = ["workers", "concurrency", "threads", "max_message"]
 SECONDS = ["start_timeout", "kill_after"]
 
 
-def options(**knobs: Any) -> Options:
-    return Options.checked(**{**GOOD, **knobs})
+def options(**knobs: Any) -> Knobs:
+    return Knobs.checked(**{**GOOD, **knobs})
 
 
 def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_what_the_user_gives_is_kept() -> None:
         start_timeout=1,
         kill_after=0.5,
     )
-    assert given == Options(
+    assert given == Knobs(
         workers=3,
         lifespan=test_the_defaults,  # type: ignore[arg-type]
         concurrency=1,

@@ -1,39 +1,58 @@
-"""Who gets which call: pure decisions about places, queues and recalls.
+"""Who gets which call: pure decisions about places, turns and recalls.
 
 Places are counted by kind, so a coroutine never waits behind plain calls that want a thread, nor the other way round. A place is
 free when a worker can begin the call at once. Where no worker has one, plain calls are queued ahead in workers, so that no thread
 waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it.
 A worker that has not read what it was last sent (its loop may be blocked) gets nothing while another has room.
+Each map has a queue of its own, and so have the single calls of each kind. They take turns: what waits in one never waits for more
+than what the workers hold already and one call or batch of each other queue.
 When a worker runs dry while another still holds calls that have not begun, they are asked back.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from percore._core.batches import Batches
+from percore._core.keys import Keys, Lanes
 from percore._messages import Kind
 
 AHEAD: Final = 4
 """Plain calls queued ahead in a worker, per thread. Fewer cost throughput, measured: 0.91 to 0.96 of it at 2."""
 
+BESIDE: Final = 16
+"""Calls that a worker may hold beside all others: broadcasts."""
 
 _FEW: Final = 64
 
 
 class Queued(Protocol):
-    """A call, as far as it matters here."""
+    """A call or a batch, as far as it matters here."""
 
     kind: int
 
+    @property
+    def key(self) -> Hashable | None: ...
+
     def done(self) -> bool:
         """Whether it has ended while it waited (was cancelled)."""
+
+    @property
+    def size(self) -> int:
+        """How many items it is."""
 
 
 class Seat(Protocol):
     """A ready worker, as far as it matters here."""
 
+    index: int
+
     load: list[int]
-    """Calls sent and not ended, by kind."""
+    """Places taken, by kind."""
+
+    @property
+    def items(self) -> int:
+        """Plain calls sent and not ended, those in batches counted one by one."""
 
     recalling: bool
     """Whether it has been asked for calls and has not answered."""
@@ -53,9 +72,34 @@ class Recall(NamedTuple, Generic[S]):
     wanted: int
 
 
+class Queue(Lanes[C, S]):
+    """What waits of one map, or of the single calls of one kind: calls, calls with keys, and items for batches."""
+
+    __slots__ = ("batches", "calls", "ended", "is_listed", "kind", "lanes_first")
+
+    def __init__(self, kind: int, batches: Batches[C] | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.batches = batches
+        self.calls: deque[C] = deque()
+        self.ended = 0
+        self.is_listed = False
+        self.lanes_first = False
+
+    def __len__(self) -> int:
+        """What waits here, cancelled or not."""
+        return len(self.calls) + self.count + (0 if self.batches is None else len(self.batches))
+
+    def purge(self) -> None:
+        """Drop cancelled calls once half of the queue is such."""
+        if self.ended > _FEW and self.ended * 2 > len(self.calls):
+            self.calls = deque(call for call in self.calls if not call.done())
+            self.ended = 0
+
+
 def room_of(concurrency: int, threads: int) -> int:
     """Calls that one worker may hold at once, of all kinds."""
-    return concurrency + threads * (1 + AHEAD)
+    return concurrency + threads * (1 + AHEAD) + BESIDE
 
 
 def places_for(room: int) -> int:
@@ -66,118 +110,233 @@ def places_for(room: int) -> int:
 class Dispatch(Generic[C, S]):
     """The calls that wait, and the workers that may take them."""
 
-    def __init__(self, concurrency: int, threads: int) -> None:
+    def __init__(self, concurrency: int, threads: int, per_key: int | None = None) -> None:
         self._places = (concurrency, threads)
         self._room = (concurrency, threads * (1 + AHEAD))
         self.room = room_of(concurrency, threads)
-        self._queues: tuple[deque[C], deque[C]] = (deque(), deque())
-        self._ended = [0, 0]
+        self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
+        self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
+        self._maps: set[Queue[C, S]] = set()
         self._is_ahead = False
+        self.keys: Keys[C, S] = Keys(per_key)
         self.seats: list[S] = []
+
+    # Workers
+
+    def seat(self, seat: S) -> None:
+        """This worker takes calls from now on."""
+        self.seats.append(seat)
+        self._seated()
+
+    def unseat(self, seat: S) -> None:
+        """This worker takes no more calls. It may be one that did not."""
+        if seat in self.seats:
+            self.seats.remove(seat)
+            self._seated()
+
+    def _seated(self) -> None:
+        for queue in self.keys.seated(self.seats):
+            self._list(queue)
 
     def room_for(self, kind: int) -> int:
         """Calls of that kind that one worker may hold at once, those queued ahead included."""
         return self._room[kind]
 
+    # Queues
+
+    def open(self, queue: Queue[C, S]) -> None:
+        """A map begins."""
+        self._maps.add(queue)
+
+    def close(self, queue: Queue[C, S]) -> None:
+        """A map ends. What waits of it is dropped: its owner has seen to that."""
+        self._maps.discard(queue)
+        self.keys.forget(queue)
+        if queue.is_listed:
+            queue.is_listed = False
+            self._turns[queue.kind].remove(queue)
+
     def waiting(self) -> int:
         """Calls that wait here."""
-        return sum(len(queue) for queue in self._queues) - sum(self._ended)
+        return sum(len(queue) - queue.ended for queue in (*self.singles, *self._maps))
 
-    def submitted(self, call: C) -> S | None:
-        """A new call: the worker to send it to now, or None: it waits."""
+    def _list(self, queue: Lanes[C, S]) -> None:
+        if isinstance(queue, Queue) and not queue.is_listed:
+            queue.is_listed = True
+            self._turns[queue.kind].append(queue)
+
+    # Calls
+
+    def submitted(self, call: C, queue: Queue[C, S] | None = None) -> S | None:
+        """A new call: the worker to send it to now, or None: it waits. `queue`: of its map; None: it is a single one."""
         kind = call.kind
-        queue = self._queues[kind]
-        if not queue:
+        key = call.key
+        if key is not None:
+            return self._submitted_keyed(call, key, self.singles[kind] if queue is None else queue)
+        if not self._turns[kind]:
             seats = self.seats
             if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
                 return seats[0]
             seat = self._pick(kind)
             if seat is not None:
                 return seat
-        queue.append(call)
+        if queue is None:
+            queue = self.singles[kind]
+        queue.calls.append(call)
+        if not queue.is_listed:
+            self._list(queue)
         return None
 
-    def returned(self, calls: Iterable[C]) -> None:
-        """Calls that were sent and have not begun come back to the head of the queue, in the order given."""
-        for call in reversed(list(calls)):
-            self._queues[call.kind].appendleft(call)
+    def _submitted_keyed(self, call: C, key: Hashable, queue: Queue[C, S]) -> S | None:
+        seat = self.keys.enter(key)
+        if seat is not None and seat.load[call.kind] < self._places[call.kind]:
+            self.keys.sent(key, seat)
+            return seat
+        if self.keys.wait(key, call, queue):
+            self._list(queue)
+        return None
 
-    def ended(self, call: C) -> None:
+    def appended(self, queue: Queue[C, S]) -> None:
+        """Items for batches have been appended to a queue: they take their turns."""
+        self._list(queue)
+
+    def returned(self, calls: Iterable[tuple[C, Queue[C, S] | None]]) -> None:
+        """Calls that were sent and have not begun come back to the head of their queues, in the order given."""
+        for call, queue in reversed(list(calls)):
+            home = self.singles[call.kind] if queue is None else queue
+            if call.key is None:
+                home.calls.appendleft(call)
+                self._list(home)
+            elif self.keys.wait(call.key, call, home, first=True):
+                self._list(home)
+
+    def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
         """A call that waits here was cancelled. It is dropped when its turn comes, or when half of its queue is such."""
-        self._ended[call.kind] += 1
-        self._purge(call.kind)
+        home = self.singles[call.kind] if queue is None else queue
+        if call.key is None:
+            home.ended += 1
+            home.purge()
+        else:
+            self.keys.cancelled(call.key, home)
 
-    def _purge(self, kind: int) -> None:
-        ended, queue = self._ended[kind], self._queues[kind]
-        if ended > _FEW and ended * 2 > len(queue):
-            live = [waiting for waiting in queue if not waiting.done()]
-            queue.clear()
-            queue.extend(live)
-            self._ended[kind] = 0
+    def left(self, call: C) -> None:
+        """A call with a key, that was sent, is not under way any more."""
+        for queue in self.keys.ended(call.key):
+            self._list(queue)
 
     def nothing_is_ahead(self) -> None:
         """A worker that was asked had nothing to give back: ask no more until something is queued ahead again."""
         self._is_ahead = False
 
     def is_quiet(self) -> bool:
-        """Whether nothing waits and nothing is queued ahead: there is nothing to decide."""
-        return not (self._queues[0] or self._queues[1] or self._is_ahead)
-
-    def next(self, kind: int) -> tuple[C, S] | None:
-        """The next call of that kind that can be sent, and where to."""
-        queue = self._queues[kind]
-        while queue:
-            if queue[0].done():
-                queue.popleft()
-                self._ended[kind] -= 1
-                continue
-            seat = self._pick(kind)
-            if seat is None:
-                return None
-            call = queue.popleft()
-            self._purge(kind)
-            return call, seat
-        return None
+        """Whether nothing waits that could be sent and nothing is queued ahead: there is nothing to decide."""
+        return not (self._turns[0] or self._turns[1] or self._is_ahead)
 
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
         """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
-        queue = self._queues[kind]
-        places = self._places[kind]
-        free = [seat for seat in self.seats if seat.load[kind] < places] if queue else []
-        if len(free) == 1:  # after an outcome, mostly: there is nothing to choose
-            seat = free[0]
-            load = seat.load
-            while queue and load[kind] < places:
-                call = queue.popleft()
-                if call.done():
-                    self._ended[kind] -= 1
-                else:
-                    yield call, seat
-            self._purge(kind)
+        turns = self._turns[kind]
+        if len(turns) == 1 and turns[0].calls and not turns[0].by_seat:
+            yield from self._fill_only(turns[0], kind)
         while (following := self.next(kind)) is not None:
             yield following
 
+    def _fill_only(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
+        """The one place that is free, after an outcome mostly: there is nothing to choose, and no turns to take."""
+        places = self._places[kind]
+        free = [seat for seat in self.seats if seat.load[kind] < places]
+        if len(free) != 1:
+            return
+        seat = free[0]
+        load = seat.load
+        calls = queue.calls
+        while calls and load[kind] < places:
+            call = calls.popleft()
+            if call.done():
+                queue.ended -= 1
+            else:
+                yield call, seat
+
+    def next(self, kind: int) -> tuple[C, S] | None:
+        """The next call of that kind that can be sent, and where to."""
+        turns = self._turns[kind]
+        if not turns:
+            return None
+        seat = self._pick(kind)
+        if seat is None:
+            return None
+        for _ in range(len(turns)):
+            queue = turns[0]
+            found = self._from(queue, seat)
+            if found is None and not (queue.calls or queue.batches or queue.by_seat):
+                queue.is_listed = False
+                turns.popleft()
+                continue
+            turns.rotate(-1)
+            if found is not None:
+                return found
+        return None
+
+    def _from(self, queue: Queue[C, S], seat: S) -> tuple[C, S] | None:
+        """What this queue's turn brings: by turns one of its lanes and one of its other calls."""
+        found = None
+        if queue.by_seat and queue.lanes_first:
+            found = self._from_lanes(queue)
+            queue.lanes_first = False
+        if found is None:
+            found = self._from_calls(queue, seat)
+            queue.lanes_first = True
+        if found is None and queue.by_seat:
+            found = self._from_lanes(queue)
+        return found
+
+    def _from_calls(self, queue: Queue[C, S], seat: S) -> tuple[C, S] | None:
+        calls = queue.calls
+        while calls:
+            call = calls.popleft()
+            if not call.done():
+                queue.purge()
+                return call, seat
+            queue.ended -= 1
+        if queue.batches:
+            batch = queue.batches.pop(len(self.seats))
+            self._is_ahead |= batch.size > 1
+            return batch, seat
+        return None
+
+    def _from_lanes(self, queue: Queue[C, S]) -> tuple[C, S] | None:
+        kind = queue.kind
+        for seat in list(queue.by_seat):
+            if seat.load[kind] < self._room[kind]:
+                call = self.keys.take(queue, seat)
+                if call is not None:
+                    return call, seat
+        return None
+
     def withdraw(self) -> list[C]:
-        """Take every waiting call out."""
-        calls = [call for queue in self._queues for call in queue if not call.done()]
-        for queue in self._queues:
-            queue.clear()
-        self._ended = [0, 0]
+        """Take everything that waits out."""
+        calls: list[C] = []
+        for queue in (*self.singles, *self._maps):
+            calls += (call for call in queue.calls if not call.done())
+            queue.calls.clear()
+            queue.ended = 0
+            calls += self.keys.forget(queue)
+            while queue.batches:
+                calls.append(queue.batches.pop(1))
         return calls
 
     def recall(self) -> Recall[S] | None:
         """Whom to ask for plain calls that have not begun, when a worker has a free thread and nothing waits here."""
         kind = Kind.THREAD
-        if not self._is_ahead or len(self.seats) < 2 or self._queues[kind]:
+        if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in self._turns[kind]):
             return None
         threads = self._places[kind]
         free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)
-        fullest = max(self.seats, key=lambda seat: seat.load[kind])
-        surplus = fullest.load[kind] - threads
+        fullest = max(self.seats, key=lambda seat: seat.items)
+        surplus = fullest.items - min(threads, fullest.load[kind])
         self._is_ahead = surplus > 0
         if free <= 0 or surplus <= 0 or fullest.recalling:
             return None
-        return Recall(fullest, min(free, -(-surplus // 2)))
+        return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
     def _pick(self, kind: int) -> S | None:
         best = self._least(kind, self._places[kind])

@@ -1,11 +1,126 @@
-"""How much of a map may be on its way: the window."""
+"""How much of a map may be on its way: the window, and how many items make a batch."""
 
 from typing import Final
 
-_LEAST: Final = 64
-_MOST: Final = 16_384
+LEAST: Final = 64
+MOST: Final = 16_384
+BYTES: Final = 64 << 20
+"""Bytes of pickled arguments that a map may have on its way; and of results, those that wait and those expected."""
+
+AHEAD_SECONDS: Final = 0.05
+"""A window holds as many items as end in this time, so that short calls never wait for the next input."""
+
+BATCH_SECONDS: Final = 0.001
+MOST_IN_BATCH: Final = 1024
+_RECENT: Final = 64
 
 
-def default_window(room: int) -> int:
-    """Items pulled and not yet handed over, when the user does not say: twice what the workers may hold at once."""
-    return max(_LEAST, min(_MOST, 2 * room))
+class Window:
+    """How many items of one map may be pulled and not yet handed over.
+
+    Where the user does not say, it follows the calls: 64 at first; with the first results twice what the workers can hold; beyond
+    that while so many of them end in a moment. And it keeps bounds on memory, whatever the items are: one item always passes.
+    """
+
+    __slots__ = (
+        "_argument_bytes",
+        "_base",
+        "_is_exact",
+        "_mean",
+        "_rated_at",
+        "_rated_ended",
+        "_result_bytes",
+        "ended",
+        "handed_over",
+        "limit",
+        "pulled",
+    )
+
+    def __init__(self, exact: int | None, room: int) -> None:
+        """`exact`: what the user says. `room`: calls that all workers together may hold."""
+        self._is_exact = exact is not None
+        self.limit = LEAST if exact is None else exact
+        self._base = max(LEAST, min(MOST, 2 * room))
+        self.pulled = self.ended = self.handed_over = 0
+        self._argument_bytes = self._result_bytes = 0
+        self._mean = 0.0
+        self._rated_at: float | None = None
+        self._rated_ended = 0
+
+    def space(self) -> int:
+        """How many more items may be pulled now."""
+        outstanding = self.pulled - self.handed_over
+        space = self.limit - outstanding
+        if self._is_exact or space <= 0:
+            return max(0, space)
+        if self._argument_bytes >= BYTES:
+            space = 0
+        elif self._mean:
+            expected = self._result_bytes + (self.pulled - self.ended) * self._mean
+            space = min(space, int((BYTES - expected) / self._mean))
+        return max(0 if outstanding else 1, space)
+
+    def is_worth_a_pull(self) -> bool:
+        """Whether there is so much space that whoever pulls should be woken: short calls are then pulled by the hundred."""
+        space = self.space()
+        return space > 0 and (self._is_exact or space * 8 >= self.limit or self.pulled == self.ended)
+
+    def pull(self, count: int, size: int) -> None:
+        """So many items were pulled; their pickled arguments take `size` bytes."""
+        self.pulled += count
+        self._argument_bytes += size
+
+    def end(self, count: int, argument_size: int, result_size: int, now: float) -> None:
+        """So many items have ended; their results wait, `result_size` bytes of them."""
+        self.ended += count
+        self._argument_bytes -= argument_size
+        self._result_bytes += result_size
+        if result_size or self._mean:
+            self._mean += (result_size / count - self._mean) * min(1.0, count / min(self.ended, _RECENT))
+        if not self._is_exact:
+            self._rate(now)
+
+    def hand_over(self, count: int, result_size: int) -> None:
+        """So many results are the user's now."""
+        self.handed_over += count
+        self._result_bytes -= result_size
+
+    def _rate(self, now: float) -> None:
+        if self._rated_at is None:
+            self._rated_at, self._rated_ended = now, self.ended
+            self.limit = self._base
+            return
+        ended, seconds = self.ended - self._rated_ended, now - self._rated_at
+        if ended < LEAST or seconds <= 0:
+            return
+        self._rated_at, self._rated_ended = now, self.ended
+        self.limit = max(self._base, min(MOST, int(ended / seconds * AHEAD_SECONDS)))
+
+
+class Cost:
+    """What an item of a map takes on a thread, as measured there, and so how many make a batch."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def measured(self, count: int, seconds: float) -> None:
+        """`count` items have taken so long. Believed at once when it is more, by and by when it is less."""
+        mean = seconds / count
+        before = self.seconds
+        if before is None:
+            self.seconds = mean
+        elif mean > before:
+            self.seconds = min(mean, 8 * before)
+        else:
+            self.seconds = max(mean, before / 2)
+
+    def batch(self, waiting: int, workers: int) -> int:
+        """How many of the `waiting` items make the next batch: a millisecond's work, and a part for each worker."""
+        if self.seconds is None:
+            return 1
+        worth = int(BATCH_SECONDS / self.seconds) if self.seconds * MOST_IN_BATCH > BATCH_SECONDS else MOST_IN_BATCH
+        share = -(-waiting // max(1, workers))
+        # Less than a tenth of a batch is not worth another message.
+        return max(1, min(worth, max(share, worth // 10)))

@@ -8,7 +8,7 @@ from typing import Final
 
 LIMIT: Final = 10
 _FIRST_DELAY: Final = 0.1
-_LONGEST_DELAY: Final = 5.0
+LONGEST_DELAY: Final = 5.0
 
 
 class RestartBudget:
@@ -28,4 +28,4 @@ class RestartBudget:
         self.deaths += 1
         if self.deaths >= LIMIT:
             return None
-        return 0.0 if self.deaths == 1 else min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self.deaths - 2))
+        return 0.0 if self.deaths == 1 else min(LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self.deaths - 2))

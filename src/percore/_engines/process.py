@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from percore._contexts import references
 from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
 from percore._ipc.channel import RING_SIZE, Channel
@@ -18,8 +19,9 @@ from percore._ipc.pickles import MainInfo, dump
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
 from percore._messages import SLOT_MASK
-from percore._options import Options
+from percore._options import Knobs
 from percore._worker.main import Boot, cell_size, marks_of
+from percore._worker.plain import MARK_WORDS
 
 _PAGE = resource.getpagesize()
 _LEAST_SLOT = 1 << 20
@@ -42,7 +44,7 @@ class Shared:
     slot_size: int
 
     @classmethod
-    def create(cls, options: Options) -> "Shared":
+    def create(cls, options: Knobs) -> "Shared":
         """Map the arena. Under a limit of the address space or of file sizes there are fewer slots.
 
         Raises:
@@ -75,9 +77,10 @@ class Shared:
         self.memory.close()
 
 
-def began_at(marks: memoryview, place: int, call_id: int) -> float | None:
-    """What a start mark says of a call: when it began, by `time.monotonic`, or None."""
-    return float(marks[place * 2 + 1]) / 1e9 if marks[place * 2] == call_id else None
+def began(marks: memoryview, place: int, call_id: int) -> tuple[float, int] | None:
+    """What a start mark says of a call: when it began, by `time.monotonic`, and how many items of it; or None."""
+    word = place * MARK_WORDS
+    return (float(marks[word + 1]) / 1e9, int(marks[word + 2])) if marks[word] == call_id else None
 
 
 class Cell:
@@ -126,8 +129,8 @@ class ProcessWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
-    def began_at(self, place: int, call_id: int) -> float | None:
-        return began_at(self._marks, place, call_id)
+    def began(self, place: int, call_id: int) -> tuple[float, int] | None:
+        return began(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()
@@ -135,11 +138,12 @@ class ProcessWorker:
         self._cell.close()
 
 
-def make_boot(options: Options, shared: Shared, main: MainInfo, *, debug: bool) -> Boot:
+def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) -> Boot:
     """What every worker of a runner is told, index and generation aside.
 
     Raises:
-        Exception: lifespan or loop_factory cannot be pickled.
+        ValueError: a context variable that no worker can find.
+        Exception: lifespan, loop_factory or thread_initializer cannot be pickled.
     """
 
     def pickled(value: Any) -> bytes:
@@ -164,13 +168,15 @@ def make_boot(options: Options, shared: Shared, main: MainInfo, *, debug: bool) 
         main=main.as_tuple(),
         loop_factory=pickled(options.loop_factory),
         lifespan=pickled(options.lifespan),
+        thread_initializer=pickled(options.thread_initializer),
+        contextvars=references(options.contextvars),
     )
 
 
 class ProcessEngine:
     """Starts workers through a launcher."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Options, shared: Shared, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: Shared, main: MainInfo) -> None:
         self._loop = loop
         self._shared = shared
         self._boot = make_boot(options, shared, main, debug=loop.get_debug())
@@ -201,7 +207,7 @@ class ProcessEngine:
         await self._launcher.aclose()
 
 
-def _launcher(options: Options) -> Launcher:
+def _launcher(options: Knobs) -> Launcher:
     if options.start_method == "spawn":
         from percore._engines.spawn import SpawnLauncher
 

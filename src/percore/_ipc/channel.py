@@ -23,6 +23,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Protocol
 
 from percore._ipc.codec import decode, encode
@@ -78,6 +79,7 @@ class Channel:
         self._frame: bytes | None = None
         self._lock = threading.Lock()
         self._told = 0
+        self._rung_at = self._lag = 0.0
         self._ends_turn = False
         self._is_open = False
         self._is_clear = False  # nothing is queued, nor waits for the ring
@@ -125,6 +127,7 @@ class Channel:
                 self._is_clear = False
             else:
                 published = tx.write(data)
+                self._rung_at = monotonic()
                 consumed = self.rx.read - self._told
                 self._told += consumed
                 if not self._bell.ring(published, consumed):
@@ -198,6 +201,10 @@ class Channel:
         """Whether all that was sent has been published. Asked on the loop, while no thread sends."""
         return not (self._queue or self._frame is not None or self._bell_waits or self.outgoing.is_awaited())
 
+    def lag(self) -> float:
+        """Seconds from the last ring to the news that the peer has read what it was for; until now, where it has not."""
+        return self._lag if self.tx.written == self.tx.acknowledged else max(self._lag, monotonic() - self._rung_at)
+
     def _has_work(self) -> bool:
         frame = self._frame
         if frame is not None:
@@ -214,6 +221,7 @@ class Channel:
                 break
             self._frame = None
             published += self.tx.write(frame)
+            self._rung_at = monotonic()
         if POINTS:
             point(f"{self._side}.frame.written")
         self._ring(published)
@@ -297,7 +305,7 @@ class Channel:
             self._lock.release()
         self.flush()  # a thread may have tried meanwhile, and left its message to whoever held the lock
 
-    def receive(self) -> None:  # noqa: C901  # one function, since each more costs every message a microsecond
+    def receive(self) -> None:  # noqa: C901, PLR0912  # one function, since each more costs every message a microsecond
         """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""
         if not self._is_open:
             return
@@ -311,6 +319,8 @@ class Channel:
                 point(f"{self._side}.bell.read")
             rx.end += published
             tx.acknowledged += consumed
+            if consumed and tx.acknowledged == tx.written:
+                self._lag = monotonic() - self._rung_at
             if published < 0 or consumed < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
             on_message = self.on_message

@@ -44,6 +44,19 @@ def is_inline(args: tuple[object, ...]) -> bool:
     return text <= _TEXT_LIMIT and len(args) <= _COUNT_LIMIT
 
 
+def weight_inline(values: list[object]) -> int | None:
+    """Bytes of the heaviest of many values, about, where each of them can travel as `is_inline_value` says; else None."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return 32 if min(values) > -_INT_LIMIT and max(values) < _INT_LIMIT else None  # type: ignore[type-var, operator]
+    if kinds in ({str}, {bytes}):
+        longest = max(map(len, values))  # type: ignore[arg-type]
+        return 4 * longest + 16 if longest <= _TEXT_LIMIT else None
+    if kinds <= _PLAIN and int not in kinds:
+        return 16
+    return 4 * _TEXT_LIMIT if all(map(is_inline_value, values)) else None
+
+
 def encode(messages: Sequence[Message]) -> bytes:
     """The data of one frame."""
     return marshal.dumps(messages, _VERSION)  # type: ignore[arg-type]  # holds what is_inline let in, and pickles

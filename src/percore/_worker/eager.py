@@ -10,22 +10,24 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, TypeAlias
 
-Starter: TypeAlias = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+Starter: TypeAlias = Callable[[Coroutine[Any, Any, None], str, Context | None], asyncio.Task[None]]
 
 _HAS_EAGER_TASKS: Final = sys.version_info >= (3, 12, 1)
 
 
 def task_starter(loop: asyncio.AbstractEventLoop) -> Starter:
-    """What starts a named task on `loop`, eagerly where that is right.
+    """What starts a named task on `loop`, in a context or a copy of the current one, eagerly where that is right.
 
     To be called from a callback of the loop, never inside a task.
     """
     if _HAS_EAGER_TASKS:
-        return lambda coro, name: asyncio.Task(coro, loop=loop, name=name, eager_start=True)  # type: ignore[call-arg]  # 3.12+
+        return lambda coro, name, context: asyncio.Task(  # type: ignore[call-arg]  # 3.12+
+            coro, loop=loop, name=name, context=context, eager_start=True
+        )
     try:
         vars(loop)
     except TypeError:  # its methods cannot be overlaid
-        return lambda coro, name: loop.create_task(coro, name=name)
+        return lambda coro, name, context: loop.create_task(coro, name=name, context=context)
     return _Overlaid(loop)
 
 
@@ -46,11 +48,11 @@ class _Overlaid:
         self._step = step
         self._context = context
 
-    def __call__(self, coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def __call__(self, coro: Coroutine[Any, Any, None], name: str, context: Context | None) -> asyncio.Task[None]:
         overlay = self._overlay
         overlay["call_soon"] = self._keep
         try:
-            task = Task(coro, loop=self._loop, name=name)
+            task = Task(coro, loop=self._loop, name=name, context=context)
         finally:
             del overlay["call_soon"]
         if self._context is None:

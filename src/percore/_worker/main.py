@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Final, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
@@ -24,10 +24,8 @@ from percore._worker import context as worker_context
 from percore._worker import mainmodule
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
+from percore._worker.plain import MARK_WORDS
 from percore._worker.serve import Server
-
-MARK_SIZE: Final = 16
-"""Bytes of a start mark: the id of the call, and the monotonic nanoseconds at which it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,8 @@ class Boot:
     main: tuple[Any, ...]
     loop_factory: bytes
     lifespan: bytes
+    thread_initializer: bytes
+    contextvars: tuple[tuple[str, str], ...]
 
     def pack(self) -> bytes:
         """As bytes for the launcher."""
@@ -59,12 +59,17 @@ class Boot:
 
 def cell_size(places: int) -> int:
     """Bytes of a worker's cell: a ring down, a ring up, and a start mark a place."""
-    return 2 * RING_SIZE + places * MARK_SIZE
+    return 2 * RING_SIZE + places * MARK_WORDS * 8
 
 
 def marks_of(cell: Memory, places: int) -> memoryview:
     """The start marks of a cell."""
-    return cell.view[2 * RING_SIZE : 2 * RING_SIZE + places * MARK_SIZE].cast("Q")
+    return cell.view[2 * RING_SIZE : 2 * RING_SIZE + places * MARK_WORDS * 8].cast("Q")
+
+
+def unpickler(pickled: bytes) -> "Callable[[], Callable[[], Any]] | None":
+    """What unpickles a function of the user's: not before it is needed, and where its failure has an owner. None: there is none."""
+    return (lambda: cast("Callable[[], Any]", load(pickled))) if pickled else None
 
 
 def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
@@ -124,7 +129,14 @@ async def _serve(
         (SlotWriter(results, boot.slot_size, boot.max_message), SlotReader(arena, boot.slot_size)),
         prompt=True,
     )
-    server = Server(channel, marks_of(cell, boot.places), threads=boot.threads, main_by_value=main_by_value)
+    server = Server(
+        channel,
+        marks_of(cell, boot.places),
+        threads=boot.threads,
+        main_by_value=main_by_value,
+        thread_initializer=unpickler(boot.thread_initializer),
+        contextvars=boot.contextvars,
+    )
     channel.open(server.receive, _broken)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
     return await serve_until_finished(

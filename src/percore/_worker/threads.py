@@ -37,10 +37,12 @@ class Threads:
         self._limit = limit
         self._run = run
         self._context = context
-        self._waiting: dict[int, Any] = {}
+        self.waiting: dict[int, Any] = {}
+        """What has not begun, by id, in the order it came."""
         self._running: dict[int, None] = {}
         self._ids: SimpleQueue[int | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._beside: dict[int, threading.Thread] = {}
         self._active: dict[int, None] = {}
         self._begun = 0
         self._turn = threading.Lock()
@@ -60,33 +62,39 @@ class Threads:
         Raises:
             RuntimeError: no thread can be started, and there is none; the call is not queued.
         """
-        self._waiting[call_id] = item
-        if len(self._threads) < self._limit and len(self._waiting) + len(self._running) > len(self._threads):
+        self.waiting[call_id] = item
+        if len(self._threads) < self._limit and len(self.waiting) + len(self._running) > len(self._threads):
             try:
                 self._start_thread()
             except RuntimeError:
                 if not self._threads:
-                    del self._waiting[call_id]
+                    del self.waiting[call_id]
                     raise
         self._ids.put(call_id)
 
-    def take_back(self, call_id: int) -> bool:
-        """Whether the call had not begun, and never will here."""
-        return self._waiting.pop(call_id, None) is not None
+    def take_back(self, call_id: int) -> Any | None:
+        """The call, which had not begun and never will here; None: it had."""
+        return self.waiting.pop(call_id, None)
 
-    def take_back_some(self, count: int) -> list[int]:
-        """The ids of up to `count` calls that had not begun, the newest first; they never will here."""
-        taken: list[int] = []
-        while len(taken) < count and self._waiting:
-            try:
-                taken.append(self._waiting.popitem()[0])
-            except KeyError:  # a thread took the last one since we looked
-                break
-        return taken
+    def run_beside(self, call_id: int, item: Any) -> None:
+        """Run a call now, in a thread of its own, whatever waits.
+
+        Raises:
+            RuntimeError: no thread can be started; the call is nowhere.
+        """
+        self.waiting[call_id] = item
+        self._beside[call_id] = thread = threading.Thread(
+            target=self._context.copy().run, args=(self._run_beside, call_id), name=f"percore-beside-{call_id}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            del self._beside[call_id], self.waiting[call_id]
+            raise
 
     def is_idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self._waiting and not self._running
+        return not self.waiting and not self._running
 
     def when_idle(self, tell: Callable[[], object]) -> None:
         """From now on call `tell`, in some thread, each time that a thread leaves nothing waiting or running behind.
@@ -103,7 +111,7 @@ class Threads:
 
     def join(self) -> None:
         """Wait for threads that were stopped; for workers that share a process with others."""
-        for thread in self._threads:
+        for thread in [*self._threads, *self._beside.values()]:
             thread.join()
 
     def _start_thread(self) -> None:
@@ -116,17 +124,24 @@ class Threads:
     # In a thread
 
     def _work(self) -> None:
-        get, waiting, running = self._ids.get, self._waiting, self._running
+        get = self._ids.get
         while (call_id := get()) is not None:
-            # In `running` before it leaves `waiting`: at no moment does the call seem to be nowhere.
-            running[call_id] = None
-            item = waiting.pop(call_id, None)
-            if item is not None:
-                self._run_one(call_id, item)
-                item = None
-            del running[call_id]
-            if self._on_idle is not None and self.is_idle():
-                self._on_idle()
+            self._begin(call_id, self._run_one)
+
+    def _run_beside(self, call_id: int) -> None:
+        self._begin(call_id, self._run)
+        del self._beside[call_id]
+
+    def _begin(self, call_id: int, run: Callable[[int, Any], None]) -> None:
+        # In `running` before it leaves `waiting`: at no moment does the call seem to be nowhere.
+        self._running[call_id] = None
+        item = self.waiting.pop(call_id, None)
+        if item is not None:
+            run(call_id, item)
+            item = None
+        del self._running[call_id]
+        if self._on_idle is not None and self.is_idle():
+            self._on_idle()
 
     def _run_one(self, call_id: int, item: Any) -> None:
         has_turn = self._takes_turns and self._wait_for_turn()

@@ -1,0 +1,93 @@
+"""A map of plain calls that cost from 1 us to 100 ms of CPU, 2 workers, against a perfect balance.
+
+Nobody can know beforehand which items are the long ones, and a batch that looked short may end with the longest. Each
+call spins for so much CPU time of its thread and returns how much it really was. A perfect balance would end all
+workers at the same moment: the sum of what the calls of this round have used, by the number of workers. What is judged
+is the time from the map's start to its end over that, and so whatever percore adds is in it, too.
+
+The costs are spread evenly over the magnitudes, and the same in every round: as many of about 10 us as of about 10 ms.
+Beside the map stands ProcessPoolExecutor with one item in a message, which is what balances best there, and the costs
+dealt out by hand to two processes that do nothing else: so much of the distance is the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import percore
+from benchmarks._figures import Limit, in_times
+from benchmarks._harness import Round, Row, Sample
+from benchmarks._peers import process_pool
+from benchmarks.calls import spin, spin_all
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+WORKERS = 2
+LEAST, MOST = 1e-6, 0.1
+OVER = "over balance"
+
+
+def row(*, quick: bool) -> Row:
+    costs = costs_of(100 if quick else 1000)
+    return Row(
+        contestants={
+            "percore": partial(_percore, costs),
+            "ProcessPoolExecutor, one by one": partial(_process_pool, costs),
+            "dealt out by hand": partial(_by_hand, costs),
+        },
+        targets=[Limit("percore", OVER, at_most=1.10)],
+        rounds=2 if quick else 5,
+        words={OVER: in_times},
+    )
+
+
+def costs_of(calls: int) -> list[float]:
+    """Seconds, log-uniform, the same every time."""
+    dice = random.Random(4)
+    return [LEAST * (MOST / LEAST) ** dice.random() for _ in range(calls)]
+
+
+@asynccontextmanager
+async def _percore(costs: Sequence[float]) -> AsyncIterator[Round]:
+    async with percore.Runner(workers=WORKERS) as runner:
+        yield partial(_round, costs, lambda: runner.map(spin, costs).collect())
+
+
+@asynccontextmanager
+async def _process_pool(costs: Sequence[float]) -> AsyncIterator[Round]:
+    async with process_pool(WORKERS) as pool:
+        yield partial(_round, costs, partial(asyncio.to_thread, lambda: list(pool.map(spin, costs))))
+
+
+@asynccontextmanager
+async def _by_hand(costs: Sequence[float]) -> AsyncIterator[Round]:
+    parts = dealt(costs)
+    async with process_pool(WORKERS) as pool:
+
+        def run() -> list[float]:
+            return [used for part in pool.map(spin_all, parts) for used in part]
+
+        yield partial(_round, costs, partial(asyncio.to_thread, run))
+
+
+def dealt(costs: Sequence[float]) -> list[list[float]]:
+    """The costs in as many parts as there are workers: from the highest on, each to the part that has least."""
+    parts: list[list[float]] = [[] for _ in range(WORKERS)]
+    for cost in sorted(costs, reverse=True):
+        min(parts, key=sum).append(cost)
+    return parts
+
+
+async def _round(costs: Sequence[float], run: Callable[[], Awaitable[list[float]]]) -> Sample:
+    start = time.perf_counter()
+    used = await run()
+    seconds = time.perf_counter() - start
+    if len(used) != len(costs) or sum(used) < sum(costs):
+        raise RuntimeError("not every call has used the CPU time it was to use")
+    return {OVER: seconds / (sum(used) / WORKERS), "all calls": seconds}

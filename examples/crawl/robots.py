@@ -1,0 +1,59 @@
+"""What a site allows: its robots.txt, read as RFC 9309 says, with the standard library's parser. Runs in the parent."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from urllib.robotparser import RobotFileParser
+
+from crawl.frontier import Visit
+from crawl.manners import FAILURES, reason_of
+from crawl.pages import AGENT, BadStatus, RobotsFile, host_of, is_passing
+
+MAX_REDIRECTS = 5  # the number that RFC 9309 names
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A site's rules for this crawler; without `parser` all is allowed.
+
+    `refusal` says why the rules could not be had: then nothing may be fetched. `delay` is the seconds between two requests
+    that the site asks for (Crawl-delay: not in the RFC, but many mean it).
+    """
+
+    parser: RobotFileParser | None = field(default=None, repr=False)
+    refusal: str = ""
+    delay: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> "Rules":
+        parser = RobotFileParser()
+        parser.parse(text.splitlines())
+        return cls(parser, delay=float(parser.crawl_delay(AGENT) or 0))
+
+    def allows(self, url: str) -> bool:
+        try:
+            return self.parser is None or self.parser.can_fetch(AGENT, url)
+        except ValueError:  # "http://a%5B/": the parser unquotes it and then cannot read it; nor could a session
+            return False
+
+
+ALL_ALLOWED = Rules()
+
+
+async def read_rules(fetch: Callable[[Visit], Awaitable[RobotsFile]], visit: Visit) -> Rules:
+    """Fetches the robots.txt of a visit's site.
+
+    RFC 9309, 2.3.1: redirects are followed, to other hosts too; a 4xx means that there are no rules; where the site or
+    what lies on the way fails, everything is forbidden. A 429 that stays counts as such a failure: it says "not now".
+    """
+    for _ in range(1 + MAX_REDIRECTS):
+        try:
+            file = await fetch(visit)
+        except FAILURES as error:
+            has_none = isinstance(error, BadStatus) and not is_passing(error.status)
+            return ALL_ALLOWED if has_none else Rules(refusal=f"robots.txt: {reason_of(error)}")
+        if file.location is None:
+            return Rules.of(file.text)
+        if not file.location:
+            return ALL_ALLOWED
+        visit = replace(visit, url=file.location, host=host_of(file.location))
+    return ALL_ALLOWED

@@ -1,0 +1,60 @@
+"""How many calls may be accepted and not done: `max_pending`."""
+
+import asyncio
+from collections import deque
+
+from percore._errors import RunnerFull
+
+
+class Admission:
+    """Lets calls in, first come first served."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self.limit = limit
+        self._loop = loop
+        self._inside = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def enter_now(self) -> None:
+        """Let one call in that cannot wait.
+
+        Raises:
+            RunnerFull: there is no room, or others wait for it.
+        """
+        if self._waiters or self._inside >= self.limit:
+            raise RunnerFull(self.limit)
+        self._inside += 1
+
+    async def enter(self, most: int = 1) -> int:
+        """Wait until there is room, and let up to `most` calls in: how many. Cancelled: none."""
+        if self._waiters or self._inside >= self.limit:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except BaseException:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                elif not waiter.cancelled():  # 1. it is let in  2. it is cancelled before it runs: the room is another's
+                    self.leave()
+                raise
+            most -= 1
+            count = 1
+        else:
+            count = 0
+        more = 0 if self._waiters else max(0, min(most, self.limit - self._inside))
+        self._inside += more
+        return count + more
+
+    def leave(self, count: int = 1) -> None:
+        """So many calls are done."""
+        self._inside -= count
+        while self._waiters and self._inside < self.limit:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._inside += 1
+                waiter.set_result(None)
+
+    def left(self, _call: object) -> None:
+        """As `leave`, as the callback of a future."""
+        self.leave()

@@ -1,0 +1,134 @@
+"""What a call is run under: its key, its further attempts, how long one may take, the context it sees.
+
+A policy is what `options(...)` was given, checked; most calls have none. Terms are what one call makes of it.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from percore._broken import WorkerDied
+from percore._options import seconds_of, whole
+
+if TYPE_CHECKING:
+    import asyncio
+
+RetryOn: TypeAlias = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
+Backoff: TypeAlias = float | Callable[[int], float]
+
+_MOST_RETRIES: Final = 1_000_000
+_LONGEST_DELAY: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Checked options of a call.
+
+    Attributes:
+        key: calls of equal keys are never on two workers at once. None: no key.
+        retries: further attempts.
+        retry_on: which errors are worth one: classes, or a predicate.
+        backoff: seconds before the next attempt, or a function of the number of failed ones that tells.
+        timeout: seconds one attempt may run. None: as long as it takes.
+    """
+
+    key: Hashable | None = None
+    retries: int = 0
+    retry_on: RetryOn = WorkerDied
+    backoff: Backoff = 0.0
+    timeout: float | None = None
+
+    @classmethod
+    def checked(
+        cls, *, key: Hashable | None, retries: int, retry_on: RetryOn | None, backoff: Backoff, timeout: float | None
+    ) -> "Policy":
+        """The policy of these options.
+
+        Raises:
+            TypeError, ValueError: a bad one; the text says what is right.
+        """
+        _check_key(key)
+        whole("retries", retries, 0, _MOST_RETRIES)
+        if retry_on is None:
+            retry_on = WorkerDied
+        elif isinstance(retry_on, list):
+            raise TypeError("retry_on must be an exception class, a tuple of them or a predicate, not a list")
+        _check_retry_on(retry_on)
+        if not callable(backoff):
+            backoff = delay_of(backoff, "backoff")
+        if timeout is not None:
+            timeout = seconds_of("timeout", timeout)
+        return cls(key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout)
+
+    def is_worth_it(self, error: BaseException) -> bool:
+        """Whether another attempt is wanted after this error. Runs user code, which may raise."""
+        wanted: Any = self.retry_on
+        if isinstance(wanted, type | tuple):
+            return isinstance(error, wanted)
+        return bool(wanted(error))
+
+    def delay(self, failed: int) -> float:
+        """Seconds to wait after so many failed attempts. Runs user code, which may raise.
+
+        Raises:
+            TypeError, ValueError: backoff gave no number of seconds.
+        """
+        return delay_of(self.backoff(failed), "what backoff returns") if callable(self.backoff) else self.backoff
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in it concerns the worker or the choice of it, so that calls may travel in batches."""
+        return self.key is None and self.timeout is None
+
+
+DEFAULT: Final = Policy()
+
+
+def _check_key(key: object) -> None:
+    try:
+        hash(key)
+    except TypeError as error:
+        raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
+
+
+def _check_retry_on(retry_on: Any) -> None:
+    classes = retry_on if isinstance(retry_on, tuple) else (retry_on,) if isinstance(retry_on, type) else None
+    if classes is None:
+        if not callable(retry_on):
+            raise TypeError(f"retry_on must be an exception class, a tuple of them or a predicate, not {retry_on!r}")
+        return
+    for one in classes:
+        if not (isinstance(one, type) and issubclass(one, BaseException)):
+            raise TypeError(f"retry_on must name exception classes, not {one!r}")
+
+
+def delay_of(value: object, name: str) -> float:
+    """A number of seconds to wait, checked: zero or more.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{name} must be zero or more seconds, not {value!r}")
+    return min(float(value), _LONGEST_DELAY)
+
+
+class Plan:
+    """What one call is run under, and how far it has come."""
+
+    __slots__ = ("failed", "late", "policy", "terms", "timer")
+
+    def __init__(self, policy: Policy, context: Any = None, *, is_beside: bool = False) -> None:
+        self.policy = policy
+        self.failed = 0
+        """Attempts that have failed."""
+        self.late: float | None = None
+        """Its thread has run for too long: seconds from its end to the next attempt."""
+        self.timer: asyncio.TimerHandle | None = None
+        """While the call waits for its next attempt."""
+        needs_terms = policy.timeout is not None or context is not None or is_beside
+        self.terms = (policy.timeout, context, is_beside) if needs_terms else None
+        """What its worker has to know before it gets the call."""

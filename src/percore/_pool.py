@@ -1,0 +1,287 @@
+"""The pool: which worker has which slot, from its start to its end, and who takes over from it.
+
+death of a worker     ─▶ its replacement starts, at once or after the delay that the slot's budget says
+asked from outside    ─▶ it drains, and its replacement starts now
+max_tasks_per_worker  ─▶ its replacement starts; when that is ready the old one drains, so there is no gap
+"""
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from percore._broken import RunnerBroken, StartupFailed, how
+from percore._core.lifecycle import Event, State
+from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
+from percore._errors import RunnerClosed
+from percore._member import Member, Turn
+from percore._messages import DRAIN, FINISH
+from percore._outcomes import Outcomes
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from percore._supervisor import Supervisor
+
+logger: Final = logging.getLogger("percore")
+
+
+class Slot:
+    """A place in the pool: its worker of now, and how its workers have fared."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.generation = 0
+        self.budget = RestartBudget()
+        self.current: Member | None = None
+        self.next: Member | None = None
+        """The worker that is to take over from the current one, while it starts."""
+        self.timer: asyncio.TimerHandle | None = None
+        """While there is a delay before the next start."""
+        self.is_failed = False
+        self.restarts = 0
+        self.done = 0
+        self.failed = 0
+        self.retried = 0
+
+    def stop_timer(self) -> None:
+        """Nothing is to be started by and by."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Pool:
+    """The workers of one runner."""
+
+    def __init__(self, supervisor: "Supervisor", workers: int) -> None:
+        self.slots = [Slot(index) for index in range(workers)]
+        self.members: set[Member] = set()
+        self._supervisor = supervisor
+        self._loop = supervisor.loop
+        self._options = supervisor.options
+        self._outcomes = Outcomes(supervisor)
+        self._turn = Turn(supervisor.loop)
+        self._starting: asyncio.Future[None] | None = None
+        self._last_report = ""
+
+    # Starting
+
+    async def start(self) -> None:
+        """Start every worker and wait until all are ready.
+
+        Raises:
+            StartupFailed: one could not be started, died, failed, or was late. The others run on: the caller closes.
+        """
+        starting = self._starting = self._loop.create_future()
+        for slot in self.slots:
+            self._spawn(slot)
+        try:
+            await starting
+        finally:
+            self._starting = None
+
+    def _spawn(self, slot: Slot) -> None:
+        """Start the slot's worker, or the one that is to take over from it."""
+        slot.timer = None
+        slot.generation += 1
+        supervisor = self._supervisor
+        member = Member(slot.index, slot.generation, supervisor.dispatch, self._turn)
+        try:
+            member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
+        except Exception as error:  # whatever it is, the slot has to go on
+            self._report(f"worker {slot.index} could not be started: {error!r}")
+            self._loop.call_soon(self._never_began, slot, None)
+            return
+        if slot.current is None:
+            slot.current = member
+        else:
+            slot.next = member
+        self.members.add(member)
+        member.late = self._loop.call_later(self._options.start_timeout, self._late, member)
+        member.worker.channel.open(
+            self._outcomes.receiver(slot, member),
+            lambda error: self._kill(member, f"its channel broke: {error!r}"),
+            supervisor.advance,
+        )
+
+    def _late(self, member: Member) -> None:
+        member.late = None
+        if member.life.state is State.STARTING:
+            self._report(f"worker {member.index} was not ready after start_timeout={self._options.start_timeout:g} seconds")
+            self._kill(member, "it was not ready in time")
+
+    def ready(self, slot: Slot, member: Member) -> None:
+        """A worker has entered its lifespan."""
+        if member.life.advance(Event.READY) is not State.READY:
+            return
+        member.stop_timer()
+        self._supervisor.dispatch.seat(member)
+        if slot.next is member:
+            old, slot.current, slot.next = slot.current, member, None
+            if old is not None:
+                self._retire(old)
+        if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
+            self._starting.set_result(None)
+            self._starting = None  # now, not when its waiter runs: a worker may die before that and has to be replaced
+
+    def unready(self, member: Member, error: BaseException, text: str) -> None:
+        """A worker's start failed, with this exception; it is about to end."""
+        member.life.advance(Event.FAIL)
+        self._last_report = text
+        if self._starting is not None and not self._starting.done():
+            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._starting.set_exception(failure)
+        else:
+            logger.warning("worker %d could not start: %s", member.index, text or error)
+
+    # Taking over
+
+    def recycle(self, limit: int) -> None:
+        """Start the replacements of workers that have been given so many calls."""
+        if self._supervisor.is_closing or self._starting is not None:
+            return
+        for member in self._supervisor.dispatch.seats:
+            slot = self.slots[member.index]
+            if slot.next is None and slot.timer is None and slot.current is member and member.given() >= limit:
+                slot.restarts += 1
+                logger.debug("worker %d (pid %s) has had %d calls; its replacement starts", member.index, member.pid, limit)
+                self._spawn(slot)
+
+    def _retire(self, member: Member) -> None:
+        self._supervisor.dispatch.unseat(member)
+        if member.life.state is State.READY:
+            member.life.advance(Event.DRAIN)
+            member.worker.channel.send(DRAIN, 0, None)
+
+    def draining(self, slot: Slot, member: Member) -> None:
+        """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
+        member.life.advance(Event.DRAIN)
+        self._supervisor.dispatch.unseat(member)
+        if slot.current is not member or self._supervisor.is_closing:
+            return
+        slot.current, slot.next = slot.next, None
+        if slot.current is None:
+            slot.restarts += 1
+            slot.stop_timer()
+            logger.info("worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
+            self._spawn(slot)
+
+    # Deaths
+
+    def _kill(self, member: Member, why: str) -> None:
+        if not member.life.is_gone:
+            member.killed_why = why
+            # A second Ctrl-C may well hit a channel while it reads.
+            log = logger.debug if self._supervisor.is_closing else logger.warning
+            log("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            member.worker.kill()
+
+    def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
+        """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
+        try:
+            member.worker.channel.receive()
+        finally:  # a KeyboardInterrupt there goes on, and must not leave calls of a dead worker behind
+            self._bury(slot, member, exitcode)
+
+    def _bury(self, slot: Slot, member: Member, exitcode: int | None) -> None:
+        state = member.life.state
+        member.life.advance(Event.EXIT)
+        member.stop_timer()
+        self._supervisor.dispatch.unseat(member)
+        self.members.discard(member)
+        began = self._supervisor.end_calls(member, exitcode) or member.done > 0 or member.retried > 0
+        slot.done += member.done
+        slot.failed += member.failed
+        slot.retried += member.retried
+        member.worker.close()
+        if state in (State.STARTING, State.READY):
+            log = logger.debug if self._supervisor.is_closing else logger.warning
+            log("worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
+        if began:
+            slot.budget.began()
+        if slot.next is member:
+            slot.next = None
+            self._never_began(slot, exitcode)
+        elif slot.current is member:
+            slot.current, slot.next = slot.next, None
+            if slot.current is None:
+                slot.stop_timer()
+                self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
+        self._supervisor.advance()
+
+    def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
+        is_closing = self._supervisor.is_closing
+        if self._starting is not None:
+            if not self._starting.done():
+                reason = (
+                    f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
+                )
+                self._starting.set_exception(
+                    RunnerClosed("the runner was closed while it started")
+                    if is_closing
+                    else StartupFailed(reason, self._last_report)
+                )
+            return
+        if is_closing:
+            return
+        slot.restarts += 1
+        if began:
+            self._spawn(slot)
+        else:
+            self._never_began(slot, exitcode)
+
+    def _never_began(self, slot: Slot, exitcode: int | None) -> None:
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.set_exception(StartupFailed(self._last_report))
+            return
+        if self._supervisor.is_closing:
+            return
+        delay = slot.budget.died()
+        if delay is None and slot.current is not None:  # its worker lives, and only could not be relieved: it goes on
+            slot.budget.began()
+            delay = LONGEST_DELAY
+        if delay is not None:
+            slot.timer = self._loop.call_later(delay, self._spawn, slot)
+            return
+        slot.is_failed = True
+        if all(other.is_failed for other in self.slots):
+            error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            logger.error("%s", error)
+            self._supervisor.fail(error)
+        else:
+            logger.warning(
+                "worker %d died %d times in a row before it began a call; the runner goes on without it. %s",
+                slot.index,
+                LIMIT,
+                self._last_report,
+            )
+
+    def _report(self, text: str) -> None:
+        self._last_report = text
+        logger.warning("%s", text)
+
+    # Ending
+
+    def finish(self) -> None:
+        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed."""
+        for member in self.members:
+            if member.life.state is State.STARTING:
+                member.worker.kill()
+            elif member.life.state is not State.FINISHING:
+                member.worker.channel.send(FINISH, 0, None)
+            member.life.advance(Event.FINISH)
+
+    def stop_timers(self) -> None:
+        """No worker will be started any more."""
+        for slot in self.slots:
+            slot.stop_timer()
+
+    def kill(self) -> None:
+        """End every worker now. Their exits follow."""
+        for member in self.members:
+            member.worker.kill()
+
+    def is_expected(self) -> bool:
+        """Whether any worker is ready or will be."""
+        return any(member.life.state in (State.STARTING, State.READY) for member in self.members)

@@ -1,0 +1,101 @@
+"""The user's data in a worker: what a call was sent, and what it answers. Runs user code, in any thread."""
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from percore._errors import PayloadTooLarge
+from percore._ipc.channel import Channel
+from percore._ipc.codec import is_inline_value
+from percore._ipc.exceptions import dump_exception
+from percore._ipc.pickles import dump, load, qualified_name, unpicklable
+from percore._ipc.slots import Sink
+from percore._messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
+from percore._points import POINTS, point
+
+Send = Callable[[int, int, Body], None]
+
+SMALL: Final = 16_384
+"""Bytes of a pickled result up to which it travels with others of its batch."""
+
+
+class Function:
+    """A function the supervisor has named by a number, unpickled by the first call that needs it."""
+
+    __slots__ = ("fn", "kind", "name", "payload")
+
+    def __init__(self, kind: int, payload: Payload) -> None:
+        self.kind = kind
+        self.payload = payload
+        self.fn: Callable[..., Any] | None = None
+        self.name = "percore"
+
+
+class Answers:
+    """Unpacks calls and answers them. Whatever the user's code raises, BaseException included, goes to the caller of `unpack`."""
+
+    def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
+        self._channel = channel
+        self._main_by_value = main_by_value
+
+    def function(self, function: Function) -> Callable[..., Any]:
+        """The function itself."""
+        fn = function.fn
+        if fn is None:
+            # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
+            fn = cast("Callable[..., Any]", load(self._channel.incoming.read(function.payload)))
+            function.name = qualified_name(fn)
+            function.fn = fn
+        return fn
+
+    def unpack(
+        self, call_id: int, function: Function | None, body: Body, send: Send
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
+        """Function, arguments and keywords of a call."""
+        if function is None:
+            fn, args, kwargs = self._load(call_id, cast("Payload", body), send)
+            return fn, args, kwargs
+        fn = self.function(function)
+        if type(body) is tuple:
+            return fn, body, None
+        args, kwargs = self._load(call_id, cast("Payload", body), send)
+        return fn, args, kwargs
+
+    def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
+        if type(payload) is bytes:
+            return load(payload)
+        data = cast("memoryview", self._channel.incoming.read(payload))
+        try:
+            return load(data)
+        finally:
+            data.release()
+            send(UNPICKLED, call_id, None)
+
+    def result(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
+        """Send a result; with `keep_small`, a small one that is no scalar is given back, pickled, instead."""
+        if is_inline_value(value):
+            if POINTS:
+                point("worker.outcome.ready")
+            send(VALUE, call_id, value)
+            return None
+        sink = Sink(self._channel.outgoing)
+        try:
+            dump(value, sink, main_by_value=self._main_by_value)
+            payload = sink.payload()
+        except PayloadTooLarge as error:
+            self.error(call_id, error, send)
+        except BaseException as error:
+            self.error(call_id, unpicklable(value, error), send)
+        else:
+            if POINTS:
+                point("worker.outcome.ready")
+            if keep_small and type(payload) is bytes and len(payload) <= SMALL:
+                return payload
+            self._channel.send_payload(RESULT, call_id, payload, send)
+        return None
+
+    def error(self, call_id: int, error: BaseException, send: Send) -> None:
+        """Send what was raised."""
+        sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value)
+        if POINTS:
+            point("worker.outcome.ready")
+        self._channel.send_payload(ERROR, call_id, sink.payload(), send)

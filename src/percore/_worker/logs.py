@@ -1,0 +1,167 @@
+"""What a worker logs goes to the supervisor.
+
+Theory of operation:
+
+Way         Records have a ring and a pair of bells of their own, apart from the channel. A record is in the ring, and the
+            supervisor told of it, when the call that logged it returns: what was logged before a crash arrives, what was logged
+            before a call ended arrives before its outcome is seen, and at the worker's end nothing is left to be sent.
+Order       One lock, held while a record is copied into the ring. So records arrive in the order in which they were logged, by
+            whatever threads.
+Pressure    Where the ring is full, who logs waits until the supervisor has read, the loop's thread included; others wait for the
+            lock. That is all that holds a worker back which logs faster than the supervisor can handle, and all that is kept.
+            (Where bells are sockets, those fill up as well, and are waited for in the same way.)
+No deadlock Who waits, waits for the supervisor alone: no loop, no lock and no thread of this process is needed for it to go on. The
+            supervisor's reading waits for nothing of a worker. A supervisor that has died takes its workers along.
+Re-entrance A signal handler or a `__del__` may log while its thread holds the lock. Such a record is kept, and follows the one that
+            is being written.
+Forks       A process that user code forks here shares the ring and must not write to it: it gets its logging back as it was.
+"""
+
+import logging
+import os
+import select
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TextIO, TypeAlias
+
+from percore._ipc.doorbell import Bell
+from percore._ipc.records import pack
+from percore._ipc.ring import HEADER_SIZE, RingWriter
+
+LOG_RING_SIZE: Final = 1 << 17
+"""Bytes of a worker's ring for records: holds the largest one twice."""
+
+Levels: TypeAlias = tuple[int, tuple[tuple[str, int, bool], ...]]
+"""What `logging.disable` was given; and of each logger that has a level of its own or is disabled: name, level, disabled."""
+
+logger: Final = logging.getLogger("percore")
+_real_showwarning = warnings.showwarning
+
+
+class LogWriter:
+    """The writing end of a worker's records."""
+
+    def __init__(self, ring: RingWriter, bell: Bell) -> None:
+        self._ring = ring
+        self._bell = bell
+        self._lock = threading.RLock()
+        self._waiting: deque[bytes] = deque()
+        self._is_writing = False
+
+    def write(self, data: bytes) -> None:
+        """Publish one record. From any thread; waits while the ring is full.
+
+        Raises:
+            ValueError: the ring can never hold it.
+        """
+        if len(data) + HEADER_SIZE > self._ring.size:
+            raise ValueError(f"a log record of {len(data)} bytes")
+        with self._lock:
+            self._waiting.append(data)
+            if self._is_writing:  # this very thread, further down the stack, which takes it next
+                return
+            self._is_writing = True
+            try:
+                while self._waiting:
+                    self._put(self._waiting.popleft())
+            finally:
+                self._is_writing = False
+
+    def _put(self, data: bytes) -> None:
+        ring, bell = self._ring, self._bell
+        while ring.free() < len(data) + HEADER_SIZE:
+            _wait_for(bell.fileno(), select.POLLIN)
+            self._hear()
+        told = bell.ring(ring.write(data), 0)
+        while not told:
+            _wait_for(bell.out_fileno(), select.POLLOUT)
+            told = bell.ring(0, 0)
+
+    def _hear(self) -> None:
+        try:
+            _, consumed = self._bell.read()
+        except BlockingIOError:  # a signal handler that logs has been faster
+            return
+        self._ring.acknowledge(consumed)
+
+
+def _wait_for(fd: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    poll.poll()
+
+
+class Forwarder(logging.Handler):
+    """The handler of a worker's root logger.
+
+    It has no lock: whoever waits for room in the ring would keep the others from being told so, and there is nothing to protect.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def createLock(self) -> None:
+        self.lock = None
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        passed: Any = self.filter(record)  # since 3.12 it may be another record
+        if passed:
+            self.emit(passed if isinstance(passed, logging.LogRecord) else record)
+        return bool(passed)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(pack(record))
+        except Exception:
+            self.handleError(record)
+
+
+def forward(write: Callable[[bytes], None], levels: Levels) -> None:
+    """From now on hand what this process logs or warns of, and errors that end its threads, to `write`. For a worker's start.
+
+    The root logger has a handler then, so that a plain `logging.basicConfig()` of a module imported here does nothing, as in any
+    program whose logging is set up.
+    """
+    disabled, loggers = levels
+    logging.disable(disabled)
+    for name, level, is_disabled in loggers:
+        one = logging.getLogger(name)
+        one.setLevel(level)
+        one.disabled = is_disabled
+    handler = Forwarder(write)
+    logging.getLogger().addHandler(handler)
+    warnings.showwarning = _show_warning
+    threading.excepthook = _thread_failed
+    os.register_at_fork(after_in_child=lambda: _stop(handler))
+
+
+def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
+    """An exception has ended a thread that a call, or the lifespan, has started."""
+    if args.exc_type is SystemExit:
+        return
+    error = args.exc_value or args.exc_type()
+    name = args.thread.name if args.thread is not None else "already forgotten"
+    logger.error("an exception ended the thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """As `logging.captureWarnings`, but the record tells where the warning is from."""
+    if file is not None:
+        _real_showwarning(message, category, filename, lineno, file, line)
+        return
+    log = logging.getLogger("py.warnings")
+    if log.isEnabledFor(logging.WARNING):
+        text = warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n")
+        log.handle(log.makeRecord(log.name, logging.WARNING, filename, lineno, "%s", (text,), None))
+
+
+def _stop(handler: Forwarder) -> None:
+    """In a fork of the worker: log, also what is warned of, as a process does that nobody has set up."""
+    logging.getLogger().removeHandler(handler)
+    if threading.excepthook is _thread_failed:
+        threading.excepthook = threading.__excepthook__

@@ -1,0 +1,347 @@
+"""Plain functions in a worker: calls and batches on threads.
+
+A batch is a queue of items that one thread takes from the left and the worker's loop from the right, when they are recalled or not
+wanted any more. Taking is atomic on both sides, so each item either begins here or goes back.
+Results of a batch are sent together, but never kept for longer than a few milliseconds.
+"""
+
+import marshal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from percore._ipc.channel import Channel
+from percore._ipc.codec import is_inline_value
+from percore._ipc.pickles import load
+from percore._messages import ITEM_SHIFT, RETURNED, TIMED_OUT, VALUE, VALUES, Body
+from percore._points import POINTS, point
+from percore._worker.answers import Answers, Function
+from percore._worker.terms import Terms, Variables
+from percore._worker.threads import Threads
+
+if TYPE_CHECKING:
+    import asyncio
+
+MARK_WORDS: Final = 3
+"""64-bit words of a start mark: the id of the call, the monotonic ns at which it began, how many of its items have begun."""
+
+SPLIT_AFTER: Final = 0.002
+"""Seconds that a batch may run before items of it are handed back: it was made to take one millisecond."""
+
+_KEEP: Final = 0.003
+_KEEP_BYTES: Final = 32_768
+_MARSHAL: Final = 2
+
+Item = tuple[Function | None, Body, Terms | None]
+
+
+def item_id(call_id: int, index: int) -> int:
+    """The id of an item of a batch."""
+    return (index + 1) << ITEM_SHIFT | call_id
+
+
+def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
+    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
+    return fn(*args, **kwargs)
+
+
+class Batch:
+    """Items of one function that one thread runs, one after the other."""
+
+    __slots__ = ("begun_at", "end", "function", "is_bare", "items", "terms")
+
+    def __init__(self, function: Function, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
+        self.function = function
+        self.items = deque(bodies)
+        self.is_bare = is_bare
+        self.terms = terms
+        self.end = len(bodies)
+        self.begun_at: float | None = None
+
+    def give_up(self, most: int) -> int:
+        """Take up to `most` items out that have not begun, the last ones. From the loop alone."""
+        count = 0
+        while count < most:
+            try:
+                self.items.pop()
+            except IndexError:  # the thread has taken the last one
+                break
+            count += 1
+        self.end -= count
+        return count
+
+
+class Plain:
+    """Runs plain functions. Methods are the loop's unless they say otherwise."""
+
+    def __init__(  # noqa: PLR0913, PLR0917  # parts of one worker, put together in one place
+        self,
+        channel: Channel,
+        answers: Answers,
+        marks: memoryview,
+        threads: int,
+        initializer: Callable[[], Callable[[], object]] | None,
+        variables: Variables,
+        hand_over: Callable[[int, Any, float | None], None],
+    ) -> None:
+        """`initializer` unpickles the user's. `hand_over` takes an awaitable that a function has returned, from its
+        thread, and the time by which it has to be done."""
+        self._channel = channel
+        self._loop: asyncio.AbstractEventLoop = channel.loop
+        self._answers = answers
+        self._marks = marks
+        self._mask = len(marks) // MARK_WORDS - 1
+        self._initializer = initializer
+        self._variables = variables
+        self._hand_over = hand_over
+        self._thread = threading.local()
+        self._batches: dict[int, Batch] = {}
+        self._timers: dict[int, asyncio.TimerHandle | None] = {}
+        self.threads = Threads(threads, self._run, copy_context())
+
+    def put(self, call_id: int, item: Item | Batch) -> None:
+        """Queue a call or a batch.
+
+        Raises:
+            RuntimeError: no thread can be started, and there is none.
+        """
+        terms = item.terms if isinstance(item, Batch) else item[2]
+        if terms is not None and terms.is_beside:
+            self.threads.run_beside(call_id, item)
+        else:
+            self.threads.put(call_id, item)
+
+    def cancel(self, call_id: int, wanted: int | None) -> bool:
+        """Do not begin this call; of a batch, the items from `wanted` on. Whether it was a call that had not begun."""
+        if wanted is None:
+            return self.threads.take_back(call_id) is not None
+        batch = self.threads.waiting.get(call_id) or self._batches.get(call_id)
+        if type(batch) is Batch and (count := batch.give_up(batch.end - wanted)):
+            self._channel.send(RETURNED, call_id, count)
+        return False
+
+    # Handing back
+
+    def recall(self, count: int, stay: tuple[int, ...]) -> None:
+        """Hand back about so many calls that have not begun, but none of those that stay, and say when that is all."""
+        if self._give_back(count, stay):
+            self._channel.send(RETURNED, 0, None)
+        else:
+            self._split()
+
+    def give_back_all(self) -> None:
+        """Hand back everything that has not begun."""
+        self._give_back(1 << 62, ())
+        for call_id, batch in list(self._batches.items()):
+            if count := batch.give_up(batch.end):
+                self._channel.send(RETURNED, call_id, count)
+
+    def _give_back(self, most: int, stay: tuple[int, ...]) -> int:
+        given = 0
+        for call_id in reversed(list(self.threads.waiting)):
+            if given >= most:
+                break
+            item = None if call_id in stay else self.threads.take_back(call_id)
+            if item is not None:
+                count = len(item.items) if type(item) is Batch else None
+                given += count or 1
+                self._channel.send(RETURNED, call_id, count)
+        return given
+
+    def _split(self) -> None:
+        """Half of what running batches have not begun goes back: at once if they run for longer than they were meant to."""
+        now, wait, given = time.perf_counter(), 0.0, 0
+        for call_id, batch in list(self._batches.items()):
+            if batch.items and batch.begun_at is not None:
+                age = now - batch.begun_at
+                if age < SPLIT_AFTER:
+                    wait = max(wait, SPLIT_AFTER - age)
+                elif count := batch.give_up((len(batch.items) + 1) // 2):
+                    given += count
+                    self._channel.send(RETURNED, call_id, count)
+        if wait and not given:
+            self._loop.call_later(wait, self._split)
+        else:
+            self._channel.send(RETURNED, 0, None)
+
+    # In a thread
+
+    def _run(self, call_id: int, item: Item | Batch) -> None:
+        """Run a call or a batch in this thread and answer it. Never raises."""
+        word = (call_id & self._mask) * MARK_WORDS
+        marks = self._marks
+        marks[word + 1] = time.monotonic_ns()
+        marks[word + 2] = 0
+        marks[word] = call_id  # last: from now on the mark counts
+        if POINTS:
+            point("worker.call.marked")
+        if isinstance(item, Batch):
+            item.begun_at = time.perf_counter()
+            self._batches[call_id] = item
+            try:
+                self._in_context(call_id, item.terms, self._run_items, call_id, item, word + 2)
+            finally:
+                del self._batches[call_id]
+            return
+        function, body, terms = item
+        if terms is None:
+            self._run_call(call_id, function, body, None)
+        else:
+            self._in_context(call_id, terms, self._run_call, call_id, function, body, terms.timeout)
+
+    def _in_context(self, call_id: int, terms: Terms | None, run: Callable[..., None], *args: Any) -> None:
+        if terms is None or terms.values is None:
+            run(*args)
+            return
+        try:
+            context = self._variables.context(terms.values)
+        except BaseException as error:
+            self._fail(call_id, args, error)
+            return
+        context.run(run, *args)
+
+    def _fail(self, call_id: int, args: tuple[Any, ...], error: BaseException) -> None:
+        """Nothing of it can run."""
+        if type(args[1]) is not Batch:
+            self._answers.error(call_id, error, self._channel.send_from_thread)
+            return
+        for index in range(len(args[1].items)):
+            args[1].items.popleft()
+            self._marks[args[2]] = index + 1
+            self._answers.error(item_id(call_id, index), error, self._channel.send_from_thread)
+
+    def _initialize(self) -> None:
+        """Before the first call of this thread. Where that fails the next call tries again."""
+        if self._initializer is not None and not getattr(self._thread, "is_ready", False):
+            self._initializer()()
+            self._thread.is_ready = True
+
+    def _run_call(self, call_id: int, function: Function | None, body: Body, timeout: float | None) -> None:
+        send = self._channel.send_from_thread
+        if timeout is not None:
+            deadline = self._loop.time() + timeout
+            self._loop.call_soon_threadsafe(self._watch, call_id, deadline)
+        try:
+            self._initialize()
+            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            if POINTS:
+                point("worker.call.running")
+            result = fn(*args, **kwargs) if kwargs else fn(*args)
+            is_inline = is_inline_value(result)
+            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # a metaclass may have its say
+        except BaseException as error:
+            self._answers.error(call_id, error, send)
+        else:
+            if is_inline:
+                if POINTS:
+                    point("worker.outcome.ready")
+                send(VALUE, call_id, result)
+            elif is_awaitable:
+                self._hand_over(call_id, result, None if timeout is None else deadline)
+            else:
+                self._answers.result(call_id, result, send)
+        finally:
+            if timeout is not None:
+                self._loop.call_soon_threadsafe(self._unwatch, call_id)
+
+    def _run_items(self, call_id: int, batch: Batch, mark: int) -> None:
+        answers, send, marks = self._answers, self._channel.send_from_thread, self._marks
+        function, items, is_bare = batch.function, batch.items, batch.is_bare
+        results = _Results(call_id, send)
+        has_initializer = self._initializer is not None
+        index = -1
+        while items:
+            try:
+                body = items.popleft()
+            except IndexError:  # the loop has taken the last one
+                break
+            index += 1
+            marks[mark] = index + 1
+            try:
+                if has_initializer:
+                    self._initialize()
+                fn = function.fn or answers.function(function)
+                if POINTS:
+                    point("worker.call.running")
+                result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
+                is_inline = is_inline_value(result)
+                is_awaitable = not is_inline and hasattr(type(result), "__await__")
+            except BaseException as error:
+                results.flush()
+                answers.error(item_id(call_id, index), error, send)
+            else:
+                if is_inline:
+                    results.add(index, result)
+                elif is_awaitable:
+                    results.flush()
+                    self._hand_over(item_id(call_id, index), result, None)
+                else:
+                    results.add_other(index, result, answers)
+        results.flush()
+
+    # Time
+
+    def _watch(self, call_id: int, deadline: float) -> None:
+        self._timers[call_id] = self._loop.call_at(deadline, self._expired, call_id)
+
+    def _unwatch(self, call_id: int) -> None:
+        timer = self._timers.pop(call_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _expired(self, call_id: int) -> None:
+        self._timers[call_id] = None
+        self._channel.send(TIMED_OUT, call_id, None)
+
+
+class _Results:
+    """Results of a batch that wait to be sent together."""
+
+    __slots__ = ("_call_id", "_first", "_pickled", "_send", "_since", "_size", "_values")
+
+    def __init__(self, call_id: int, send: Callable[[int, int, Body], None]) -> None:
+        self._call_id = call_id
+        self._send = send
+        self._since = time.perf_counter()
+        self._first = 0
+        self._size = 0
+        self._values: list[Any] = []
+        self._pickled: list[int] = []
+
+    def add(self, index: int, value: object) -> None:
+        """A scalar."""
+        values = self._values
+        if not values:
+            self._first = index
+        values.append(value)
+        kind = type(value)
+        if kind is str or kind is bytes:
+            self._size += len(value)  # type: ignore[arg-type]
+        if self._size > _KEEP_BYTES or time.perf_counter() - self._since > _KEEP:
+            self.flush()
+
+    def add_other(self, index: int, value: object, answers: Answers) -> None:
+        """Anything else: kept if its pickle is small, sent at once if not."""
+        pickled = answers.result(item_id(self._call_id, index), value, self._flush_then_send, keep_small=True)
+        if pickled is not None:
+            self._pickled.append(len(self._values))
+            self.add(index, pickled)
+
+    def flush(self) -> None:
+        """Send them."""
+        now = time.perf_counter()
+        if self._values:
+            if POINTS:
+                point("worker.outcome.ready")
+            message = (self._first, now - self._since, self._values, self._pickled)
+            self._send(VALUES, self._call_id, marshal.dumps(message, _MARSHAL))
+            self._values, self._pickled, self._size = [], [], 0
+        self._since = now
+
+    def _flush_then_send(self, op: int, call_id: int, body: Body) -> None:
+        """Send these, and then a message."""
+        self.flush()
+        self._send(op, call_id, body)

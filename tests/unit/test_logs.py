@@ -1,0 +1,533 @@
+"""Records to bytes and back; the two ends of a worker's ring for them, in one loop; each race that ring claims to stand."""
+
+import asyncio
+import logging
+import marshal
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from percore import _logs
+from percore._ipc import doorbell
+from percore._ipc.doorbell import bell_of
+from percore._ipc.memory import Memory
+from percore._ipc.records import RECORD_LIMIT, pack, unpack
+from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingWriter
+from percore._logs import TURN, Logs
+from percore._platform import HAS_EVENTFD
+from percore._worker import logs as worker_logs
+from percore._worker.logs import LOG_RING_SIZE, Forwarder, LogWriter
+
+NAME = "percore.test.logs"
+ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates, as of undecodable file names, too
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | ANY_TEXT
+OWN_NAMES = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+
+def record(message: Any = "hello", *args: Any, level: int = logging.WARNING, name: str = NAME, **extra: Any) -> logging.LogRecord:
+    made = logging.LogRecord(name, level, "/there/code.py", 12, message, args, None, "function", None)
+    made.__dict__.update(extra)
+    return made
+
+
+# Records
+
+
+@given(
+    name=ANY_TEXT,
+    level=st.integers(-(2**40), 2**40),
+    path=ANY_TEXT,
+    line=st.integers(0, 2**40),
+    message=ANY_TEXT,
+    function=st.none() | ANY_TEXT,
+    stack=st.none() | ANY_TEXT,
+    extra=st.dictionaries(ANY_TEXT.filter(lambda name: name not in OWN_NAMES), SCALARS, max_size=5),
+)
+def test_a_record_comes_back_as_it_was(
+    *, name: str, level: int, path: str, line: int, message: str, function: str | None, stack: str | None, extra: dict[str, Any]
+) -> None:
+    before = logging.LogRecord(name, level, path, line, "%s", (message,), None, function, stack)
+    before.__dict__.update(extra)
+    after = unpack(pack(before))
+    assert after.getMessage() == message
+    gone = {"msg", "args", "relativeCreated"}
+    assert {k: v for k, v in after.__dict__.items() if k not in gone} == {k: v for k, v in before.__dict__.items() if k not in gone}
+
+
+@given(st.binary(max_size=300))
+def test_whatever_is_no_record_is_told(data: bytes) -> None:
+    with pytest.raises(BrokenFrame):
+        unpack(data)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        ("name", 10),
+        ("name", 10, 1.0),
+        ("name", 10, 1.0, *[None] * 15),
+        (b"name", 10, 1.0, *[None] * 12, "m", None, {}),
+        ["name"],
+        1,
+    ],
+)
+def test_what_only_looks_like_a_record_is_told(values: object) -> None:
+    with pytest.raises(BrokenFrame):
+        unpack(marshal.dumps(values, 2))  # type: ignore[arg-type]
+
+
+def test_a_traceback_travels_as_text() -> None:
+    try:
+        raise LookupError("lost")
+    except LookupError as error:
+        before = logging.LogRecord(NAME, 40, "code.py", 1, "oh", (), (type(error), error, error.__traceback__), "f", "Stack: here")
+    after = unpack(pack(before))
+    assert after.exc_info is None
+    assert logging.Formatter().format(after) == logging.Formatter().format(before)
+    assert "LookupError: lost" in logging.Formatter().format(after)
+
+
+def test_a_traceback_that_another_handler_has_formatted_stays_so() -> None:
+    before = record()
+    before.exc_text = "in the worker's own way"
+    assert unpack(pack(before)).exc_text == "in the worker's own way"
+
+
+class Text(str):
+    """A text that stays itself, as markup does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+    def __mod__(self, args: object) -> "Text":
+        return Text(str.__mod__(self, args))
+
+
+class Level(int):
+    """A number of a class of its own."""
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+def test_what_is_no_plain_value_travels_as_text() -> None:
+    before = record(
+        Text("a %s"), "b", level=Level(30), odd={"a": 1}, data=bytearray(b"x"), huge=1 << 70_000, mute=Mute(), markup=Text("c")
+    )
+    after = unpack(pack(before))
+    assert (after.getMessage(), type(after.msg), after.levelno, type(after.levelno)) == ("a b", str, 30, int)
+    extra = after.__dict__
+    assert (extra["odd"], extra["data"], extra["markup"]) == ("{'a': 1}", "bytearray(b'x')", "c")
+    assert extra["mute"] == "<Mute, whose str raised LookupError>"
+    assert extra["huge"] == "<int, whose str raised ValueError>"
+
+
+def test_a_record_made_by_hand_travels() -> None:
+    before = logging.makeLogRecord({"msg": "by hand", "name": NAME, "levelno": "30", "created": 5})
+    del before.processName
+    after = unpack(pack(before))
+    assert (after.getMessage(), after.levelno, after.created, after.processName) == ("by hand", 30, 5.0, None)
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "漢", "🐍", "\udcff"])
+def test_long_texts_are_cut_in_the_middle(letter: str) -> None:
+    before = record("begin" + letter * 300_000 + "end", note="n" * 200_000)
+    before.exc_text = "Traceback" + letter * 500_000 + "LookupError"
+    data = pack(before)
+    after = unpack(data)
+    assert RECORD_LIMIT // 8 < len(data) <= RECORD_LIMIT
+    assert after.exc_text is not None
+    assert (after.msg[:5], after.msg[-3:], after.exc_text[:9], after.exc_text[-11:]) == ("begin", "end", "Traceback", "LookupError")
+    assert " characters are left out] " in after.msg
+
+
+def test_one_long_text_has_the_room_to_itself() -> None:
+    assert len(pack(record("x" * 1_000_000))) > RECORD_LIMIT // 2 - 1000
+
+
+def test_what_cannot_be_cut_is_left_out() -> None:
+    before = record("short", **dict[str, Any]({f"name{i}": i for i in range(20_000)}), blob=b"x" * 4000)
+    data = pack(before)
+    assert len(data) <= RECORD_LIMIT
+    assert (unpack(data).getMessage(), "name7" in unpack(data).__dict__) == ("short", False)
+
+
+def test_time_since_the_start_is_that_of_this_process() -> None:
+    before = record()
+    before.relativeCreated += 1e9
+    here = record()
+    assert unpack(pack(before)).relativeCreated - here.relativeCreated == pytest.approx(
+        (before.created - here.created) * 1000, abs=1.0
+    )
+
+
+def test_the_record_factory_of_this_process_makes_the_record() -> None:
+    class Own(logging.LogRecord):
+        pass
+
+    logging.setLogRecordFactory(Own)
+    try:
+        assert type(unpack(pack(record()))) is Own
+    finally:
+        logging.setLogRecordFactory(logging.LogRecord)
+
+
+# The ends of the ring
+
+
+class Heard(logging.Handler):
+    """A handler that notes what it gets, and can be told to do something about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.act: Callable[[logging.LogRecord], object] = lambda record: None
+        self._wanted = 0
+        self._arrived = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        if len(self.records) >= self._wanted:
+            self._arrived.set()
+        self.act(record)
+
+    async def receive(self, count: int) -> list[str]:
+        self._wanted = count
+        self._arrived.clear()
+        if len(self.records) < count:
+            await self._arrived.wait()
+        return self.messages
+
+    @property
+    def messages(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+class Wire:
+    """Both ends of one worker's records."""
+
+    def __init__(self) -> None:
+        self.logs = Logs(asyncio.get_running_loop(), 7)
+        memory_fd, *bell_fds = map(os.dup, self.logs.fds)
+        self.memory = Memory(memory_fd, LOG_RING_SIZE, writable=True)
+        self.memory.close_fds()
+        self.ring = RingWriter(self.memory.view[:])
+        self.bell = bell_of(tuple(bell_fds))
+        self.writer = LogWriter(self.ring, self.bell)
+        self.broken: list[BaseException] = []
+        self.logs.close_fds()
+        self.logs.open(self.broken.append)
+
+    def log(self, message: str, **extra: Any) -> None:
+        self.writer.write(pack(record(message, **extra)))
+
+    def publish(self, *messages: str) -> None:
+        """All of them with one ring of the bell."""
+        self.bell.ring(sum(self.ring.write(pack(record(message))) for message in messages), 0)
+
+    def close(self) -> None:
+        self.logs.close()
+        self.logs.close()
+        self.broken.clear()
+        self.bell.close()
+        self.ring.release()
+        self.memory.close()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="event", marks=pytest.mark.skipif(not HAS_EVENTFD, reason="this system has no eventfd")),
+        pytest.param(False, id="socket"),
+    ]
+)
+def bells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(doorbell, "HAS_EVENTFD", request.param)
+    return bool(request.param)
+
+
+@pytest_asyncio.fixture
+async def wire(bells: bool) -> AsyncIterator[Wire]:
+    wire = Wire()
+    yield wire
+    wire.close()
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    heard = Heard()
+    logger = logging.getLogger(NAME)
+    logger.addHandler(heard)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    yield heard
+    logger.removeHandler(heard)
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.both_loops
+async def test_records_arrive_in_order_and_know_their_worker(wire: Wire, heard: Heard) -> None:
+    for i in range(5):
+        wire.log(f"record {i}")
+    assert await heard.receive(5) == [f"record {i}" for i in range(5)]
+    assert {record.__dict__["worker"] for record in heard.records} == {7}
+
+
+async def test_the_worker_told_by_a_record_cannot_be_another(wire: Wire, heard: Heard) -> None:
+    wire.log("liar", worker=3)
+    await heard.receive(1)
+    assert heard.records[0].__dict__["worker"] == 7
+
+
+async def test_what_is_not_wanted_here_is_dropped(wire: Wire, heard: Heard) -> None:
+    wire.log("unwanted", level=logging.DEBUG)
+    wire.log("wanted")
+    assert await heard.receive(1) == ["wanted"]
+
+
+@pytest.mark.both_loops
+async def test_one_turn_of_the_loop_takes_only_so_much(wire: Wire, heard: Heard) -> None:
+    loop, turn, taken = asyncio.get_running_loop(), 0, dict[int, int]()
+    size = len(pack(record("record 000")))
+    count = LOG_RING_SIZE // (size + HEADER_SIZE) - 1
+
+    def tick() -> None:
+        nonlocal turn
+        turn += 1
+        if len(heard.records) < count:
+            loop.call_soon(tick)
+
+    heard.act = lambda _: taken.update({turn: taken.get(turn, 0) + 1})
+    wire.publish(*(f"record {i:03}" for i in range(count)))
+    tick()
+    await heard.receive(count)
+    assert max(taken.values()) <= TURN // size + 1
+    assert len(taken) > 5
+
+
+@pytest.mark.both_loops
+async def test_who_logs_too_much_waits(wire: Wire, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, real = threading.Event(), worker_logs._wait_for
+
+    def wait_for(fd: int, event: int) -> None:
+        waits.set()
+        real(fd, event)
+
+    monkeypatch.setattr(worker_logs, "_wait_for", wait_for)
+    written: list[int] = []
+
+    def flood() -> None:
+        for i in range(4000):
+            wire.log(f"record {i}")
+            written.append(i)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    waits.wait()
+    assert len(written) * len(pack(record("record 0"))) <= LOG_RING_SIZE
+    assert not heard.records
+    assert await heard.receive(4000) == [f"record {i}" for i in range(4000)]
+    thread.join()
+
+
+async def test_many_small_rounds_lose_no_position(wire: Wire, heard: Heard) -> None:
+    # More than the ring holds, each one read before the next: with socket bells the supervisor's fills up meanwhile.
+    for i in range(900):
+        wire.log(f"record {i}")
+        await heard.receive(i + 1)
+    assert heard.messages == [f"record {i}" for i in range(900)]
+
+
+async def test_threads_share_the_ring(wire: Wire, heard: Heard) -> None:
+    def work(name: str) -> None:
+        for i in range(500):
+            wire.log(f"{name} {i}")
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    messages = await heard.receive(2000)
+    for thread in threads:
+        thread.join()
+    for name in "abcd":
+        assert [message for message in messages if message[0] == name] == [f"{name} {i}" for i in range(500)]
+
+
+async def test_a_record_within_a_record_follows_it(wire: Wire, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1. a record is written, the lock is held; 2. a signal handler or a __del__ of the same thread logs.
+    real, nested = wire.ring.write, ["second", "third"]
+
+    class Interrupted:
+        free, size = wire.ring.free, wire.ring.size
+
+        def write(self, data: bytes) -> int:
+            while nested:
+                wire.log(nested.pop(0))
+            return real(data)
+
+    monkeypatch.setattr(wire.writer, "_ring", Interrupted())
+    wire.log("first")
+    assert await heard.receive(3) == ["first", "second", "third"]
+
+
+async def test_what_the_ring_can_never_hold_is_refused(wire: Wire) -> None:
+    with pytest.raises(ValueError, match="a log record of 131072 bytes"):
+        wire.writer.write(bytes(LOG_RING_SIZE))
+
+
+async def test_last_words_are_heard_in_one_go(wire: Wire, heard: Heard) -> None:
+    wire.publish(*(f"record {i}" for i in range(500)))
+    wire.logs.finish()
+    assert heard.messages == [f"record {i}" for i in range(500)]
+
+
+async def test_a_closed_one_hears_nothing_more(wire: Wire, heard: Heard) -> None:
+    wire.publish(*(f"record {i}" for i in range(500)))
+    await heard.receive(1)
+    wire.logs.close()
+    got = len(heard.records)
+    await turns(20)
+    wire.logs.finish()
+    assert len(heard.records) == got < 500
+
+
+# User code
+
+
+@pytest.mark.parametrize("where", ["handler", "filter", "factory"])
+async def test_an_error_of_user_code_is_reported_and_costs_one_record(
+    where: str, wire: Wire, heard: Heard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> bool:
+        for undo in undos:
+            undo()
+        raise LookupError("the user's own")
+
+    logger = logging.getLogger(NAME)
+    undos: list[Callable[[], object]] = []
+    if where == "handler":
+        heard.act = fail
+        undos.append(lambda: setattr(heard, "act", lambda _: None))
+    elif where == "filter":
+        logger.addFilter(fail)
+        undos.append(lambda: logger.removeFilter(fail))
+    else:
+        logging.setLogRecordFactory(fail)  # type: ignore[arg-type]
+        undos.append(lambda: logging.setLogRecordFactory(logging.LogRecord))
+    wire.log("first")
+    wire.log("second")
+    await heard.receive(2 if where == "handler" else 1)
+    assert heard.messages[-1] == "second"
+    reported = capsys.readouterr().err
+    assert "--- Logging error ---" in reported
+    assert "LookupError: the user's own" in reported
+    assert ("Message: 'a record of worker %d'" if where == "factory" else "Message: 'first'") in reported
+    assert not wire.broken
+
+
+async def test_an_interrupt_in_user_code_goes_on_and_costs_one_record(wire: Wire, heard: Heard) -> None:
+    def interrupt(_: logging.LogRecord) -> None:
+        heard.act = lambda _: None
+        raise KeyboardInterrupt
+
+    heard.act = interrupt
+    for i in range(3):
+        wire.log(f"record {i}")
+    with pytest.raises(KeyboardInterrupt):
+        wire.logs._on_bell()
+    assert heard.messages == ["record 0"]
+    assert await heard.receive(3) == ["record 0", "record 1", "record 2"]
+
+
+async def test_user_code_may_close_what_it_hears(wire: Wire, heard: Heard) -> None:
+    heard.act = lambda _: wire.logs.close()
+    wire.log("first")
+    wire.log("second")
+    await heard.receive(1)
+    await turns()
+    assert heard.messages == ["first"]
+
+
+# Broken workers
+
+
+async def test_a_broken_record_is_told(wire: Wire, heard: Heard) -> None:
+    wire.log("right")
+    wire.writer.write(b"wrong")
+    wire.log("unheard")
+    await heard.receive(1)
+    await turns()
+    assert ([type(error) for error in wire.broken], heard.messages) == ([BrokenFrame], ["right"])
+
+
+async def test_a_broken_position_is_told(wire: Wire, heard: Heard) -> None:
+    wire.bell.ring(LOG_RING_SIZE + 1, 0)
+    await turns(5)
+    assert "published" in str(wire.broken[0])
+
+
+# The worker's handler
+
+
+def test_the_handler_waits_for_nobody() -> None:
+    handler = Forwarder(lambda data: None)
+    assert handler.lock is None
+
+
+def test_the_handler_obeys_its_filters() -> None:
+    written: list[bytes] = []
+    handler = Forwarder(written.append)
+    handler.addFilter(lambda record: record.getMessage() == "wanted")
+    assert (handler.handle(record("unwanted")), handler.handle(record("wanted"))) == (False, True)
+    assert [unpack(data).getMessage() for data in written] == ["wanted"]
+
+
+def test_what_cannot_be_formatted_is_reported_where_it_was_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    written: list[bytes] = []
+    Forwarder(written.append).handle(record("%d", "three"))
+    assert not written
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
+# Levels
+
+
+@pytest.fixture
+def tree() -> Iterator[logging.Logger]:
+    top = logging.getLogger(f"{NAME}.levels")
+    yield top
+    logging.disable(logging.NOTSET)
+    for name in ("", ".a", ".b", ".c"):
+        one = logging.getLogger(f"{NAME}.levels{name}")
+        one.setLevel(logging.NOTSET)
+        one.disabled = False
+
+
+def test_levels_are_those_that_somebody_has_set(tree: logging.Logger) -> None:
+    tree.setLevel(15)
+    tree.getChild("a").disabled = True
+    tree.getChild("b")
+    tree.getChild("c").setLevel(Level(33))
+    logging.disable(5)
+    disabled, loggers = _logs.levels()
+    found = {name.removeprefix(NAME): rest for name, *rest in loggers if name.startswith(NAME)}
+    assert (disabled, found) == (5, {".levels": [15, False], ".levels.a": [0, True], ".levels.c": [33, False]})
+    assert {type(value) for _, *rest in loggers for value in rest} == {int, bool}
+    root = logging.getLogger()
+    assert ("root", root.level, root.disabled) in loggers
