@@ -85,7 +85,7 @@ def build_site(number: int, roots: list[str], pages: dict[str, bytes], releases:
     kept = [name for place, name in enumerate(pages) if (number + place) % 16]
     site = {**robots_pages(number), **odd_pages(number, releases[-1], slow)}
     for release in releases:
-        site[f"/{release}/"] = Answer(body=index_page(f"Python {release}", [f"{name}.html" for name in kept]))
+        site[f"/{release}/"] = Answer(body=index_page(f"Python {release}", [f"{name}.html" for name in pages]))
         for name, body in pages.items():
             path = f"/{release}/{name}.html"
             site[path] = Answer(body=body) if name in kept else Answer(302, location=neighbours[0] + path[1:])

@@ -475,3 +475,95 @@ def burn(steps: int) -> None:
     total = 0
     for step in range(steps):
         total += step * step
+
+
+# Items of maps
+
+
+class Place(int):
+    """A number that is no exact int: it travels pickled."""
+
+
+def tell(log: str, place: int) -> int:
+    """Say that this item runs, and give it back."""
+    say(log, place)
+    return place
+
+
+async def atell(log: str, place: int) -> int:
+    return tell(log, place)
+
+
+def wait_at(log: str, gate: str, at: int, place: int) -> int:
+    """As `tell`; one item waits at the gate."""
+    say(log, place)
+    if place == at:
+        pass_gate(gate)
+    return place
+
+
+def fail_and_wait(log: str, gate: str, at: int, place: int) -> int:
+    """As `tell`; one item fails, and the one after it waits at the gate."""
+    if place == at:
+        raise ValueError(f"failed at {place}")
+    return wait_at(log, gate, at + 1, place)
+
+
+def die_at(log: str, at: int, place: int) -> int:
+    """As `tell`; one item ends the worker."""
+    say(log, place)
+    if place == at:
+        os._exit(3)
+    return place
+
+
+def odd(error: type[Exception], place: int) -> int:
+    """Even places as they are; odd ones fail."""
+    if place % 2:
+        raise error(place)
+    return place
+
+
+def give_at(what: Callable[[int], Any], at: int, place: int) -> Any:
+    """Places as they are, and at one of them something else."""
+    return what(place) if place == at else place
+
+
+def large(place: int) -> bytes:
+    """More than fits beside others into one message."""
+    return pattern(20_000 + place)
+
+
+def huge(place: int) -> bytes:
+    """What needs a slot of its own."""
+    return pattern(200_000 + place)
+
+
+def several(place: int) -> dict[str, Any]:
+    return {"place": place, "list": [place, [place]]}
+
+
+def lock(_: int) -> Any:
+    """What cannot be pickled."""
+    return threading.Lock()
+
+
+def unreadable(_: int) -> RefusesUnpickle:
+    """What can be pickled, and not be read."""
+    return RefusesUnpickle()
+
+
+async def _await_at(log: str, gate: str, at: int, place: int) -> int:
+    say(log, place)
+    try:
+        if place == at:
+            await apass_gate(gate)
+    except asyncio.CancelledError:
+        say(log, f"cancelled {place}")
+        raise
+    return place
+
+
+def later_at(log: str, gate: str, at: int, place: int) -> Coroutine[Any, Any, int]:
+    """Plain, and returns an awaitable; that of one item waits at the gate."""
+    return _await_at(log, gate, at, place)

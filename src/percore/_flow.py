@@ -1,9 +1,8 @@
 """A map under way: a task pulls and submits while the window has room, items end, results are handed over."""
 
 import asyncio
-from collections import deque
+import sys
 from collections.abc import AsyncGenerator, Callable, Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._core.batches import Batches, Run
@@ -11,10 +10,11 @@ from percore._core.dispatch import Queue
 from percore._core.flow import Window
 from percore._errors import RunnerClosed
 from percore._inputs import Inputs, Pulled
-from percore._ipc.codec import is_inline, weight_inline
 from percore._items import Batch, Item, size_of
 from percore._messages import Kind
-from percore._policy import DEFAULT, Plan, Policy
+from percore._policy import DEFAULT, Plan
+from percore._results import AsTheyCome, Failure, Listed, Ordered, Results
+from percore._rows import Rows, Spec
 from percore._supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -25,42 +25,7 @@ _PULL_SECONDS: Final = 0.003
 
 _CHUNK_SECONDS: Final = 0.0005
 _MOST_AT_ONCE: Final = 1024
-_SMALL: Final = 16_384
-"""Bytes of pickled arguments up to which they travel in a batch."""
-
-_MISSING: Final = object()
-
-
-class _Failure:
-    """An error in the place of a result."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """How a map was asked for.
-
-    Attributes:
-        ordered: results in the order of the inputs, or as they come.
-        window: exactly so many items pulled and not handed over. None: as it fits.
-        key: gives the key of a row's arguments.
-        return_exceptions: errors in the place of results.
-        pairs: (item, result) instead of results.
-        star: each item is a tuple of arguments.
-        policy: what its calls are run under.
-    """
-
-    ordered: bool
-    window: int | None
-    key: Callable[..., Hashable] | None
-    return_exceptions: bool
-    pairs: bool
-    star: bool
-    policy: Policy | None
+_STEP: Final = 12
 
 
 class Flow:
@@ -79,23 +44,26 @@ class Flow:
         is_batched &= self._policy is None or self._policy.is_plain
         self._batches = Batches(self._make_batch) if is_batched else None
         self.queue: Queue[Any, Any] = Queue(kind, self._batches)
-        window = spec.window
-        if supervisor.admission is not None:
-            window = min(supervisor.admission.limit, window or _MOST_AT_ONCE)
-        self._window = Window(window, supervisor.dispatch.room_for(kind) * len(supervisor.slots))
+        self._rows = Rows(supervisor.functions, self.function, spec, self, is_single=inputs.is_single, is_batched=is_batched)
+        room = supervisor.dispatch.room_for(kind) * len(supervisor.slots)
+        most = sys.maxsize if supervisor.admission is None else supervisor.admission.limit
+        self._window = Window(spec.window, room, most)
         self._admitted = 0
         self._alive: dict[int, Item] = {}
         self._given: dict[int, Any] = {}
-        self._results: dict[int, Any] = {}
-        self._sizes: dict[int, int] = {}
-        self._finished: deque[int] = deque()
+        self._results: Results = Ordered() if spec.ordered else AsTheyCome()
         self._is_list = False
         self._is_fed = self._is_closed = False
+        self._is_stopped = False
+        """Nothing more is to be given: it is closed, or there is an error to be raised at once."""
         self._error: BaseException | None = None
+        """To be raised as soon as possible."""
         self._failure: BaseException | None = None
+        """To be raised behind all that was pulled."""
         self._feeder: asyncio.Task[None] | None = None
         self._result_waiter: asyncio.Future[None] | None = None
         self._space_waiter: asyncio.Future[None] | None = None
+        self._wake_at = 0
 
     # Using it
 
@@ -106,75 +74,76 @@ class Flow:
             BaseException: the first error, or that of an input.
         """
         self._is_list = True
+        self._results = results = Listed(ordered=self._spec.ordered)
         self._begin()
         try:
-            while self._error is None and not (self._is_fed and self._window.ended == self._window.pulled):
-                if self._is_closed:
-                    break
+            while not self._is_stopped and not self._is_over():
                 await self._wait()
-            if self._error is not None:
-                raise self._error
-            if self._failure is not None:
-                raise self._failure
-            results = self._results
-            numbers = range(self._window.pulled) if self._spec.ordered else results
-            return [self._outcome(number, results[number]) for number in numbers] if not self._is_closed else []
+            self._raise()
+            return results.values if not self._is_closed else []
         finally:
             await self.close()
 
     async def stream(self) -> AsyncGenerator[Any]:
         """Results, one by one."""
         self._begin()
-        results, finished, window, sizes = self._results, self._finished, self._window, self._sizes
-        ordered = self._spec.ordered
-        number = 0
+        ready = self._results.ready
         try:
-            while not self._is_closed:
-                if not ordered:
-                    number = finished.popleft() if finished else -1
-                value = results.pop(number, _MISSING)
-                if value is _MISSING:
-                    if self._error is not None:
-                        raise self._error
-                    if self._is_fed and window.handed_over == window.pulled:
+            while not self._is_stopped:
+                if not ready:
+                    if self._is_over():
                         break
                     await self._wait()
                     continue
-                window.hand_over(1, sizes.pop(number, 0) if sizes else 0)
-                if self._space_waiter is not None and window.is_worth_a_pull():
-                    _wake(self._space_waiter)
-                yield self._outcome(number, value)
-                number += 1
-            if self._failure is not None and not self._is_closed:
-                raise self._failure
+                values, size = ready.popleft()
+                # Counted one by one where the user counts, or where memory is at stake; else by the dozen, and never too early.
+                step = 1 if self._spec.window is not None or size else _STEP
+                kept = 0
+                for value in values:
+                    kept += 1
+                    if kept >= step:
+                        self._hand_over(kept, size)
+                        kept = 0
+                    if type(value) is Failure:
+                        raise value.error
+                    yield value
+                    if self._is_stopped:
+                        break
+                self._hand_over(kept, size)
+            if not self._is_closed:
+                self._raise()
         finally:
             await self.close()
 
-    def _outcome(self, number: int, value: Any) -> Any:
-        if type(value) is _Failure:
-            if self._is_fatal(value.error):
-                raise value.error
-            value = value.error
-        return (self._given.pop(number), value) if self._spec.pairs else value
+    def _hand_over(self, count: int, size: int) -> None:
+        window = self._window
+        window.hand_over(count * size, count)
+        if window.handed_over >= self._wake_at and self._space_waiter is not None and window.is_worth_a_pull():
+            _wake(self._space_waiter)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_over(self) -> bool:
+        return self._is_fed and self._window.ended == self._window.pulled
 
     async def _wait(self) -> None:
         self._result_waiter = self._loop.create_future()
         await self._result_waiter
 
-    def _is_fatal(self, error: BaseException) -> bool:
-        return not self._spec.return_exceptions or (isinstance(error, RunnerClosed) and self.owner.is_closing)
-
     async def close(self) -> None:
         """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent."""
         if self._is_closed:
             return
-        self._is_closed = self._is_fed = True
+        self._is_closed = self._is_fed = self._is_stopped = True
         _wake(self._result_waiter)
         owner = self.owner
         owner.enders.discard(self._end)
         self.cancel_from(0)
         owner.dispatch.close(self.queue)
-        self._results.clear()
         if owner.admission is not None and self._admitted:
             owner.admission.leave(self._admitted)
             self._admitted = 0
@@ -205,34 +174,8 @@ class Flow:
                 self._feeder.cancel()  # it may wait for an input that never comes
 
     async def _feed(self) -> None:
-        chunk = 1
-        begun = self._loop.time()
         try:
-            while not self._is_fed:
-                space = self._window.space()
-                if space <= 0:
-                    self._space_waiter = self._loop.create_future()
-                    await self._space_waiter
-                    self._space_waiter = None
-                    begun = self._loop.time()
-                    continue
-                if self.owner.is_closing or self.owner.broken is not None:
-                    self._failure = self.owner.refusal()
-                    break
-                at = self._loop.time()
-                pulled = await self._pull(min(space, chunk))
-                if self._is_fed:  # a call has failed while the input was waited for
-                    break
-                self._submit(pulled.rows)
-                if pulled.is_end:
-                    self._failure = pulled.error
-                    break
-                now = self._loop.time()
-                # The rows of one chunk wait for the last of it, so it takes half a millisecond at most.
-                chunk = min(_MOST_AT_ONCE, chunk * 2) if now - at < _CHUNK_SECONDS else max(1, chunk // 2)
-                if now - begun > _PULL_SECONDS:  # an async input may never suspend either
-                    await asyncio.sleep(0)
-                    begun = self._loop.time()
+            await self._feed_until_end()
         except asyncio.CancelledError as error:
             # Raised by the input, or by whoever ends the map: then there is a failure already, or nobody who looks.
             if self._failure is None:
@@ -240,9 +183,43 @@ class Flow:
                 self._failure.__cause__ = error
         except Exception as error:  # no fault of the input, whose errors come with what was pulled
             self._error = error
+            self._is_stopped = True
+        except BaseException as error:  # taken for the terminal's: it goes on, and what was pulled is not all there was
+            self._failure = RuntimeError(f"pulling the inputs was ended by {error!r}")
+            raise
         finally:
             self._is_fed = True
             _wake(self._result_waiter)
+
+    async def _feed_until_end(self) -> None:
+        chunk = 1
+        begun = self._loop.time()
+        while not self._is_fed:
+            space = self._window.space()
+            if space <= 0:
+                self._space_waiter = self._loop.create_future()
+                self._wake_at = self._window.wake_at()
+                await self._space_waiter
+                self._space_waiter = None
+                begun = self._loop.time()
+                continue
+            if self.owner.is_closing or self.owner.broken is not None:
+                self._failure = self.owner.refusal()
+                return
+            at = self._loop.time()
+            pulled = await self._pull(min(space, chunk))
+            if self._is_fed:  # a call has failed while the input was waited for
+                return
+            self._submit(pulled.rows)
+            if pulled.is_end:
+                self._failure = pulled.error
+                return
+            now = self._loop.time()
+            # The rows of one chunk wait for the last of it, so it takes half a millisecond at most.
+            chunk = min(_MOST_AT_ONCE, chunk * 2) if now - at < _CHUNK_SECONDS else max(1, chunk // 2)
+            if now - begun > _PULL_SECONDS:  # an async input may never suspend either
+                await asyncio.sleep(0)
+                begun = self._loop.time()
 
     async def _pull(self, most: int) -> Pulled:
         admission = self.owner.admission
@@ -268,79 +245,20 @@ class Flow:
         number = self._window.pulled
         if self._spec.pairs:
             self._given.update(enumerate(rows, number))
-        if self._batches is None:
-            for row in rows:
-                self._submit_alone(self._args(row))
-            return
-        weight = weight_inline(rows) if self._inputs.is_single and not self._spec.star else None
-        if weight is not None:
-            self._window.pull(len(rows), 0)
-            self._batches.append(Run(number, rows, True, weight))
-        else:
-            for row in rows:
-                self._submit_for_batch(self._args(row))
-        self.owner.dispatch.appended(self.queue)
-        self.owner.send_waiting(Kind.THREAD)
+        self._rows.submit(number, rows)
+        if self._batches is not None:
+            self.owner.dispatch.appended(self.queue)
+            self.owner.send_waiting(Kind.THREAD)
 
-    def _args(self, row: Any) -> Any:
-        """The arguments of a row; a _Failure where they are none."""
-        if self._spec.star:
-            try:
-                return tuple(row)
-            except Exception as error:  # the row is the user's: it may be no iterable, or a failing one
-                return _Failure(error)
-        return (row,) if self._inputs.is_single else row
-
-    def _submit_for_batch(self, args: Any) -> None:
-        """Append a row to the batches that wait; one that is large goes alone."""
-        number = self._window.pulled
-        if type(args) is tuple and is_inline(args):
-            body: Any = args
-            size, weight = 0, 4 * sum(len(value) for value in args if type(value) in (str, bytes)) + 16
-        else:
-            body = self._pickled(args)
-            if body is None:
-                return
-            size = weight = size_of(body)
-            if type(body) is int or size > _SMALL:
-                self._send_alone(number, body, None)
-                return
+    def take_run(self, run: Run, size: int) -> None:
+        """As Taker."""
         assert self._batches is not None
-        self._window.pull(1, size)
-        self._batches.append(Run(number, [body], False, weight))
+        self._window.pull(len(run.bodies), size)
+        self._batches.append(run)
 
-    def _submit_alone(self, args: Any) -> None:
-        key = None
-        if self._spec.key is not None and type(args) is tuple:
-            try:
-                key = self._spec.key(*args)
-                hash(key)
-            except Exception as error:  # user code: its failure is this item's
-                args = _Failure(error)
-        body: Any = args
-        if not (type(args) is tuple and self.function.number and is_inline(args)):
-            body = self._pickled(args)
-            if body is None:
-                return
-        self._send_alone(self._window.pulled, body, key)
-
-    def _pickled(self, args: Any) -> Any:
-        """The arguments, pickled; None: that failed, and so has the item."""
-        if type(args) is tuple:
-            try:
-                return self.owner.functions.pickle(self.function, args, {})
-            except KeyboardInterrupt:  # taken for the terminal's
-                raise
-            except BaseException as error:
-                is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                args = _Failure(error if is_error else RuntimeError(f"pickling raised {error!r}"))
-        number = self._window.pulled
-        self._window.pull(1, 0)
-        self.failed(number, args.error, 0)
-        return None
-
-    def _send_alone(self, number: int, body: Any, key: Hashable | None) -> None:
-        size = size_of(body)
+    def take_item(self, body: Any, key: Hashable | None) -> None:
+        """As Taker."""
+        number, size = self._window.pulled, size_of(body)
         plan = self.plan()
         if key is not None and plan is None:
             plan = Plan(DEFAULT)
@@ -348,6 +266,12 @@ class Flow:
         self._window.pull(1, size)
         self._alive[number] = item
         self.owner.accept(item)
+
+    def take_failure(self, error: BaseException) -> None:
+        """As Taker."""
+        number = self._window.pulled
+        self._window.pull(1, 0)
+        self.failed(number, error, 0)
 
     def _make_batch(self, run: Run) -> Batch:
         return Batch(self, run, Plan(DEFAULT, self._context) if self._context is not None else None)
@@ -362,51 +286,42 @@ class Flow:
 
     def ended(self, number: int, results: list[Any], arguments: int, size: int) -> None:
         """Items from this number on have ended with these results: bytes of their pickled arguments, and of the results."""
-        count = len(results)
         if self._is_closed:
             return
-        if count == 1:
+        if self._alive:
             self._alive.pop(number, None)
-            self._results[number] = results[0]
-            if size:
-                self._sizes[number] = size
-        else:
-            numbers = range(number, number + count)
-            self._results.update(zip(numbers, results, strict=True))
-            if size:
-                self._sizes.update(dict.fromkeys(numbers, size // count))
-        if not self._spec.ordered:
-            self._finished.extend(range(number, number + count))
-        self._has_ended(number, count, arguments, size)
+        if self._spec.pairs:
+            results = [(self._given.pop(place), result) for place, result in enumerate(results, number)]
+        self._results.put(number, results, size)
+        self._has_ended(len(results), arguments, size)
 
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
         """An item has ended with this error."""
         if self._is_closed:
             return
         self._alive.pop(number, None)
-        self._results[number] = _Failure(error)
-        is_fatal = self._is_fatal(error)
-        if not self._spec.ordered:
-            # An error is told as soon as it happens, before results that nobody has asked for yet.
-            (self._finished.appendleft if is_fatal else self._finished.append)(number)
-        if is_fatal:
+        if self._spec.return_exceptions and not (isinstance(error, RunnerClosed) and self.owner.is_closing):
+            self._results.put(number, [(self._given.pop(number), error) if self._spec.pairs else error], 0)
+        else:
             self._is_fed = True
             _wake(self._space_waiter)
-            if self._is_list:
+            if self._is_list or not self._spec.ordered:  # told as soon as it happens
                 self._error = self._error or error
-            elif self._spec.ordered:
+                self._is_stopped = True
+            else:
+                self._results.put(number, [Failure(error)], 0)
                 self.cancel_from(number + 1)
-        self._has_ended(number, 1, arguments, 0)
+        self._has_ended(1, arguments, 0)
 
-    def _has_ended(self, number: int, count: int, arguments: int, size: int) -> None:
+    def _has_ended(self, count: int, arguments: int, size: int) -> None:
         window = self._window
         window.end(count, arguments, size, self._loop.time())
         if self._admitted:
             self._leave(min(count, self._admitted))
         if self._is_list:
-            window.hand_over(count, size)
-            if self._space_waiter is not None and window.is_worth_a_pull():
-                _wake(self._space_waiter)
+            window.hand_over(size, count)
+        if self._space_waiter is not None and window.is_worth_a_pull():
+            _wake(self._space_waiter)
         _wake(self._result_waiter)
 
     def cancel_from(self, number: int) -> None:

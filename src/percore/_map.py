@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from percore._calls import kind_of
-from percore._flow import Flow, Spec
+from percore._flow import Flow
 from percore._inputs import Inputs
+from percore._rows import Spec
 from percore._supervisor import Supervisor
 
 T = TypeVar("T")

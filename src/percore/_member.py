@@ -159,7 +159,10 @@ class Member:
             KeyError: it has no such call.
         """
         call = self.calls.pop(call_id)
-        self.parked.discard(call_id)
+        if call_id in self.parked:
+            self.parked.discard(call_id)
+            if call.plan is not None and call.plan.terms is not None:
+                self._send(TERMS, call_id, None)  # the call they were for will not come
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         call.member = None
@@ -168,10 +171,6 @@ class Member:
         if call.key is not None:
             self._left(call)
         return call
-
-    def take_all(self) -> list[Unit]:
-        """As `take`, everything that the worker has, which has died."""
-        return [self.take(call_id) for call_id in list(self.calls)]
 
     def began(self, call: Unit) -> tuple[float, int] | None:
         """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not. Of a dead worker alone."""

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterab
 from typing import Any, ParamSpec, TypeVar, overload
 
 from percore._calls import Call, Function
-from percore._flow import Spec
 from percore._map import Map
 from percore._policy import Backoff, Policy, RetryOn
+from percore._rows import Spec
 from percore._supervisor import Supervisor
 
 P = ParamSpec("P")

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -105,6 +105,13 @@ def log(tmp_path: Path) -> Iterator[Log]:
     log = Log(tmp_path / "log")
     yield log
     log.close()
+
+
+def worker_of(runner: Runner, index: int = 0) -> Any:
+    """The worker of a slot, as its engine gave it: to be killed, or sent a signal."""
+    member = runner._supervisor.slots[index].current
+    assert member is not None
+    return member.worker
 
 
 class WorkerLog:

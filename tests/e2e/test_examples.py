@@ -67,7 +67,7 @@ def test_pages_are_fetched_in_all_workers(farm: Farm, tmp_path: Path) -> None:
 
 def test_a_single_process_has_no_workers(farm: Farm, tmp_path: Path) -> None:
     output = tmp_path / "pages.jsonl"
-    scrape("--single", "--depth", "1", "--output", output, farm.starts[0])
+    scrape("--single", "--depth", "1", "--output", output, farm.starts[3])
     pages = read_pages(output)
     assert len(pages) > 1
     assert {page["worker"] for page in pages} == {None}
@@ -209,7 +209,7 @@ def test_the_farm_counts_what_it_serves(farm: Farm) -> None:
 
 def test_the_farm_ends_when_its_parent_is_killed() -> None:
     """The farm shares its parent's standard error: that is at its end only when both have gone."""
-    parent = "import os, signal; from farm import Farm; farm = Farm(); os.kill(os.getpid(), signal.SIGKILL)"
+    parent = "import os, signal; from farm import Farm; farm = Farm(sites=1, modules=1); os.kill(os.getpid(), signal.SIGKILL)"
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
     command = [sys.executable, "-c", parent]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, check=False, env=environment)

@@ -75,7 +75,7 @@ def test_what_is_rung_is_read(bells: tuple[Bell, Bell]) -> None:
     assert ours.ring(3, 5)
     assert is_rung(theirs)
     assert not is_rung(ours)
-    assert theirs.read() == (3, 5)
+    assert theirs.read() == (3, 5, 0)
     assert not is_rung(theirs)
 
 
@@ -89,15 +89,15 @@ def test_both_directions_are_apart(bells: tuple[Bell, Bell]) -> None:
     ours, theirs = bells
     ours.ring(1, 2)
     theirs.ring(30, 40)
-    assert theirs.read() == (1, 2)
-    assert ours.read() == (30, 40)
+    assert theirs.read() == (1, 2, 0)
+    assert ours.read() == (30, 40, 0)
 
 
 def test_rings_coalesce(bells: tuple[Bell, Bell]) -> None:
     ours, theirs = bells
     for count in range(1, 101):
         assert ours.ring(count, count % 3)
-    assert theirs.read() == (5050, sum(count % 3 for count in range(1, 101)))
+    assert theirs.read() == (5050, sum(count % 3 for count in range(1, 101)), 0)
     with pytest.raises(BlockingIOError):
         theirs.read()
 
@@ -105,23 +105,38 @@ def test_rings_coalesce(bells: tuple[Bell, Bell]) -> None:
 def test_positions_alone_ring(bells: tuple[Bell, Bell]) -> None:
     ours, theirs = bells
     ours.ring(0, 7)
-    assert theirs.read() == (0, 7)
+    assert theirs.read() == (0, 7, 0)
     ours.ring(9, 0)
-    assert theirs.read() == (9, 0)
+    assert theirs.read() == (9, 0, 0)
 
 
 def test_as_much_as_a_ring_can_hold(bells: tuple[Bell, Bell]) -> None:
     ours, theirs = bells
-    ours.ring(2**31, 2**31 - 1)
-    ours.ring(2**31 - 1, 2**31 - 1)
-    assert theirs.read() == (2**32 - 1, 2**32 - 2)
+    ours.ring(2**31, 2**19)
+    ours.ring(2**31 - 1, 2**19 - 1)
+    ours.log(2**11)
+    ours.log(2**11 - 2)
+    assert theirs.read() == (2**32 - 1, 2**20 - 1, 2**12 - 2)
+
+
+def test_log_records_are_told_beside_positions(bells: tuple[Bell, Bell]) -> None:
+    ours, theirs = bells
+    assert ours.log(2)
+    assert theirs.read() == (0, 0, 2)
+    ours.ring(3, 4)
+    ours.log(1)
+    ours.log(1)
+    assert theirs.read() == (3, 4, 2)
+    assert ours.log(0)
+    assert ours.ring(0, 1)
+    assert theirs.read() == (0, 1, 0)
 
 
 def test_what_was_rung_survives_the_ringer(bells: tuple[Bell, Bell]) -> None:
     ours, theirs = bells
     ours.ring(11, 13)
     ours.close()
-    assert theirs.read() == (11, 13)
+    assert theirs.read() == (11, 13, 0)
 
 
 def test_close_is_idempotent_and_closes_everything(kind: bool) -> None:
@@ -192,7 +207,7 @@ def test_a_full_bell_says_so_and_the_newest_positions_arrive_after(full: tuple[S
     first = all_of(theirs)
     assert first == (rung - 1, 0)
     assert ours.ring(0, 0)
-    assert theirs.read() == (1 + 100, 10)
+    assert theirs.read() == (1 + 100, 10, 0)
 
 
 def test_a_bell_that_has_told_everything_is_silent(full: tuple[SocketBell, SocketBell, int]) -> None:
@@ -208,8 +223,32 @@ def test_a_later_ring_tells_what_an_earlier_one_could_not(full: tuple[SocketBell
     ours, theirs, rung = full
     all_of(theirs)
     assert ours.ring(5, 6)
-    assert theirs.read() == (6, 6)
+    assert theirs.read() == (6, 6, 0)
     assert rung > 1
+
+
+def test_a_full_bell_takes_log_records_as_positions(full: tuple[SocketBell, SocketBell, int]) -> None:
+    ours, theirs, rung = full
+    assert not ours.log(2)
+    assert all_of(theirs) == (rung - 1, 0)
+    assert ours.log(0)
+    assert theirs.read() == (1, 0, 2)
+    assert ours.ring(0, 0)  # the bell said that it could not tell this one: it does so now, though a record has
+    with pytest.raises(BlockingIOError):
+        theirs.read()
+
+
+def test_positions_that_were_overtaken_do_not_go_back() -> None:
+    # 1. a thread looks at the positions to tell a record; 2. the loop publishes, and tells; 3. the thread tells what it saw.
+    ours, theirs = socket_bells()
+    ours.ring(5, 6)
+    late = SocketBell._RECORD.pack(0, 0, 1)
+    ours._out.send(late)
+    assert theirs.read() == (5, 6, 1)
+    ours._out.send(late)
+    assert theirs.read() == (0, 0, 0)
+    ours.close()
+    theirs.close()
 
 
 class Failing:
@@ -241,7 +280,7 @@ def test_no_buffers_is_full(number: int) -> None:
     assert not ours.ring(3, 4)
     failing.error = None
     assert ours.ring(0, 0)
-    assert theirs.read() == (3, 4)
+    assert theirs.read() == (3, 4, 0)
     ours.close()
     theirs.close()
 
@@ -258,5 +297,5 @@ def test_the_last_words_of_a_dead_peer_survive_a_ring_to_it() -> None:
     assert theirs.ring(5, 6)
     theirs.close()
     assert ours.ring(1, 1)
-    assert ours.read() == (5, 6)
+    assert ours.read() == (5, 6, 0)
     ours.close()

@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.doorbell": VOCABULARY,
     "_ipc.codec": VOCABULARY | {"_ipc.ring"},
     "_ipc.slots": VOCABULARY | {"_ipc.memory", "_ipc.ring"},
+    "_ipc.records": VOCABULARY | {"_ipc.ring", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.pickles": VOCABULARY | {"_ipc.rebuild"},
@@ -65,9 +66,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.eager": WORDS,
     "_worker.serve": VOCABULARY | BYTES | {"_worker.eager", "_worker.threads"},
     "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
+    "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
     | BYTES
-    | {"_worker.context", "_worker.mainmodule", "_worker.threads", "_worker.serve", "_worker.lifespan"},
+    | {"_worker.context", "_worker.mainmodule", "_worker.threads", "_worker.serve", "_worker.lifespan", "_worker.logs"},
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
     # the parent's ways to start processes
@@ -77,8 +79,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.servers": LAUNCH | {"_engines.launch"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},
     "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers"},
+    # _worker.logs: the size of the ring, and what is said about it and about levels.
+    "_logs": VOCABULARY | FRAMES | {"_ipc.records", "_worker.logs"},
     # _worker.main: the layout of what its workers are given at their start.
-    "_engines.process": LAUNCH | BYTES | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_worker.main"},
+    "_engines.process": LAUNCH
+    | BYTES
+    | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
+    | {"_worker.main"},
     # shell
     "_calls": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots"},

@@ -27,6 +27,7 @@ class Window:
         "_base",
         "_is_exact",
         "_mean",
+        "_most",
         "_rated_at",
         "_rated_ended",
         "_result_bytes",
@@ -36,11 +37,12 @@ class Window:
         "pulled",
     )
 
-    def __init__(self, exact: int | None, room: int) -> None:
-        """`exact`: what the user says. `room`: calls that all workers together may hold."""
+    def __init__(self, exact: int | None, room: int, most: int = MOST) -> None:
+        """`exact`: what the user says. `room`: calls that all workers together may hold. `most`: no window is larger."""
         self._is_exact = exact is not None
-        self.limit = LEAST if exact is None else exact
-        self._base = max(LEAST, min(MOST, 2 * room))
+        self._most = most
+        self.limit = min(most, LEAST if exact is None else exact)
+        self._base = min(most, max(LEAST, min(MOST, 2 * room)))
         self.pulled = self.ended = self.handed_over = 0
         self._argument_bytes = self._result_bytes = 0
         self._mean = 0.0
@@ -80,10 +82,16 @@ class Window:
         if not self._is_exact:
             self._rate(now)
 
-    def hand_over(self, count: int, result_size: int) -> None:
-        """So many results are the user's now."""
+    def hand_over(self, size: int, count: int = 1) -> None:
+        """So many results, of `size` bytes together, are the user's now."""
         self.handed_over += count
-        self._result_bytes -= result_size
+        self._result_bytes -= size
+
+    def wake_at(self) -> int:
+        """How many items must have been handed over before `is_worth_a_pull` can be true by that."""
+        if self._is_exact or self.pulled - self.handed_over < self.limit:
+            return self.handed_over + 1
+        return self.pulled - self.limit + max(1, self.limit // 8)
 
     def _rate(self, now: float) -> None:
         if self._rated_at is None:
@@ -94,7 +102,7 @@ class Window:
         if ended < LEAST or seconds <= 0:
             return
         self._rated_at, self._rated_ended = now, self.ended
-        self.limit = max(self._base, min(MOST, int(ended / seconds * AHEAD_SECONDS)))
+        self.limit = max(self._base, min(MOST, self._most, int(ended / seconds * AHEAD_SECONDS)))
 
 
 class Cost:

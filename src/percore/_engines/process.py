@@ -18,6 +18,7 @@ from percore._ipc.memory import Memory
 from percore._ipc.pickles import MainInfo, dump
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
+from percore._logs import Logs, levels
 from percore._messages import SLOT_MASK
 from percore._options import Knobs
 from percore._worker.main import Boot, cell_size, marks_of
@@ -116,9 +117,10 @@ class Cell:
 class ProcessWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, cell: Cell, channel: Channel, process: Process) -> None:
+    def __init__(self, cell: Cell, channel: Channel, logs: Logs, process: Process) -> None:
         self.channel = channel
         self._cell = cell
+        self._logs = logs
         self._process = process
         self._marks = marks_of(cell.memory, cell.places)
 
@@ -134,12 +136,13 @@ class ProcessWorker:
 
     def close(self) -> None:
         self.channel.close()
+        self._logs.close()
         self._marks.release()
         self._cell.close()
 
 
 def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) -> Boot:
-    """What every worker of a runner is told, index and generation aside.
+    """What every worker of a runner is told; index, generation and levels of loggers are those of its start.
 
     Raises:
         ValueError: a context variable that no worker can find.
@@ -170,6 +173,7 @@ def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) ->
         lifespan=pickled(options.lifespan),
         thread_initializer=pickled(options.thread_initializer),
         contextvars=references(options.contextvars),
+        levels=(0, ()),
     )
 
 
@@ -183,12 +187,22 @@ class ProcessEngine:
         self._launcher = _launcher(options)
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+        logs = Logs(index)
+        try:
+            boot = replace(self._boot, index=index, generation=generation, levels=levels())
+            return self._start(boot.pack(), logs, on_exit)
+        except BaseException:
+            logs.close()
+            raise
+        finally:
+            logs.close_fds()
+
+    def _start(self, boot: bytes, logs: Logs, on_exit: Callable[[int | None], None]) -> ProcessWorker:
         cell = Cell(self._boot.places, self._shared)
         arena_fd = -1
         try:
             arena_fd = self._shared.memory.reader_fd()
-            fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs)
-            boot = replace(self._boot, index=index, generation=generation).pack()
+            fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs, *logs.fds)
             process = self._launcher.launch(boot, fds, on_exit)
         except BaseException:
             cell.close()
@@ -201,7 +215,9 @@ class ProcessEngine:
                     os.close(fd)
         cell.memory.close_fds()
         cell.results.close_fds()
-        return ProcessWorker(cell, cell.channel(self._loop, self._shared), process)
+        channel = cell.channel(self._loop, self._shared)
+        channel.on_logged = logs.receive
+        return ProcessWorker(cell, channel, logs, process)
 
     async def aclose(self) -> None:
         await self._launcher.aclose()

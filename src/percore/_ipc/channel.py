@@ -43,6 +43,10 @@ def _ignore(_error: BaseException) -> None:
     return
 
 
+def _unheard(count: int) -> None:
+    raise BrokenFrame(f"{count} log records, and nobody is there to read any")
+
+
 class Ticket(Protocol):
     """Whose private pickle waits for a slot."""
 
@@ -71,6 +75,8 @@ class Channel:
         self.on_message: Callable[[int, int, Body], None]
         self.on_broken: Callable[[BaseException], None] = _ignore
         self.on_batch: Callable[[], None] | None = None
+        self.on_logged: Callable[[int], None] = _unheard
+        """Called with how many log records the peer has written, before the messages that it has sent after them."""
         self.full_count = 0
         self._bell = bell
         self._prompt = prompt
@@ -312,7 +318,7 @@ class Channel:
         rx, tx = self.rx, self.tx
         try:
             try:
-                published, consumed = self._bell.read()
+                published, consumed, logged = self._bell.read()
             except BlockingIOError:
                 return
             if POINTS:
@@ -323,6 +329,10 @@ class Channel:
                 self._lag = monotonic() - self._rung_at
             if published < 0 or consumed < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
+            if logged:
+                self.on_logged(logged)
+                if not self._is_open:
+                    return
             on_message = self.on_message
             while rx.read != rx.end:
                 for op, call_id, body in decode(rx.next()):

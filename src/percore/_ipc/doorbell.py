@@ -2,6 +2,8 @@
 
 Ringing tells how many bytes were published in one's own ring and how many were consumed of the other's, both since the last ring.
 The system call is also the memory barrier: see `ring`.
+A worker's bell tells of its log records, too. They have a ring of their own (`_worker.logs`), but one bell keeps the order: who hears
+of a message has heard of the records that were written before it.
 
 EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by
             the ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
@@ -19,7 +21,10 @@ from typing import Protocol
 
 from percore._platform import HAS_EVENTFD
 
-_MASK = 0xFFFFFFFF
+# An eventfd's counter, from below: bytes published, bytes consumed, log records. None can run over: no ring holds as much.
+_PUBLISHED = (1 << 32) - 1
+_CONSUMED_AT, _CONSUMED = 32, (1 << 20) - 1
+_LOGGED_AT = 52
 
 
 class Bell(Protocol):
@@ -34,8 +39,14 @@ class Bell(Protocol):
     def ring(self, published: int, consumed: int) -> bool:
         """Tell the other side. False: it could not be told everything now; call `ring(0, 0)` when the bell takes writes again."""
 
-    def read(self) -> tuple[int, int]:
-        """Bytes published and consumed by the other side since the last read.
+    def log(self, count: int) -> bool:
+        """Tell the other side of so many log records more. False: not yet; call `log(0)` when the bell takes writes again.
+
+        From any thread, one at a time; another one may ring meanwhile.
+        """
+
+    def read(self) -> tuple[int, int, int]:
+        """Bytes published and consumed, and log records written by the other side since the last read.
 
         Raises:
             BlockingIOError: nobody rang.
@@ -60,12 +71,16 @@ class EventBell:
         return self.out_fd
 
     def ring(self, published: int, consumed: int) -> bool:
-        os.eventfd_write(self.out_fd, published | consumed << 32)
+        os.eventfd_write(self.out_fd, published | consumed << _CONSUMED_AT)
         return True
 
-    def read(self) -> tuple[int, int]:
+    def log(self, count: int) -> bool:
+        os.eventfd_write(self.out_fd, count << _LOGGED_AT)
+        return True
+
+    def read(self) -> tuple[int, int, int]:
         value = os.eventfd_read(self.in_fd)
-        return value & _MASK, value >> 32
+        return value & _PUBLISHED, value >> _CONSUMED_AT & _CONSUMED, value >> _LOGGED_AT
 
     def close(self) -> None:
         fds, self.out_fd, self.in_fd = (self.out_fd, self.in_fd), -1, -1
@@ -77,17 +92,17 @@ class EventBell:
 class SocketBell:
     """One side of a datagram socket pair."""
 
-    __slots__ = ("_consumed", "_in", "_out", "_peer_consumed", "_peer_published", "_published", "_told")
+    __slots__ = ("_consumed", "_heard", "_in", "_logged", "_out", "_published", "_told")
 
-    _RECORD = struct.Struct("<QQ")
+    _RECORD = struct.Struct("<QQQ")
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
         self._out = socket.socket(fileno=out_fd)
         self._in = socket.socket(fileno=in_fd)
         for end in (self._out, self._in):
             end.setblocking(False)
-        self._published = self._consumed = 0
-        self._peer_published = self._peer_consumed = 0
+        self._published = self._consumed = self._logged = 0
+        self._heard = (0, 0, 0)
         self._told = True
 
     def fileno(self) -> int:
@@ -101,30 +116,36 @@ class SocketBell:
         self._consumed += consumed
         if self._told and not (published or consumed):
             return True
+        self._told = self._send()
+        return self._told
+
+    def log(self, count: int) -> bool:
+        self._logged += count
+        return self._send()
+
+    def _send(self) -> bool:
         try:
-            self._out.send(self._RECORD.pack(self._published, self._consumed))
+            self._out.send(self._RECORD.pack(self._published, self._consumed, self._logged))
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ENOBUFS):
-                # The other side is gone. Its death is reported elsewhere; there is nobody left to tell.
-                return True
-            self._told = False
-            return False
-        self._told = True
+            # Else the other side is gone. Its death is reported elsewhere; there is nobody left to tell.
+            return error.errno not in (errno.EAGAIN, errno.ENOBUFS)
         return True
 
-    def read(self) -> tuple[int, int]:
-        published, consumed = self._peer_published, self._peer_consumed
+    def read(self) -> tuple[int, int, int]:
+        before = self._heard
         try:
             record = self._in.recv(self._RECORD.size)
         except ConnectionResetError:  # how some systems say that the other side has died: its owner hears of that elsewhere
             raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
         while len(record) == self._RECORD.size:
-            self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
+            # The largest: `ring` and `log` may overtake each other between looking at the positions and sending them.
+            published, consumed, logged = map(max, self._heard, self._RECORD.unpack(record))
+            self._heard = (published, consumed, logged)
             try:
                 record = self._in.recv(self._RECORD.size)
             except (BlockingIOError, ConnectionResetError):
                 break
-        return self._peer_published - published, self._peer_consumed - consumed
+        return self._heard[0] - before[0], self._heard[1] - before[1], self._heard[2] - before[2]
 
     def close(self) -> None:
         self._out.close()

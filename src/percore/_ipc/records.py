@@ -16,7 +16,7 @@ from typing import Any, Final
 from percore._ipc.codec import is_inline_value
 from percore._ipc.ring import BrokenFrame
 
-RECORD_LIMIT: Final = 1 << 16
+RECORD_LIMIT: Final = 1 << 15
 """Bytes of a packed record."""
 
 _VERSION = 2

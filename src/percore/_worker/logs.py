@@ -2,14 +2,15 @@
 
 Theory of operation:
 
-Way         Records have a ring and a pair of bells of their own, apart from the channel. A record is in the ring, and the
-            supervisor told of it, when the call that logged it returns: what was logged before a crash arrives, what was logged
-            before a call ended arrives before its outcome is seen, and at the worker's end nothing is left to be sent.
+Way         Records have a ring of their own, apart from the channel's; the channel's bell tells of them, too. A record is in the
+            ring, and the supervisor told of it, when the call that logged it returns. So what was logged before a crash arrives,
+            what was logged before a message was sent is handled before it, and at the worker's end nothing is left to be sent.
 Order       One lock, held while a record is copied into the ring. So records arrive in the order in which they were logged, by
             whatever threads.
 Pressure    Where the ring is full, who logs waits until the supervisor has read, the loop's thread included; others wait for the
             lock. That is all that holds a worker back which logs faster than the supervisor can handle, and all that is kept.
-            (Where bells are sockets, those fill up as well, and are waited for in the same way.)
+            What has been read is told through a pipe, from which only who waits reads. (Where a bell is a socket, that can be full
+            as well, and is waited for in the same way.)
 No deadlock Who waits, waits for the supervisor alone: no loop, no lock and no thread of this process is needed for it to go on. The
             supervisor's reading waits for nothing of a worker. A supervisor that has died takes its workers along.
 Re-entrance A signal handler or a `__del__` may log while its thread holds the lock. Such a record is kept, and follows the one that
@@ -20,6 +21,7 @@ Forks       A process that user code forks here shares the ring and must not wri
 import logging
 import os
 import select
+import struct
 import threading
 import warnings
 from collections import deque
@@ -27,11 +29,14 @@ from collections.abc import Callable
 from typing import Any, Final, TextIO, TypeAlias
 
 from percore._ipc.doorbell import Bell
-from percore._ipc.records import pack
+from percore._ipc.records import RECORD_LIMIT, pack
 from percore._ipc.ring import HEADER_SIZE, RingWriter
 
-LOG_RING_SIZE: Final = 1 << 17
-"""Bytes of a worker's ring for records: holds the largest one twice."""
+LOG_RING_SIZE: Final = 2 * RECORD_LIMIT
+"""Bytes of a worker's ring for records."""
+
+POSITION: Final = struct.Struct("<Q")
+"""What goes through the pipe: all bytes that were ever read."""
 
 Levels: TypeAlias = tuple[int, tuple[tuple[str, int, bool], ...]]
 """What `logging.disable` was given; and of each logger that has a level of its own or is disabled: name, level, disabled."""
@@ -43,9 +48,11 @@ _real_showwarning = warnings.showwarning
 class LogWriter:
     """The writing end of a worker's records."""
 
-    def __init__(self, ring: RingWriter, bell: Bell) -> None:
+    def __init__(self, ring: RingWriter, bell: Bell, pipe: int) -> None:
+        """`bell`: of the channel. `pipe`: where the supervisor tells what it has read."""
         self._ring = ring
         self._bell = bell
+        self._pipe = pipe
         self._lock = threading.RLock()
         self._waiting: deque[bytes] = deque()
         self._is_writing = False
@@ -70,26 +77,26 @@ class LogWriter:
                 self._is_writing = False
 
     def _put(self, data: bytes) -> None:
-        ring, bell = self._ring, self._bell
-        while ring.free() < len(data) + HEADER_SIZE:
-            _wait_for(bell.fileno(), select.POLLIN)
+        while self._ring.free() < len(data) + HEADER_SIZE:
             self._hear()
-        told = bell.ring(ring.write(data), 0)
+        self._ring.write(data)
+        told = self._bell.log(1)
         while not told:
-            _wait_for(bell.out_fileno(), select.POLLOUT)
-            told = bell.ring(0, 0)
+            _wait_to_write(self._bell.out_fileno())
+            told = self._bell.log(0)
 
     def _hear(self) -> None:
-        try:
-            _, consumed = self._bell.read()
-        except BlockingIOError:  # a signal handler that logs has been faster
-            return
-        self._ring.acknowledge(consumed)
+        """Wait until the supervisor has read more."""
+        told = os.read(self._pipe, POSITION.size * 512)
+        if not told:  # the supervisor is gone, and this process with it
+            select.poll().poll()
+        position: int = POSITION.unpack(told[-POSITION.size :])[0]
+        self._ring.acknowledge(position - self._ring.acknowledged)
 
 
-def _wait_for(fd: int, event: int) -> None:
+def _wait_to_write(fd: int) -> None:
     poll = select.poll()
-    poll.register(fd, event)
+    poll.register(fd, select.POLLOUT)
     poll.poll()
 
 

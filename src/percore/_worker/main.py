@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, NoReturn, cast
 
 from percore._ipc.channel import RING_SIZE, Channel
-from percore._ipc.doorbell import bell_of
+from percore._ipc.doorbell import Bell, bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
@@ -24,6 +24,7 @@ from percore._worker import context as worker_context
 from percore._worker import mainmodule
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
+from percore._worker.logs import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker.plain import MARK_WORDS
 from percore._worker.serve import Server
 
@@ -46,6 +47,7 @@ class Boot:
     lifespan: bytes
     thread_initializer: bytes
     contextvars: tuple[tuple[str, str], ...]
+    levels: Levels
 
     def pack(self) -> bytes:
         """As bytes for the launcher."""
@@ -73,7 +75,7 @@ def unpickler(pickled: bytes) -> "Callable[[], Callable[[], Any]] | None":
 
 
 def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
-    """Be a worker. `fds`: cell, arena (to be read), results, and this side's bell."""
+    """Be a worker. `fds`: cell, arena (to be read), results, this side's bell; the ring for log records, and what is read of it."""
     exitcode = 1
     try:
         exitcode = _run(Boot.unpack(boot), fds)
@@ -86,6 +88,9 @@ def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
 def _run(boot: Boot, fds: Sequence[int]) -> int:
     this_is_worker(boot.index, boot.generation)
     signal.signal(signal.SIGINT, _ignore_interrupt)
+    *memory_fds, out_fd, in_fd, log_fd, pipe = fds
+    bell = bell_of((out_fd, in_fd))
+    _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
     main = MainInfo(*boot.main)
     mainmodule.install(main)
     context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
@@ -96,9 +101,15 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     loop.set_debug(boot.debug)
     asyncio.set_event_loop(loop)
     try:
-        return loop.run_until_complete(_serve(loop, boot, fds, context, main_by_value=main.by_value))
+        return loop.run_until_complete(_serve(loop, boot, memory_fds, bell, context, main_by_value=main.by_value))
     finally:
         _end_loop(loop)
+
+
+def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:
+    memory = Memory(fd, LOG_RING_SIZE, writable=True)
+    memory.close_fds()
+    forward(LogWriter(RingWriter(memory.view), bell, pipe).write, levels)
 
 
 def _new_loop(boot: Boot) -> asyncio.AbstractEventLoop:
@@ -114,9 +125,9 @@ def _new_loop(boot: Boot) -> asyncio.AbstractEventLoop:
 
 
 async def _serve(
-    loop: asyncio.AbstractEventLoop, boot: Boot, fds: Sequence[int], context: WorkerContext, *, main_by_value: bool
+    loop: asyncio.AbstractEventLoop, boot: Boot, fds: Sequence[int], bell: Bell, context: WorkerContext, *, main_by_value: bool
 ) -> int:
-    cell_fd, arena_fd, results_fd, *bell_fds = fds
+    cell_fd, arena_fd, results_fd = fds
     cell = Memory(cell_fd, cell_size(boot.places), writable=True)
     arena = Memory(arena_fd, boot.arena_size, writable=False)
     results = Memory(results_fd, boot.results_size, writable=True)
@@ -125,7 +136,7 @@ async def _serve(
     channel = Channel(
         loop,
         (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
-        bell_of(tuple(bell_fds)),
+        bell,
         (SlotWriter(results, boot.slot_size, boot.max_message), SlotReader(arena, boot.slot_size)),
         prompt=True,
     )
@@ -160,6 +171,7 @@ def _ignore_interrupt(_signum: int, _frame: object) -> None:
 
 def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(loop.shutdown_asyncgens())
+    gc.collect()  # tasks that failed, and that nobody asked, tell so when they go: this process has no other occasion
     asyncio.set_event_loop(None)
     # Not closed: threads of calls may still use it, and the process is about to end.
 

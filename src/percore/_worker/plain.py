@@ -1,24 +1,20 @@
 """Plain functions in a worker: calls and batches on threads.
 
-A batch is a queue of items that one thread takes from the left and the worker's loop from the right, when they are recalled or not
-wanted any more. Taking is atomic on both sides, so each item either begins here or goes back.
-Results of a batch are sent together, but never kept for longer than a few milliseconds.
+What a worker has not begun it hands back when it is recalled: waiting calls first, then parts of batches that take too long.
 """
 
-import marshal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
-from percore._ipc.pickles import load
-from percore._messages import ITEM_SHIFT, RETURNED, TIMED_OUT, VALUE, VALUES, Body
+from percore._messages import RETURNED, TIMED_OUT, VALUE, Body
 from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function
+from percore._worker.batches import Batch, Results, item_id
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
 
@@ -36,42 +32,6 @@ _KEEP_BYTES: Final = 32_768
 _MARSHAL: Final = 2
 
 Item = tuple[Function | None, Body, Terms | None]
-
-
-def item_id(call_id: int, index: int) -> int:
-    """The id of an item of a batch."""
-    return (index + 1) << ITEM_SHIFT | call_id
-
-
-def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
-    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
-    return fn(*args, **kwargs)
-
-
-class Batch:
-    """Items of one function that one thread runs, one after the other."""
-
-    __slots__ = ("begun_at", "end", "function", "is_bare", "items", "terms")
-
-    def __init__(self, function: Function, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
-        self.function = function
-        self.items = deque(bodies)
-        self.is_bare = is_bare
-        self.terms = terms
-        self.end = len(bodies)
-        self.begun_at: float | None = None
-
-    def give_up(self, most: int) -> int:
-        """Take up to `most` items out that have not begun, the last ones. From the loop alone."""
-        count = 0
-        while count < most:
-            try:
-                self.items.pop()
-            except IndexError:  # the thread has taken the last one
-                break
-            count += 1
-        self.end -= count
-        return count
 
 
 class Plain:
@@ -247,40 +207,16 @@ class Plain:
             if timeout is not None:
                 self._loop.call_soon_threadsafe(self._unwatch, call_id)
 
-    def _run_items(self, call_id: int, batch: Batch, mark: int) -> None:
-        answers, send, marks = self._answers, self._channel.send_from_thread, self._marks
-        function, items, is_bare = batch.function, batch.items, batch.is_bare
-        results = _Results(call_id, send)
-        has_initializer = self._initializer is not None
-        index = -1
-        while items:
-            try:
-                body = items.popleft()
-            except IndexError:  # the loop has taken the last one
-                break
-            index += 1
-            marks[mark] = index + 1
-            try:
-                if has_initializer:
-                    self._initialize()
-                fn = function.fn or answers.function(function)
-                if POINTS:
-                    point("worker.call.running")
-                result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
-                is_inline = is_inline_value(result)
-                is_awaitable = not is_inline and hasattr(type(result), "__await__")
-            except BaseException as error:
-                results.flush()
-                answers.error(item_id(call_id, index), error, send)
-            else:
-                if is_inline:
-                    results.add(index, result)
-                elif is_awaitable:
-                    results.flush()
-                    self._hand_over(item_id(call_id, index), result, None)
-                else:
-                    results.add_other(index, result, answers)
-        results.flush()
+    def _run_items(self, call_id: int, batch: Batch, word: int) -> None:
+        function = batch.function
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            self._initialize()
+            return self._answers.function(function)(*args, **kwargs)
+
+        fn = late if function.fn is None or self._initializer is not None else function.fn
+        results = Results(call_id, self._answers, self._channel.send_from_thread, self._hand_over)
+        batch.run(results, fn, self._marks, word)
 
     # Time
 
@@ -295,53 +231,3 @@ class Plain:
     def _expired(self, call_id: int) -> None:
         self._timers[call_id] = None
         self._channel.send(TIMED_OUT, call_id, None)
-
-
-class _Results:
-    """Results of a batch that wait to be sent together."""
-
-    __slots__ = ("_call_id", "_first", "_pickled", "_send", "_since", "_size", "_values")
-
-    def __init__(self, call_id: int, send: Callable[[int, int, Body], None]) -> None:
-        self._call_id = call_id
-        self._send = send
-        self._since = time.perf_counter()
-        self._first = 0
-        self._size = 0
-        self._values: list[Any] = []
-        self._pickled: list[int] = []
-
-    def add(self, index: int, value: object) -> None:
-        """A scalar."""
-        values = self._values
-        if not values:
-            self._first = index
-        values.append(value)
-        kind = type(value)
-        if kind is str or kind is bytes:
-            self._size += len(value)  # type: ignore[arg-type]
-        if self._size > _KEEP_BYTES or time.perf_counter() - self._since > _KEEP:
-            self.flush()
-
-    def add_other(self, index: int, value: object, answers: Answers) -> None:
-        """Anything else: kept if its pickle is small, sent at once if not."""
-        pickled = answers.result(item_id(self._call_id, index), value, self._flush_then_send, keep_small=True)
-        if pickled is not None:
-            self._pickled.append(len(self._values))
-            self.add(index, pickled)
-
-    def flush(self) -> None:
-        """Send them."""
-        now = time.perf_counter()
-        if self._values:
-            if POINTS:
-                point("worker.outcome.ready")
-            message = (self._first, now - self._since, self._values, self._pickled)
-            self._send(VALUES, self._call_id, marshal.dumps(message, _MARSHAL))
-            self._values, self._pickled, self._size = [], [], 0
-        self._since = now
-
-    def _flush_then_send(self, op: int, call_id: int, body: Body) -> None:
-        """Send these, and then a message."""
-        self.flush()
-        self._send(op, call_id, body)

@@ -38,8 +38,9 @@ from percore._messages import (
 )
 from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function
+from percore._worker.batches import Batch, item_id
 from percore._worker.eager import task_starter
-from percore._worker.plain import MARK_WORDS, Batch, Plain, item_id
+from percore._worker.plain import MARK_WORDS, Plain
 from percore._worker.terms import Terms, Variables, within
 
 if TYPE_CHECKING:

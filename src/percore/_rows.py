@@ -1,0 +1,96 @@
+"""From what a map pulls to what is sent: rows of arguments become items, or runs of items for batches."""
+
+import asyncio
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from percore._calls import Function, Functions
+from percore._core.batches import Run
+from percore._ipc.codec import is_inline, weight_inline
+from percore._items import size_of
+from percore._policy import Policy
+
+_SMALL: Final = 16_384
+"""Bytes of pickled arguments up to which they travel in a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How a map was asked for.
+
+    Attributes:
+        ordered: results in the order of the inputs, or as they come.
+        window: exactly so many items pulled and not handed over. None: as it fits.
+        key: gives the key of a row's arguments.
+        return_exceptions: errors in the place of results.
+        pairs: (item, result) instead of results.
+        star: each item is a tuple of arguments.
+        policy: what its calls are run under.
+    """
+
+    ordered: bool
+    window: int | None
+    key: Callable[..., Hashable] | None
+    return_exceptions: bool
+    pairs: bool
+    star: bool
+    policy: Policy | None
+
+
+class Taker(Protocol):
+    """Who takes what rows have become, in order."""
+
+    def take_run(self, run: Run, size: int) -> None:
+        """Items for batches; `size`: bytes of their pickled arguments."""
+
+    def take_item(self, body: Any, key: Hashable | None) -> None:
+        """An item that goes alone."""
+
+    def take_failure(self, error: BaseException) -> None:
+        """An item that cannot be sent: the user's objects have failed."""
+
+
+class Rows:
+    """Turns rows into items. Runs user code: iterating rows, keys, pickling."""
+
+    def __init__(
+        self, functions: Functions, function: Function, spec: Spec, taker: Taker, *, is_single: bool, is_batched: bool
+    ) -> None:
+        self._functions = functions
+        self._function = function
+        self._spec = spec
+        self._taker = taker
+        self._is_single = is_single
+        self._is_bare = is_single and not spec.star
+        self._is_batched = is_batched
+
+    def submit(self, number: int, rows: list[Any]) -> None:
+        """Rows of which the first has this number."""
+        weight = weight_inline(rows) if self._is_batched and self._is_bare else None
+        if weight is not None:
+            self._taker.take_run(Run(number, rows, True, weight), 0)
+            return
+        for row_number, row in enumerate(rows, number):
+            try:
+                self._submit_row(row_number, row)
+            except (KeyboardInterrupt, asyncio.CancelledError):  # taken for the terminal's, or the map's own end
+                raise
+            except BaseException as error:  # user code: its failure is this item's
+                is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                self._taker.take_failure(error if is_error else RuntimeError(f"pickling raised {error!r}"))
+
+    def _submit_row(self, number: int, row: Any) -> None:
+        args = tuple(row) if self._spec.star else (row,) if self._is_single else row
+        key = None
+        if self._spec.key is not None:
+            key = self._spec.key(*args)
+            hash(key)
+        is_scalar = bool(self._function.number) and is_inline(args)
+        body = args if is_scalar else self._functions.pickle(self._function, args, {})
+        size = size_of(body)
+        if not self._is_batched or type(body) is int or size > _SMALL:
+            self._taker.take_item(body, key)
+            return
+        weight = size or 16 + 4 * sum(len(value) for value in args if isinstance(value, str | bytes))
+        self._taker.take_run(Run(number, [body], False, weight), size)
