@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sized
+from contextlib import AsyncExitStack
 from inspect import isasyncgen, isgenerator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Inputs:
         row = []
         try:
             for iterator in self._iterators:
-                item = await anext(iterator) if isinstance(iterator, AsyncIterator) else next(iterator)
+                item = await anext(iterator) if hasattr(iterator, "__anext__") else next(iterator)
                 row.append(item)
         except (StopIteration, StopAsyncIteration):
             return Pulled([], True, None)
@@ -65,11 +66,12 @@ class Inputs:
     async def close(self) -> None:
         """Close the generators among the inputs; never a file or a list of the user's."""
         iterators, self._iterators, self._rows = self._iterators, [], iter(())
-        for iterator in iterators:
-            if isasyncgen(iterator):
-                await iterator.aclose()
-            elif isgenerator(iterator):
-                iterator.close()
+        async with AsyncExitStack() as stack:  # each is closed, whatever another raises
+            for iterator in reversed(iterators):
+                if isasyncgen(iterator):
+                    stack.push_async_callback(iterator.aclose)
+                elif isgenerator(iterator):
+                    stack.callback(iterator.close)
 
     def __len__(self) -> int:
         sizes = [len(source) for source in self._sources if isinstance(source, Sized)]

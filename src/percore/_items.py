@@ -12,6 +12,7 @@ from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import RunnerClosed
 from percore._ipc.ring import BrokenFrame
+from percore._messages import SLOT_BITS
 from percore._policy import Plan
 
 _MARSHAL: Final = 2
@@ -41,7 +42,7 @@ def size_of(body: object) -> int:
     """Bytes of a body, pickled: 0 for scalars that travel as they are."""
     if type(body) is bytes:
         return len(body)
-    return 0
+    return body >> SLOT_BITS if type(body) is int else 0
 
 
 class Item:

@@ -3,7 +3,6 @@
 A policy is what `options(...)` was given, checked; most calls have none. Terms are what one call makes of it.
 """
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -111,9 +110,9 @@ def delay_of(value: object, name: str) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if math.isnan(value) or value < 0:
+    if not value >= 0:  # a NaN is neither
         raise ValueError(f"{name} must be zero or more seconds, not {value!r}")
-    return min(float(value), _LONGEST_DELAY)
+    return float(min(value, _LONGEST_DELAY))  # an int may be beyond any float
 
 
 class Plan:

@@ -9,6 +9,7 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -466,8 +467,16 @@ class Supervisor:
     def abandon(self) -> None:
         """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else.
 
-        Where the loop still runs, the calls end as the workers do, and nothing is replaced.
+        From any thread, in the midst of anything: that is where the garbage collector finds out. Where the loop still runs it does
+        this itself, the calls end as the workers do, and nothing is replaced.
         """
+        if self.loop.is_running():
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                self.loop.call_soon_threadsafe(self._abandon)
+                return
+        self._abandon()
+
+    def _abandon(self) -> None:
         self.is_closing = self.is_cut = True
         self.on_idle = self._refuse_abandoned
         self.pool.kill()

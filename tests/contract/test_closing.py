@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._supervisor import Supervisor
+from percore._pool import Pool
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -288,13 +288,13 @@ async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
 
 async def test_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     closings: list[asyncio.Task[None]] = []
-    ready = Supervisor.ready
+    ready = Pool.ready
 
-    def close_first(supervisor: Supervisor, slot: Any, member: Any) -> None:
+    def close_first(pool: Pool, slot: Any, member: Any) -> None:
         closings.append(asyncio.create_task(runner.aclose()))  # runs before the one that waits for the start
-        ready(supervisor, slot, member)
+        ready(pool, slot, member)
 
-    monkeypatch.setattr(Supervisor, "ready", close_first)
+    monkeypatch.setattr(Pool, "ready", close_first)
     runner = make()
     with pytest.raises(percore.RunnerClosed, match="while it started"):
         await runner.start()

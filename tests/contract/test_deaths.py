@@ -4,6 +4,7 @@ import asyncio
 import functools
 import gc
 import signal
+import threading
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -240,7 +241,7 @@ async def test_a_call_handed_back_to_a_broken_runner_ends(make: MakeRunner, log:
         assert await log.next() == "1"
         (member,) = supervisor.members
         supervisor.broken = percore.RunnerBroken(10, 1)
-        member.worker.channel.send(RECALL, 1, None)
+        member.worker.channel.send(RECALL, 1, ())
         with pytest.raises(percore.RunnerBroken):
             await ahead
         gate.open()
@@ -260,6 +261,29 @@ async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log
     assert [type(future.exception()) for future in futures] == [percore.RunnerClosed] * 3
     assert not supervisor.members
     assert not any(slot.timer for slot in supervisor.slots)  # and none will come
+    await engine.aclose()
+    shared.close()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the garbage collector's thread cannot be asked for it
+async def test_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
+    kept = [make()]
+    await kept[0].start()
+    supervisor, engine, shared, worker = kept[0]._supervisor, kept[0]._engine, kept[0]._shared, _worker(kept[0])
+    future = kept[0].submit(jobs.await_, log.path, gate.path, 0)
+    assert await log.next() == "0"
+    kill, killers = worker.kill, []
+
+    def spy() -> None:
+        killers.append(threading.current_thread())
+        kill()
+
+    worker.kill = spy
+    await asyncio.to_thread(kept.clear)
+    await asyncio.wait([future])
+    assert isinstance(future.exception(), percore.RunnerClosed)
+    assert killers == [threading.current_thread()]
+    assert not supervisor.members
     await engine.aclose()
     shared.close()
 

@@ -16,6 +16,7 @@ import percore
 from tests.conftest import LOOP_FACTORIES
 from tests.e2e import scripts
 from tests.e2e.scripts import TIMEOUT, output_of, python
+from tests.faults import Watch
 
 ROOT = Path(__file__).parents[2]
 
@@ -296,6 +297,30 @@ async def test_from_another_thread_by_run_coroutine_threadsafe() -> None:
             return asyncio.run_coroutine_threadsafe(runner.run(scripts.double, 4), loop).result(TIMEOUT)
 
         assert await loop.run_in_executor(None, in_thread) == 8
+
+
+_LEFT = """\
+import asyncio
+import builtins
+import sys
+import percore
+
+loop = asyncio.new_event_loop()
+builtins.kept = percore.Runner(2, start_method=sys.argv[1])
+loop.run_until_complete(builtins.kept.start())
+print(*(worker.pid for worker in builtins.kept.statistics().workers))
+loop.close()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_runner_left_to_the_end_of_the_interpreter_is_warned_of_and_nothing_else(method: str, tmp_path: Path) -> None:
+    done = python("-W", "always::ResourceWarning", "-c", _LEFT, method, cwd=tmp_path)
+    assert done.code == 0
+    (line,) = done.err.splitlines()
+    assert "ResourceWarning: unclosed <percore.Runner workers=2 open>" in line
+    with Watch(map(int, done.out.split())) as workers:
+        assert workers.wait_gone(TIMEOUT) == []
 
 
 def test_windows_is_told_what_is_supported(tmp_path: Path) -> None:

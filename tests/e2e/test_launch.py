@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from percore._engines.fds import let_go
+from percore._engines.forkserver import ForkedProcess, ForkServerLauncher
 from percore._engines.servers import servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
@@ -272,6 +274,28 @@ async def test_a_stopped_fork_server_holds_up_no_kill() -> None:
     launcher.launch(b"exit 3", [], last)
     assert await last.code() == 3
     await launcher.aclose()
+
+
+def test_a_kill_counts_although_the_loop_is_closed_and_hears_of_no_birth() -> None:
+    read_end, write_end = os.pipe()
+
+    async def launch() -> tuple[ForkServerLauncher, ForkedProcess]:
+        launcher = ForkServerLauncher.open(f"{launch_jobs.__name__}:stay")
+        return launcher, launcher.launch(b"idle", [write_end], lambda _code: None)
+
+    loop = asyncio.new_event_loop()
+    launcher, process = loop.run_until_complete(launch())  # its fork server is about to be started
+    loop.close()
+    os.close(write_end)
+    process.kill()
+    process._request.answered()  # what the loop would have let go of
+    assert process._report is not None
+    let_go(process._report)
+    poller = select.poll()
+    poller.register(read_end, 0)
+    assert poller.poll(20_000) == [(read_end, select.POLLHUP)]  # nobody has the other end any more
+    os.close(read_end)
+    asyncio.run(launcher.aclose())
 
 
 async def test_other_limits_get_a_fork_server_of_their_own() -> None:

@@ -53,9 +53,12 @@ class Batches(Generic[B]):
         self._runs.append(run)
 
     def put_back(self, run: Run) -> None:
-        """Items that were taken and have not begun, before all others."""
+        """Items that were taken and have not begun, before all later ones."""
         self._count += len(run.bodies)
-        self._runs.appendleft(run)
+        place = 0
+        while place < len(self._runs) and self._runs[place].start < run.start:
+            place += 1
+        self._runs.insert(place, run)
 
     def pop(self, workers: int) -> B:
         """The next batch, for one of so many workers. There must be items."""

@@ -173,7 +173,9 @@ class Dispatch(Generic[C, S]):
         key = call.key
         if key is not None:
             return self._submitted_keyed(call, key, self.singles[kind] if queue is None else queue)
-        if not self._turns[kind]:
+        turns = self._turns[kind]
+        # Lanes may wait for one worker while others have room.
+        if not turns or not any(waiting.calls or waiting.batches for waiting in turns):
             seats = self.seats
             if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
                 return seats[0]
@@ -309,6 +311,8 @@ class Dispatch(Generic[C, S]):
             if seat.load[kind] < self._room[kind]:
                 call = self.keys.take(queue, seat)
                 if call is not None:
+                    if seat in queue.by_seat:  # the workers take turns, too
+                        queue.by_seat[seat] = queue.by_seat.pop(seat)
                     return call, seat
         return None
 

@@ -13,6 +13,7 @@ AHEAD_SECONDS: Final = 0.05
 BATCH_SECONDS: Final = 0.001
 MOST_IN_BATCH: Final = 1024
 _RECENT: Final = 64
+_SHORTEST: Final = 1e-9
 
 
 class Window:
@@ -65,7 +66,8 @@ class Window:
     def is_worth_a_pull(self) -> bool:
         """Whether there is so much space that whoever pulls should be woken: short calls are then pulled by the hundred."""
         space = self.space()
-        return space > 0 and (self._is_exact or space * 8 >= self.limit or self.pulled == self.ended)
+        most = min(self.limit, BYTES / self._mean) if self._mean else self.limit
+        return space > 0 and (self._is_exact or space * 8 >= most or self.pulled == self.ended)
 
     def pull(self, count: int, size: int) -> None:
         """So many items were pulled; their pickled arguments take `size` bytes."""
@@ -115,7 +117,7 @@ class Cost:
 
     def measured(self, count: int, seconds: float) -> None:
         """`count` items have taken so long. Believed at once when it is more, by and by when it is less."""
-        mean = seconds / count
+        mean = max(_SHORTEST, seconds / count)
         before = self.seconds
         if before is None:
             self.seconds = mean

@@ -163,8 +163,10 @@ class ForkedProcess(Watched):
             super().kill(signum)
             return
         self._wanted = signum  # the last one counts: what escalates ends with SIGKILL
-        if signum == signal.SIGKILL and self._timer is None:
-            self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
+        if signum == signal.SIGKILL:
+            let_go(self._request.lifeline)  # where the loop is closed, nobody hears of a birth any more
+            if self._timer is None and not self._loop.is_closed():
+                self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
 
     def _give_up(self) -> None:
         _logger.warning("the fork server does not answer; the next worker gets a new one")

@@ -164,7 +164,8 @@ class Watched:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone: nothing."""
-        if self._pidfd is not None:
+        # Closed already where the interpreter is about to end: so is the lifeline, which has killed the process.
+        if self._pidfd is not None and self._pidfd.number >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd.number, signum)
 
