@@ -111,15 +111,20 @@ def _shm() -> frozenset[str]:
 
 def _shm_since(before: Snapshot) -> frozenset[str]:
     """New names, without those that a process of somebody else has mapped: another program of this user that runs meanwhile."""
-    names = _shm() - before.shm
+    files = {}
+    for name in _shm() - before.shm:
+        with contextlib.suppress(FileNotFoundError):
+            status = (SHM / name).stat()
+            # As /proc/PID/maps writes it. Not by name: sem_open maps a file before it gives it the name it is to have.
+            files[f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "] = name
     of_others: set[str] = set()
-    for pid in psutil.pids() if names else []:
+    for pid in psutil.pids() if files else []:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            mapped = Path(f"/proc/{pid}/maps").read_text()
-            found = {name for name in names if f" {SHM / name}\n" in mapped}
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found = {name for file, name in files.items() if file in maps}
             if found and not _is_ours(psutil.Process(pid)):
                 of_others |= found
-    return names - of_others
+    return frozenset(name for name in files.values() if name not in of_others and (SHM / name).exists())
 
 
 def _threads_since(before: Snapshot) -> Iterator[str]:

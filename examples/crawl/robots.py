@@ -32,7 +32,7 @@ class Rules:
     def allows(self, url: str) -> bool:
         try:
             return self.parser is None or self.parser.can_fetch(AGENT, url)
-        except ValueError:  # "http://a%5B/": the parser unquotes it and then cannot read it; nor could a session
+        except ValueError:  # "http://a%5B/": some versions unquote it and then cannot read it; nor could a session
             return False
 
 

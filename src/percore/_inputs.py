@@ -55,8 +55,9 @@ class Inputs:
         row = []
         try:
             for iterator in self._iterators:
-                item = await anext(iterator) if hasattr(iterator, "__anext__") else next(iterator)
-                row.append(item)
+                # `async for` does not ask for an __aiter__ of what an __aiter__ gave, as AsyncIterator does.
+                is_async = hasattr(iterator, "__anext__")
+                row.append(await anext(iterator) if is_async else next(iterator))  # type: ignore[arg-type]
         except (StopIteration, StopAsyncIteration):
             return Pulled([], True, None)
         except Exception as error:

@@ -85,12 +85,12 @@ class Logs:
             if not self._is_open:  # user code has seen to that
                 return
             ring.end = ring.read + ring.size  # it is records that are counted: a wrong count meets a wrong CRC, or no record
-            self._handle(ring.next())
+            self._handle(bytes(ring.next()))  # a copy: user code may close this, and a view would keep the memory
             # Once more than this is owed, and before that there is room for the largest record: nobody waits for it.
             if ring.read - self._told > LOG_RING_SIZE // 4 and self._is_open:
                 self._tell()
 
-    def _handle(self, data: memoryview | bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         record = None
         try:
             record = unpack(data)

@@ -62,9 +62,15 @@ class Outcomes:
         }
 
         calls, free, stride, load = member.calls, member.free, member.stride, member.load
+        left = self._supervisor.dispatch.left
 
         def receive(op: int, call_id: int, body: Body) -> None:
-            if op == VALUE and (call := calls.get(call_id)) is not None and call.plan is None and not isinstance(call, Batch):
+            if (
+                op == VALUE
+                and (call := calls.get(call_id)) is not None
+                and (call.plan is None or call.plan.late is None)
+                and not isinstance(call, Batch)
+            ):
                 # As `_value`, without the calls: this is the path of most outcomes.
                 if not call.done():
                     call.set_result(body)
@@ -72,6 +78,8 @@ class Outcomes:
                 free.append(call_id + stride)
                 load[call.kind] -= 1
                 call.member = None
+                if call.key is not None:
+                    left(call)
                 member.done += 1
                 if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
                     self._supervisor.release(call)

@@ -19,6 +19,7 @@ from percore._policy import Backoff, RetryOn
 from percore._pool import Slot
 from percore._statistics import Statistics, WorkerStatistics
 from percore._supervisor import Supervisor
+from percore._usage import Usage, UsageMeter
 from percore._verbs import Options, Verbs, options
 from percore._worker import context
 
@@ -106,6 +107,7 @@ class Runner(Verbs):
             max_pending=max_pending,
         )
         references(self._options.contextvars)
+        self._meter = UsageMeter()
         self._state = _NEW
         self._pid = os.getpid()
         self._thread = 0
@@ -275,6 +277,21 @@ class Runner(Verbs):
             restarts=sum(worker.restarts for worker in workers),
             workers=workers,
         )
+
+    async def usage(self) -> Usage:
+        """Memory, CPU and threads of this process and of each worker; `str()` of it is a table. Asks the system, in a thread.
+
+        Cancelled: nothing is left behind.
+
+        Raises:
+            RunnerClosed, RuntimeError: as `statistics`.
+        """
+        if self._state in (_NEW, _CLOSED):
+            raise RunnerClosed(_ADVICE[self._state])
+        self._check_here()
+        members = sorted(self._supervisor.members, key=lambda member: (member.index, member.generation))
+        workers = {member.pid: f"worker {member.index}" for member in members if member.pid is not None}
+        return await self._meter.read({self._pid: "supervisor"} | workers)
 
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
         member = slot.current

@@ -445,6 +445,36 @@ async def test_positions_that_run_backwards_break_a_socket_bell(monkeypatch: pyt
         pair.close()
 
 
+async def test_log_records_are_told_before_the_messages_after_them(pair: Pair) -> None:
+    told: list[object] = []
+    pair.up.channel.on_logged = lambda count: told.append(f"{count} records")
+    pair.up.on_message = lambda op, call_id, body: told.append(call_id)
+    pair.down.bell.bell.log(2)
+    pair.down.channel.send(1, 7, None)
+    await pair.up.receive(1)
+    assert told == ["2 records", 7]
+
+
+async def test_log_records_that_nobody_reads_break_the_channel(pair: Pair) -> None:
+    pair.down.bell.bell.log(1)
+    await until(lambda: bool(pair.up.broken))
+    assert "nobody is there to read any" in str(pair.up.broken[0])
+
+
+async def test_nothing_is_delivered_after_records_that_ended_the_channel(pair: Pair) -> None:
+    ended: list[int] = []
+
+    def end(count: int) -> None:
+        ended.append(count)
+        pair.up.channel.stop()
+
+    pair.up.channel.on_logged = end
+    pair.down.bell.bell.log(1)
+    pair.down.channel.send(1, 7, None)
+    await until(lambda: bool(ended))
+    assert (ended, pair.up.got, pair.up.broken) == ([1], [], [])
+
+
 async def test_a_handler_that_fails_breaks_the_channel(pair: Pair) -> None:
     def fail(_op: int, call_id: int, _body: Body) -> None:
         if call_id == 2:

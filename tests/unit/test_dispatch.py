@@ -1,14 +1,18 @@
-"""Who gets which call: the rules of places, queues and recalls, held by a model that plays the shell."""
+"""Who gets which call: the rules of places, turns, keys, batches and recalls, held by a model that plays the shell."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from percore._core.dispatch import AHEAD, Dispatch
+from percore._core.batches import Batches, Run
+from percore._core.dispatch import AHEAD, BESIDE, Dispatch, Queue, Recall, places_for, room_of
+from percore._core.keys import weight
 from percore._messages import Kind
 
 TASK, THREAD = Kind.TASK, Kind.THREAD
@@ -19,61 +23,169 @@ KINDS = (TASK, THREAD)
 class Call:
     kind: int
     number: int = 0
+    key: Hashable | None = None
+    home: "Line | None" = None
     is_done: bool = False
+    size: int = 1
 
     def done(self) -> bool:
         return self.is_done
 
 
 @dataclass(eq=False)
+class FakeBatch:
+    """A batch: its items are named by numbers."""
+
+    home: "Line"
+    run: Run
+    kind: int = THREAD
+    key: None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.run.bodies)
+
+    def done(self) -> bool:
+        return False
+
+
+Unit: TypeAlias = Any
+"""A Call or a FakeBatch."""
+
+
+@dataclass(eq=False)
 class Seat:
+    index: int = 0
     load: list[int] = field(default_factory=lambda: [0, 0])
     recalling: bool = False
     behind: bool = False
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Unit] = field(default_factory=list)
 
     def silence(self) -> int:
         return int(self.behind)
 
-    def send(self, call: Call) -> None:
+    @property
+    def items(self) -> int:
+        return self.load[THREAD] + sum(call.size - 1 for call in self.calls)
+
+    def send(self, call: Unit) -> None:
         self.calls.append(call)
         self.load[call.kind] += 1
 
-    def take(self, call: Call) -> None:
+    def take(self, call: Unit) -> None:
         self.calls.remove(call)
         self.load[call.kind] -= 1
 
 
-def dispatch_of(*loads: tuple[int, int], concurrency: int = 2, threads: int = 2) -> Dispatch[Call, Seat]:
-    """With workers that hold so many calls of each kind, all of them sent by the Dispatch."""
-    dispatch: Dispatch[Call, Seat] = Dispatch(concurrency, threads)
-    seats = []
-    for load in loads:
-        seat = Seat()
-        dispatch.seats = [seat]
-        for kind in KINDS:
-            for _ in range(load[kind]):
-                assert dispatch.submitted(Call(kind)) is seat
-                seat.load[kind] += 1
-        seats.append(seat)
-    dispatch.seats = seats
-    return dispatch
+class Line:
+    """What the model knows to wait in one queue."""
+
+    def __init__(self, name: str, kind: int, queue: "Queue[Unit, Seat] | None", *, is_batched: bool = False) -> None:
+        self.name = name
+        self.kind = kind
+        self.queue = queue
+        self.is_batched = is_batched
+        self.calls: deque[Call] = deque()
+        self.lanes: dict[Hashable, deque[Call]] = {}
+        self.items: list[int] = []
+        self.next_item = 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def live(self) -> list[Call]:
+        return [call for call in (*self.calls, *(call for lane in self.lanes.values() for call in lane)) if not call.is_done]
+
+    def live_keys(self) -> list[Hashable]:
+        return [key for key, lane in self.lanes.items() if any(not call.is_done for call in lane)]
+
+    def has_plain(self) -> bool:
+        """Whether something waits here that any worker may take."""
+        return bool(self.items) or any(not call.is_done for call in self.calls)
+
+
+class Turns:
+    """Holds those who wait for one thing to their turns: while one waits, no other is served twice."""
+
+    def __init__(self) -> None:
+        self.served_since: dict[object, set[object]] = {}
+
+    def keep(self, waiting: Iterable[object]) -> None:
+        """Only these still wait; who comes later waits anew."""
+        waiting = set(waiting)
+        self.served_since = {who: seen for who, seen in self.served_since.items() if who in waiting}
+
+    def serve(self, served: object, waiting: Iterable[object]) -> None:
+        """One was served, while these could have been."""
+        self.keep(waiting)
+        for who in set(waiting) - {served}:
+            seen = self.served_since.setdefault(who, set())
+            assert served not in seen, f"{served} was served twice while {who} waited"
+            seen.add(served)
+        self.served_since.pop(served, None)
 
 
 class DispatchMachine(RuleBasedStateMachine):
     """Does with a Dispatch what the supervisor does, and checks each decision."""
 
+    dispatch: Dispatch[Unit, Seat]
+
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
-        self.queues: tuple[deque[Call], deque[Call]] = (deque(), deque())
+        self.count = self.opened = 0
+        self.leavers: list[Seat] = []
+        self.maps: list[Line] = []
+        self.turns = (Turns(), Turns())
+        self.sorts: dict[Line, Turns] = {}
+        self.workers: dict[Line, Turns] = {}
+        self.lanes: dict[tuple[Line, Seat], Turns] = {}
+        self.unfinished: set[object] = set()
 
-    @initialize(concurrency=st.integers(1, 3), threads=st.integers(1, 2), seats=st.integers(0, 3))
-    def start(self, concurrency: int, threads: int, seats: int) -> None:
+    @initialize(
+        concurrency=st.integers(1, 3),
+        threads=st.integers(1, 2),
+        seats=st.integers(0, 3),
+        per_key=st.one_of(st.none(), st.integers(1, 3)),
+    )
+    def start(self, concurrency: int, threads: int, seats: int, per_key: int | None) -> None:
         self.places = (concurrency, threads)
         self.room = (concurrency, threads * (1 + AHEAD))
-        self.dispatch: Dispatch[Call, Seat] = Dispatch(concurrency, threads)
-        self.dispatch.seats = [Seat() for _ in range(seats)]
+        self.limit = per_key or 1 << 30
+        self.dispatch = Dispatch(concurrency, threads, per_key)
+        self.singles = (Line("coroutines", TASK, None), Line("plain calls", THREAD, None))
+        for index in range(seats):
+            self.dispatch.seat(Seat(index))
+
+    # What the model knows
+
+    def lines(self) -> list[Line]:
+        return [*self.singles, *self.maps]
+
+    def everyone(self) -> list[Seat]:
+        return [*self.dispatch.seats, *self.leavers]
+
+    def under_way(self, key: Hashable) -> list[Seat]:
+        return [seat for seat in self.everyone() for call in seat.calls if call.key == key]
+
+    def seat_of(self, key: Hashable) -> Seat | None:
+        """Where a key with waiting calls belongs, and whether that is a worker that takes calls."""
+        known = self.dispatch.keys._keys[key]
+        if not known.running and self.dispatch.seats:
+            assert known.seat in self.dispatch.seats
+        return known.seat if known.seat in self.dispatch.seats else None
+
+    def listed_keys(self, line: Line, seat: Seat) -> list[Hashable]:
+        """Keys of the line's calls that may go to this worker, as soon as it has room."""
+        keys = line.live_keys()
+        return [key for key in keys if len(self.under_way(key)) < self.limit and self.seat_of(key) is seat]
+
+    def sendable_keys(self, line: Line, seat: Seat) -> list[Hashable]:
+        return self.listed_keys(line, seat) if seat.load[line.kind] < self.room[line.kind] else []
+
+    def can_send_lanes(self, line: Line) -> bool:
+        return any(self.sendable_keys(line, seat) for seat in self.dispatch.seats)
+
+    # What each decision has to be
 
     def check_choice(self, kind: int, chosen: Seat) -> None:
         """The least loaded that has a free place, else one to queue ahead in; at each step one that is not behind first."""
@@ -85,48 +197,214 @@ class DispatchMachine(RuleBasedStateMachine):
         assert chosen in awake
         assert chosen.load[kind] == min(seat.load[kind] for seat in awake)
 
-    def pump(self, kind: int) -> None:
-        queue = self.queues[kind]
-        for call, seat in self.dispatch.fill(kind):
-            while queue and queue[0].is_done:
-                queue.popleft()
-            assert call is queue.popleft()  # first come, first served
-            self.check_choice(kind, seat)
-            seat.send(call)
-        if any(not call.is_done for call in queue):
-            assert all(seat.load[kind] >= self.room[kind] for seat in self.dispatch.seats)
+    def check_turns(self, call: Unit, seat: Seat) -> None:
+        """Queues take turns; in a queue those with keys and those without; among keys the workers, and the keys of a worker."""
+        line, kind = call.home, call.kind
+        candidates = [other for other in self.lines() if other.kind == kind and (other.has_plain() or self.can_send_lanes(other))]
+        self.turns[kind].serve(line, candidates)
+        sorts = [is_keyed for is_keyed, has in ((False, line.has_plain()), (True, self.can_send_lanes(line))) if has]
+        self.sorts.setdefault(line, Turns()).serve(call.key is not None, sorts)
+        if call.key is not None:
+            seats = [other for other in self.dispatch.seats if self.sendable_keys(line, other)]
+            self.workers.setdefault(line, Turns()).serve(seat, seats)
+            self.lanes.setdefault((line, seat), Turns()).serve(call.key, self.listed_keys(line, seat))
 
-    @rule(kind=st.sampled_from(KINDS), many=st.integers(1, 12))
-    def submit(self, kind: int, many: int) -> None:
-        for _ in range(many):
-            self.count += 1
-            call = Call(kind, self.count)
-            seat = self.dispatch.submitted(call)
-            if seat is None:
-                assert all(seat.load[kind] >= self.room[kind] for seat in self.dispatch.seats)
-                self.queues[kind].append(call)
-            else:
-                assert not any(not waiting.is_done for waiting in self.queues[kind])
-                self.check_choice(kind, seat)
+    def check_keyed(self, call: Call, seat: Seat) -> None:
+        assert seat in self.dispatch.seats
+        others = self.under_way(call.key)
+        assert set(others) <= {seat}
+        assert len(others) < self.limit
+
+    def forget_served(self) -> None:
+        """Who does not wait any more has no claim; a key that is at its limit has none either."""
+        for turns, kind in zip(self.turns, KINDS, strict=True):
+            turns.keep(line for line in self.lines() if line.kind == kind and (line.has_plain() or line.live_keys()))
+        for line, turns in self.sorts.items():
+            turns.keep([False] * line.has_plain() + [True] * bool(line.live_keys()))
+        for line, turns in self.workers.items():
+            turns.keep(seat for seat in self.dispatch.seats if self.listed_keys(line, seat))
+        for (line, seat), turns in self.lanes.items():
+            turns.keep(self.listed_keys(line, seat))
+
+    def take_from_line(self, call: Unit) -> None:
+        line = call.home
+        if isinstance(call, FakeBatch):
+            assert not any(not waiting.is_done for waiting in line.calls)  # single calls of a map come first
+            assert call.run.bodies == line.items[: call.size] == list(range(call.run.start, call.run.start + call.size))
+            del line.items[: call.size]
+            return
+        waiting = line.calls if call.key is None else line.lanes[call.key]
+        while waiting[0].is_done:
+            waiting.popleft()
+        assert call is waiting.popleft()  # first come, first served
+        if call.key is not None and not waiting:
+            del line.lanes[call.key]
+
+    def pump(self) -> None:
+        for kind in KINDS:
+            for call, seat in self.dispatch.fill(kind):
+                assert call.kind == kind
+                assert seat.load[kind] < self.room[kind]
+                if call.key is None:
+                    self.check_choice(kind, seat)
+                self.check_turns(call, seat)
+                if call.key is not None:
+                    # The keys have counted it already, which the model does when it is sent.
+                    self.check_keyed(call, seat)
+                self.take_from_line(call)
                 seat.send(call)
+                self.forget_served()
+        self.check_nothing_is_held_up()
 
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        seats = [seat for seat in self.dispatch.seats if seat.calls]
-        if seats:
-            seat = data.draw(st.sampled_from(seats))
-            call = data.draw(st.sampled_from(seat.calls))
-            seat.take(call)
-            self.pump(call.kind)
+    def check_nothing_is_held_up(self) -> None:
+        """What still waits could not go anywhere."""
+        for line in self.lines():
+            if line.has_plain():
+                assert all(seat.load[line.kind] >= self.room[line.kind] for seat in self.dispatch.seats)
+            assert not self.can_send_lanes(line)
+
+    # Calls
+
+    def line(self, number: int, kind: int) -> Line:
+        lines = [self.singles[kind], *(line for line in self.maps if line.kind == kind)]
+        return lines[number % len(lines)]
+
+    @rule(
+        kind=st.sampled_from(KINDS),
+        line=st.integers(0, 3),
+        keys=st.lists(st.sampled_from([None, None, "a", "b", "c", "d"]), min_size=1, max_size=12),
+    )
+    def submit(self, kind: int, line: int, keys: list[str | None]) -> None:
+        home = self.line(line, kind)
+        for key in keys:
+            self.count += 1
+            call = Call(kind, self.count, key, home)
+            self.unfinished.add(call)
+            seat = self.dispatch.submitted(call, home.queue)
+            if seat is not None:
+                self.check_direct(call, seat)
+                seat.send(call)
+            elif key is None:
+                assert all(seat.load[kind] >= self.room[kind] for seat in self.dispatch.seats)
+                home.calls.append(call)
+            else:
+                own = self.seat_of(key)
+                assert own is None or own.load[kind] >= self.places[kind] or self.is_blocked(key)
+                home.lanes.setdefault(key, deque()).append(call)
+
+    def check_direct(self, call: Call, seat: Seat) -> None:
+        if call.key is None:
+            assert not any(line.has_plain() for line in self.lines() if line.kind == call.kind)
+            self.check_choice(call.kind, seat)
+        else:
+            assert seat.load[call.kind] < self.places[call.kind]
+            assert not any(call.key in line.live_keys() for line in self.lines())
+            self.check_keyed(call, seat)
+
+    def is_blocked(self, key: Hashable) -> bool:
+        return len(self.under_way(key)) >= self.limit or any(key in line.live_keys() for line in self.lines())
+
+    @rule(data=st.data(), many=st.integers(1, 4))
+    def end(self, data: st.DataObject, many: int) -> None:
+        """So many calls end before anything is sent, as when a worker has told several outcomes at once."""
+        for _ in range(many):
+            seats = [seat for seat in self.everyone() if seat.calls]
+            if seats:
+                seat = data.draw(st.sampled_from(seats))
+                self.finish(seat, data.draw(st.sampled_from(seat.calls)))
+        self.pump()
+
+    def finish(self, seat: Seat, call: Unit) -> None:
+        self.leave(seat, call)
+        if isinstance(call, FakeBatch):
+            self.finish_items(call.home, call.run.bodies)
+        elif not call.is_done:
+            self.unfinished.remove(call)
+        self.leavers = [leaver for leaver in self.leavers if leaver.calls]
+
+    def finish_items(self, line: Line, items: list[int]) -> None:
+        if line in self.maps:
+            self.unfinished.difference_update((line, item) for item in items)
+
+    def leave(self, seat: Seat, call: Unit) -> None:
+        seat.take(call)
+        if call.key is not None:
+            self.dispatch.left(call)
+        self.forget_served()
 
     @rule(data=st.data(), many=st.integers(1, 5))
     def cancel(self, data: st.DataObject, many: int) -> None:
         for _ in range(many):
-            waiting = [call for queue in self.queues for call in queue if not call.is_done]
+            waiting = [call for line in self.lines() for call in line.live()]
             if waiting:
-                call = data.draw(st.sampled_from(waiting))
-                call.is_done = True
-                self.dispatch.ended(call)
+                self.cancel_waiting(data.draw(st.sampled_from(waiting)))
+
+    def cancel_waiting(self, call: Call) -> None:
+        assert call.home is not None
+        call.is_done = True
+        self.unfinished.remove(call)
+        self.dispatch.ended(call, call.home.queue)
+        self.forget_served()
+
+    @rule(data=st.data())
+    def cancel_running(self, data: st.DataObject) -> None:
+        running = [call for seat in self.everyone() for call in seat.calls if isinstance(call, Call) and not call.is_done]
+        if running:
+            call = data.draw(st.sampled_from(running))
+            call.is_done = True
+            self.unfinished.remove(call)
+
+    # Maps
+
+    @precondition(lambda self: len(self.maps) < 3)
+    @rule(kind=st.sampled_from(KINDS), is_batched=st.booleans())
+    def open(self, kind: int, is_batched: bool) -> None:
+        self.opened += 1
+        name, is_batched = f"map {self.opened}", is_batched and kind == THREAD
+        line: Line
+        queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(line, run)) if is_batched else None)
+        line = Line(name, kind, queue, is_batched=is_batched)
+        self.dispatch.open(queue)
+        self.maps.append(line)
+
+    @precondition(lambda self: any(line.is_batched for line in self.maps))
+    @rule(data=st.data(), count=st.integers(1, 40), seconds=st.sampled_from([None, 1e-6, 1e-4, 1.0]))
+    def append(self, data: st.DataObject, count: int, seconds: float | None) -> None:
+        line = data.draw(st.sampled_from([line for line in self.maps if line.is_batched]))
+        batches = line.queue.batches
+        if seconds is not None:
+            batches.cost.measured(1, seconds)
+        items = list(range(line.next_item, line.next_item + count))
+        line.next_item += count
+        line.items += items
+        self.unfinished.update((line, item) for item in items)
+        batches.append(Run(items[0], list(items), True, 16))
+        self.dispatch.appended(line.queue)
+        self.pump()
+
+    @precondition(lambda self: self.maps)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        line = data.draw(st.sampled_from(self.maps))
+        for call in line.live():
+            self.cancel_waiting(call)
+        if line.is_batched:
+            line.queue.batches.drop_from(0)
+        for seat in self.everyone():
+            for call in seat.calls:
+                if isinstance(call, Call) and call.home is line and not call.is_done:
+                    call.is_done = True
+                    self.unfinished.remove(call)
+        self.unfinished = {one for one in self.unfinished if not (isinstance(one, tuple) and one[0] is line)}
+        self.dispatch.close(line.queue)
+        self.maps.remove(line)
+        self.sorts.pop(line, None)
+        self.workers.pop(line, None)
+        self.lanes = {place: turns for place, turns in self.lanes.items() if place[0] is not line}
+        self.forget_served()
+        self.pump()
+
+    # Workers
 
     @rule(seat=st.integers(0, 3), is_behind=st.booleans())
     def read(self, seat: int, is_behind: bool) -> None:
@@ -136,233 +414,210 @@ class DispatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.dispatch.seats) < 4)
     @rule()
     def seat(self) -> None:
-        self.dispatch.seats.append(Seat())
-        for kind in KINDS:
-            self.pump(kind)
+        index = min(set(range(4)) - {seat.index for seat in self.dispatch.seats})
+        self.dispatch.seat(Seat(index))
+        self.begin_lanes_anew()
+        self.pump()
+
+    def begin_lanes_anew(self) -> None:
+        """Keys may have moved: their lanes wait elsewhere from now on."""
+        self.workers.clear()
+        self.lanes.clear()
+        self.forget_served()
 
     @precondition(lambda self: self.dispatch.seats)
     @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
+    def drain(self, data: st.DataObject) -> None:
+        """A worker takes no more calls; what it has runs on."""
         seat = data.draw(st.sampled_from(self.dispatch.seats))
-        self.dispatch.seats.remove(seat)
-        unstarted = [call for call in seat.calls if data.draw(st.booleans())]
-        self.dispatch.returned(unstarted)
-        for kind in KINDS:
-            self.queues[kind].extendleft(call for call in reversed(unstarted) if call.kind == kind)
-            self.pump(kind)
+        self.dispatch.unseat(seat)
+        self.dispatch.unseat(seat)  # it may be told twice: when it drains and when it dies
+        if seat.calls:
+            self.leavers.append(seat)
+        self.begin_lanes_anew()
+        self.pump()
+
+    @precondition(lambda self: self.dispatch.seats or self.leavers)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """What the worker had begun has ended with it, the rest comes back."""
+        seat = data.draw(st.sampled_from(self.everyone()))
+        self.dispatch.unseat(seat)
+        self.leavers = [leaver for leaver in self.leavers if leaver is not seat]
+        self.begin_lanes_anew()
+        back = []
+        for call in list(seat.calls):
+            if isinstance(call, FakeBatch):
+                begun = data.draw(st.integers(0, call.size))
+                self.leave(seat, call)
+                self.split(call, begun)
+            elif call.is_done or data.draw(st.booleans()):
+                self.finish(seat, call)
+            else:
+                self.leave(seat, call)
+                back.append(call)
+        self.give_back(back)
+        self.pump()
+
+    def split(self, batch: FakeBatch, begun: int) -> None:
+        """Items of a batch have begun and end, the others come back."""
+        line, run = batch.home, batch.run
+        self.finish_items(line, run.bodies[:begun])
+        if begun < batch.size and line in self.maps:
+            line.items = sorted([*line.items, *run.bodies[begun:]])
+            assert line.queue is not None
+            assert line.queue.batches is not None
+            line.queue.batches.put_back(run._replace(start=run.start + begun, bodies=run.bodies[begun:]))
+            self.dispatch.appended(line.queue)
+
+    def give_back(self, calls: list[Call]) -> None:
+        """Calls come back that were sent, in the order in which they were."""
+        self.dispatch.returned((call, call.home.queue) for call in calls if call.home)
+        for call in reversed(calls):
+            assert call.home is not None
+            waiting = call.home.calls if call.key is None else call.home.lanes.setdefault(call.key, deque())
+            waiting.appendleft(call)
+
+    # Recalls
 
     @rule()
     def recall(self) -> None:
         asked = self.dispatch.recall()
+        seats = self.dispatch.seats
         threads = self.places[THREAD]
-        free = sum(max(0, threads - seat.load[THREAD]) for seat in self.dispatch.seats)
-        fullest = max((seat.load[THREAD] for seat in self.dispatch.seats), default=0)
-        waits = any(not call.is_done for call in self.queues[THREAD])
+        free = sum(max(0, threads - seat.load[THREAD]) for seat in seats)
+        surplus = {seat: seat.items - min(threads, seat.load[THREAD]) for seat in seats}
+        waits = any(line.has_plain() for line in self.lines() if line.kind == THREAD)
         if asked is None:
-            assert not free or fullest <= threads or waits
+            assert not free or max(surplus.values()) <= 0 or waits or not self.is_ahead()
             return
-        assert asked.seat in self.dispatch.seats
+        assert free
+        assert not waits
+        assert asked.seat.items == max(seat.items for seat in seats)
         assert not asked.seat.recalling
-        surplus = asked.seat.load[THREAD] - threads
-        assert 1 <= asked.wanted <= min(free, surplus)
+        assert 1 <= asked.wanted <= surplus[asked.seat]
         asked.seat.recalling = True
         again = self.dispatch.recall()
-        assert again is None or again.seat is not asked.seat
-        back = asked.seat.calls[::-1]
-        back = [call for call in back if call.kind == THREAD][: asked.wanted]
-        for call in back:
-            asked.seat.take(call)
-        asked.seat.recalling = False
-        self.dispatch.returned(back)
-        self.queues[THREAD].extendleft(reversed(back))
-        self.pump(THREAD)
+        assert again is None
+        self.answer(asked)
+        self.pump()
+
+    def is_ahead(self) -> bool:
+        return self.dispatch._is_ahead
+
+    def answer(self, asked: Recall[Seat]) -> None:
+        """Hand back the newest that has not begun, and say when that is all. Calls with keys stay."""
+        seat = asked.seat
+        threads = self.places[THREAD]
+        plain = [call for call in seat.calls if call.kind == THREAD]
+        given = 0
+        for call in reversed(plain[threads:]):
+            if given < asked.wanted and call.key is None:
+                given += call.size
+                self.leave(seat, call)
+                if isinstance(call, FakeBatch):
+                    self.split(call, 0)
+                elif call.is_done:
+                    continue
+                else:
+                    self.give_back([call])
+        if not given:
+            for call in plain[:threads]:
+                if isinstance(call, FakeBatch) and call.size > 1:
+                    given += call.size // 2
+                    half = call.size - call.size // 2
+                    self.split(call, half)
+                    self.unfinished.update((call.home, item) for item in call.run.bodies[:half] if call.home in self.maps)
+                    call.run = call.run._replace(bodies=call.run.bodies[:half])
+        seat.recalling = False
+        if not given:
+            self.dispatch.nothing_is_ahead()
 
     @rule()
     def withdraw(self) -> None:
-        live = [call for queue in self.queues for call in queue if not call.is_done]
-        assert self.dispatch.withdraw() == live
-        for queue in self.queues:
-            queue.clear()
+        withdrawn = self.dispatch.withdraw()
+        calls = [call for call in withdrawn if isinstance(call, Call)]
+        items = [(call.home, item) for call in withdrawn if isinstance(call, FakeBatch) for item in call.run.bodies]
+        for line in self.lines():
+            own = [call for call in calls if call.home is line]
+            live = [call for call in line.calls if not call.is_done]
+            assert [call for call in own if call.key is None] == live
+            for key in line.live_keys():
+                assert [call for call in own if call.key == key] == [call for call in line.lanes[key] if not call.is_done]
+            assert [item for home, item in items if home is line] == line.items
+        assert len(calls) == sum(len(line.live()) for line in self.lines())
+        self.unfinished -= {*calls, *items}
+        for line in self.lines():
+            line.calls.clear()
+            line.lanes.clear()
+            line.items.clear()
+        self.forget_served()
+
+    # What always holds
 
     @invariant()
     def nothing_is_exceeded(self) -> None:
         if not hasattr(self, "dispatch"):
             return
-        for seat in self.dispatch.seats:
+        for seat in self.everyone():
             assert seat.load[TASK] <= self.places[TASK]
             assert seat.load[THREAD] <= self.room[THREAD]
-            assert sum(seat.load) <= self.dispatch.room
-        live = sum(not call.is_done for queue in self.queues for call in queue)
-        assert self.dispatch.waiting() == live
-        for queue in self.dispatch._queues:
-            live = sum(not call.is_done for call in queue)
-            assert len(queue) <= max(64 + live, 2 * live)
+            assert sum(seat.load) + BESIDE <= self.dispatch.room
+            keyed = Counter(call.key for call in seat.calls if call.key is not None)
+            for key, count in keyed.items():
+                assert count <= self.limit
+                assert set(self.under_way(key)) == {seat}
+
+    @invariant()
+    def nothing_is_lost_or_kept(self) -> None:
+        if not hasattr(self, "dispatch"):
+            return
+        waiting = [*(call for line in self.lines() for call in line.live())]
+        items = [(line, item) for line in self.lines() for item in line.items]
+        assert self.dispatch.waiting() == len(waiting) + len(items)
+        sent = [call for seat in self.everyone() for call in seat.calls if isinstance(call, Call) and not call.is_done]
+        sent_items = [
+            (call.home, item) for seat in self.everyone() for call in seat.calls if call.size and isinstance(call, FakeBatch)
+            for item in call.run.bodies if call.home in self.maps
+        ]
+        everything = [*waiting, *items, *sent, *sent_items]
+        assert len(everything) == len(set(everything))
+        assert set(everything) == self.unfinished
+        for line in self.lines():
+            queue = self.dispatch.singles[line.kind] if line.queue is None else line.queue
+            live = sum(not call.is_done for call in line.calls)
+            assert len(queue.calls) <= max(64 + live + 1, 2 * live + 1)
+
+    @invariant()
+    def keys_are_remembered_while_they_matter(self) -> None:
+        if not hasattr(self, "dispatch"):
+            return
+        keys = self.dispatch.keys._keys
+        wanted = {call.key for seat in self.everyone() for call in seat.calls} | {
+            key for line in self.lines() for key in line.live_keys()
+        }
+        assert wanted - {None} <= set(keys)
+        for name, key in keys.items():
+            assert key.running == len(self.under_way(name))
+
+    def teardown(self) -> None:
+        """With workers that have room, everything that was not cancelled is sent and ends."""
+        if not hasattr(self, "dispatch"):
+            return
+        if not self.dispatch.seats:
+            self.dispatch.seat(Seat(0))
+        self.begin_lanes_anew()
+        self.pump()
+        while any(seat.calls for seat in self.everyone()):
+            for seat in self.everyone():
+                for call in list(seat.calls)[:1]:
+                    self.finish(seat, call)
+            self.pump()
+        assert self.unfinished == set()
+        assert self.dispatch.waiting() == 0
+        assert len(self.dispatch.keys) == 0
+        assert not (self.dispatch._turns[0] or self.dispatch._turns[1])
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-# Places
-
-
-def test_a_call_goes_where_it_can_begin_at_once() -> None:
-    dispatch = dispatch_of((1, 2), (0, 2), (1, 1))
-    assert dispatch.submitted(Call(TASK)) is dispatch.seats[1]
-    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[2]
-
-
-def test_a_coroutine_never_waits_behind_plain_calls() -> None:
-    dispatch = dispatch_of((0, 10), concurrency=1, threads=2)
-    assert dispatch.submitted(Call(THREAD)) is None
-    assert dispatch.submitted(Call(TASK)) is dispatch.seats[0]
-
-
-def test_a_plain_call_never_waits_behind_coroutines() -> None:
-    dispatch = dispatch_of((1, 0), concurrency=1, threads=2)
-    assert dispatch.submitted(Call(TASK)) is None
-    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
-
-
-def test_coroutines_are_not_queued_ahead() -> None:
-    dispatch = dispatch_of((2, 0), (2, 0))
-    assert dispatch.submitted(Call(TASK)) is None
-
-
-def test_plain_calls_are_queued_ahead_where_nobody_has_a_free_place() -> None:
-    dispatch = dispatch_of((0, 2), (0, 2))
-    for number in range(2 * 2 * AHEAD):
-        seat = dispatch.submitted(Call(THREAD))
-        assert seat is dispatch.seats[number % 2]
-        seat.load[THREAD] += 1
-    assert dispatch.submitted(Call(THREAD)) is None
-
-
-def test_a_free_place_comes_before_queueing_ahead() -> None:
-    dispatch = dispatch_of((0, 2), (0, 1))
-    dispatch.seats[1].behind = True
-    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_who_is_behind_gets_nothing_while_another_has_a_free_place(kind: int) -> None:
-    dispatch = dispatch_of((0, 0), (1, 1))
-    dispatch.seats[0].behind = True
-    assert dispatch.submitted(Call(kind)) is dispatch.seats[1]
-    dispatch.seats[1].load = [2, 2]
-    assert dispatch.submitted(Call(kind)) is dispatch.seats[0]
-
-
-def test_who_is_behind_is_not_queued_ahead_in_while_another_has_room() -> None:
-    dispatch = dispatch_of((0, 2), (0, 9))
-    dispatch.seats[0].behind = True
-    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
-    dispatch.seats[1].load[THREAD] = 10
-    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
-
-
-def test_without_workers_calls_wait() -> None:
-    dispatch = dispatch_of()
-    calls = [Call(kind) for kind in (TASK, THREAD, TASK)]
-    assert [dispatch.submitted(call) for call in calls] == [None] * 3
-    assert dispatch.waiting() == 3
-    assert dispatch.next(TASK) is None
-    dispatch.seats.append(Seat())
-    assert dispatch.next(TASK) == (calls[0], dispatch.seats[0])
-    assert dispatch.waiting() == 2
-
-
-# The queue
-
-
-def test_what_comes_back_is_first_in_its_order() -> None:
-    dispatch = dispatch_of()
-    waiting = Call(THREAD, 1)
-    dispatch.submitted(waiting)
-    back = [Call(THREAD, 2), Call(TASK, 3), Call(THREAD, 4)]
-    dispatch.returned(call for call in back)
-    assert dispatch.withdraw() == [back[1], back[0], back[2], waiting]
-    assert dispatch.waiting() == 0
-
-
-def test_a_cancelled_call_is_dropped_when_its_turn_comes() -> None:
-    dispatch = dispatch_of()
-    calls = [Call(TASK, number) for number in range(3)]
-    for call in calls:
-        dispatch.submitted(call)
-    for call in calls[:2]:
-        call.is_done = True
-        dispatch.ended(call)
-    assert dispatch.waiting() == 1
-    dispatch.seats.append(Seat())
-    assert dispatch.next(TASK) == (calls[2], dispatch.seats[0])
-    assert dispatch.next(TASK) is None
-    assert dispatch.waiting() == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cancelled_calls_do_not_pile_up(kind: int) -> None:
-    dispatch = dispatch_of()
-    keeper = Call(kind)
-    dispatch.submitted(keeper)
-    for _ in range(10_000):
-        call = Call(kind)
-        dispatch.submitted(call)
-        call.is_done = True
-        dispatch.ended(call)
-        assert len(dispatch._queues[kind]) <= 66
-    assert dispatch.waiting() == 1
-    assert dispatch.withdraw() == [keeper]
-
-
-# Recall
-
-
-@pytest.mark.parametrize(
-    ("loads", "count"),
-    [
-        ([0, 10], 2),  # two free threads
-        ([1, 10], 1),
-        ([0, 3], 1),
-        ([0, 5], 2),
-        ([0, 0, 10], 4),  # half of what waits there
-        ([0, 0, 0, 10], 4),
-    ],
-)
-def test_a_recall_takes_what_free_threads_can_run_and_half_at_most(loads: list[int], count: int) -> None:
-    dispatch = dispatch_of(*((0, load) for load in loads))
-    assert dispatch.recall() == (dispatch.seats[-1], count)
-
-
-@pytest.mark.parametrize(
-    "loads", [[], [10], [2, 2], [0, 0], [0, 2], [0, 1], [10, 10], [2, 10]], ids=lambda loads: "-".join(map(str, loads))
-)
-def test_no_recall_where_it_would_not_help(loads: list[int]) -> None:
-    assert dispatch_of(*((0, load) for load in loads)).recall() is None
-
-
-def test_a_recall_is_asked_once() -> None:
-    dispatch = dispatch_of((0, 0), (0, 10))
-    asked = dispatch.recall()
-    assert asked is not None
-    asked.seat.recalling = True
-    assert dispatch.recall() is None
-    asked.seat.recalling = False
-    assert dispatch.recall() is not None
-
-
-def test_no_recall_while_calls_wait_here() -> None:
-    dispatch = dispatch_of((0, 10), (0, 10))
-    dispatch.submitted(Call(THREAD))
-    dispatch.seats[0].load[THREAD] = 0
-    assert dispatch.recall() is None
-
-
-def test_coroutines_are_never_recalled() -> None:
-    assert dispatch_of((0, 2), (2, 2)).recall() is None
-
-
-def test_places_and_room() -> None:
-    dispatch = dispatch_of(concurrency=7, threads=3)
-    assert (dispatch.room_for(TASK), dispatch.room_for(THREAD)) == (7, 3 * (1 + AHEAD))
-    assert dispatch.room == 7 + 3 * (1 + AHEAD)
+TestDispatch.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

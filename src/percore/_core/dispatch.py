@@ -237,13 +237,17 @@ class Dispatch(Generic[C, S]):
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
         """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
         turns = self._turns[kind]
-        if len(turns) == 1 and turns[0].calls and not turns[0].by_seat:
-            yield from self._fill_only(turns[0], kind)
+        if len(turns) == 1:  # no turns to take
+            queue = turns[0]
+            if not queue.by_seat:
+                yield from self._fill_only(queue, kind)
+            elif not queue.calls and not queue.batches:
+                yield from self._fill_lanes(queue, kind)
         while (following := self.next(kind)) is not None:
             yield following
 
     def _fill_only(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
-        """The one place that is free, after an outcome mostly: there is nothing to choose, and no turns to take."""
+        """The one worker that has a place, after an outcome mostly: there is nothing to choose."""
         places = self._places[kind]
         free = [seat for seat in self.seats if seat.load[kind] < places]
         if len(free) != 1:
@@ -256,6 +260,15 @@ class Dispatch(Generic[C, S]):
             if call.done():
                 queue.ended -= 1
             else:
+                yield call, seat
+
+    def _fill_lanes(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
+        """All free places of the workers that calls with keys wait for: there is nothing to choose."""
+        places = self._places[kind]
+        take = self.keys.take
+        for seat in list(queue.by_seat):
+            load = seat.load
+            while load[kind] < places and (call := take(queue, seat)) is not None:
                 yield call, seat
 
     def next(self, kind: int) -> tuple[C, S] | None:

@@ -101,7 +101,7 @@ class Window:
             self.limit = self._base
             return
         ended, seconds = self.ended - self._rated_ended, now - self._rated_at
-        if ended < LEAST or seconds <= 0:
+        if seconds < AHEAD_SECONDS:  # calls that began together end together: within less, that is no rate
             return
         self._rated_at, self._rated_ended = now, self.ended
         self.limit = max(self._base, min(MOST, self._most, int(ended / seconds * AHEAD_SECONDS)))

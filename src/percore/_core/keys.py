@@ -14,6 +14,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 _WORD: Final = (1 << 64) - 1
 _FEW: Final = 64
+_REMEMBERED: Final = 4096
+"""Keys whose worker is remembered while nothing of them is under way, since to find it costs more than a call."""
 
 
 class Keyed(Protocol):
@@ -43,11 +45,13 @@ def weight(key_hash: int, index: int) -> int:
 class Key(Generic[C, S]):
     """A key that has calls waiting or under way."""
 
-    __slots__ = ("lanes", "name", "running", "seat")
+    __slots__ = ("is_seated", "lanes", "name", "running", "seat")
 
     def __init__(self, name: Hashable, seat: S | None) -> None:
         self.name = name
         self.seat = seat
+        self.is_seated = seat is not None
+        """Whether its worker takes calls."""
         self.running = 0
         self.lanes: dict[Any, Lane[C, S]] = {}
 
@@ -84,6 +88,7 @@ class Keys(Generic[C, S]):
         self._limit = _WORD if limit is None else limit
         self._keys: dict[Hashable, Key[C, S]] = {}
         self._seats: list[S] = []
+        self._homes: dict[Hashable, S] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -92,8 +97,13 @@ class Keys(Generic[C, S]):
         seats = self._seats
         if len(seats) < 2:
             return seats[0] if seats else None
-        key_hash = hash(name)
-        return max(seats, key=lambda seat: weight(key_hash, seat.index))
+        home = self._homes.get(name)
+        if home is None:
+            if len(self._homes) >= _REMEMBERED:
+                self._homes.clear()
+            key_hash = hash(name)
+            home = self._homes[name] = max(seats, key=lambda seat: weight(key_hash, seat.index))
+        return home
 
     def _key(self, name: Hashable) -> Key[C, S]:
         key = self._keys.get(name)
@@ -109,12 +119,13 @@ class Keys(Generic[C, S]):
         key = self._keys.get(name)
         if key is None:
             return self._home(name)
-        return None if key.lanes or key.running >= self._limit or key.seat not in self._seats else key.seat
+        return None if key.lanes or key.running >= self._limit or not key.is_seated else key.seat
 
     def sent(self, name: Hashable, seat: S) -> None:
         """A call of this key is under way."""
-        key = self._key(name)
-        key.seat = seat
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = Key(name, seat)
         key.running += 1
 
     def wait(self, name: Hashable, call: C, queue: Lanes[C, S], *, first: bool = False) -> bool:
@@ -132,9 +143,13 @@ class Keys(Generic[C, S]):
 
     def _list(self, lane: Lane[C, S]) -> bool:
         key = lane.key
-        if not lane.is_listed and key.running < self._limit and key.seat in self._seats:
+        if not lane.is_listed and key.is_seated and key.running < self._limit:
             lane.is_listed = True
-            lane.queue.by_seat.setdefault(key.seat, deque()).append(lane)
+            by_seat = lane.queue.by_seat
+            lanes = by_seat.get(key.seat)  # type: ignore[arg-type]  # where it is seated it has a worker
+            if lanes is None:
+                lanes = by_seat[key.seat] = deque()  # type: ignore[index]
+            lanes.append(lane)
         return lane.is_listed
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
@@ -142,21 +157,26 @@ class Keys(Generic[C, S]):
         lanes = queue.by_seat.get(seat)
         while lanes:
             lane = lanes.popleft()
-            lane.is_listed = False
-            key = lane.key
-            while lane.calls and lane.calls[0].done():
-                lane.calls.popleft()
+            key, calls = lane.key, lane.calls
+            while calls and calls[0].done():
+                calls.popleft()
                 lane.ended -= 1
-            if not lane.calls:
+            if not calls:
+                lane.is_listed = False
                 self._drop_lane(lane)
-            elif key.running < self._limit:
-                call = lane.calls.popleft()
+            elif key.running >= self._limit:
+                lane.is_listed = False
+            else:
+                call = calls.popleft()
                 queue.count -= 1
                 key.running += 1
-                if lane.calls:
-                    self._list(lane)
-                else:
+                if not calls:
+                    lane.is_listed = False
                     self._drop_lane(lane)
+                elif key.running < self._limit:
+                    lanes.append(lane)
+                else:
+                    lane.is_listed = False
                 return call
         queue.by_seat.pop(seat, None)
         return None
@@ -176,16 +196,21 @@ class Keys(Generic[C, S]):
         if not key.lanes and not key.running:
             del self._keys[key.name]
 
-    def ended(self, name: Hashable) -> list[Lanes[C, S]]:
+    def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
         """A call of this key is not under way any more. The queues of which a call may be sent by that."""
         key = self._keys[name]
-        key.running -= 1
+        key.running = running = key.running - 1
         if not key.lanes:
-            if not key.running:
+            if not running:
                 del self._keys[name]
-            return []
-        if not key.running and key.seat not in self._seats:
+            return ()
+        if not key.is_seated:
+            if running:
+                return ()
             key.seat = self._home(name)
+            key.is_seated = key.seat is not None
+        elif running + 1 < self._limit:  # its lanes are listed already
+            return ()
         return [lane.queue for lane in key.lanes.values() if self._list(lane)]
 
     def forget(self, queue: Lanes[C, S]) -> list[C]:
@@ -205,9 +230,11 @@ class Keys(Generic[C, S]):
     def seated(self, seats: Iterable[S]) -> set[Lanes[C, S]]:
         """The workers that take calls have changed. Keys with nothing under way move. The queues of which a call may be sent."""
         self._seats = list(seats)
+        self._homes.clear()
         for key in self._keys.values():
             if not key.running:
                 key.seat = self._home(key.name)
+            key.is_seated = key.seat in self._seats
             for lane in key.lanes.values():
                 lane.queue.by_seat.clear()
                 lane.is_listed = False

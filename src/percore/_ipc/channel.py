@@ -327,7 +327,7 @@ class Channel:
             tx.acknowledged += consumed
             if consumed and tx.acknowledged == tx.written:
                 self._lag = monotonic() - self._rung_at
-            if published < 0 or consumed < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
+            if published < 0 or consumed < 0 or logged < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
             if logged:
                 self.on_logged(logged)

@@ -2,8 +2,8 @@
 
 Ringing tells how many bytes were published in one's own ring and how many were consumed of the other's, both since the last ring.
 The system call is also the memory barrier: see `ring`.
-A worker's bell tells of its log records, too. They have a ring of their own (`_worker.logs`), but one bell keeps the order: who hears
-of a message has heard of the records that were written before it.
+A worker's bell tells of its log records, too. They have a ring of their own (`_worker.logs`), but one bell keeps the order: who
+hears of a message has heard of the records that were written before it.
 
 EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by
             the ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
@@ -92,9 +92,10 @@ class EventBell:
 class SocketBell:
     """One side of a datagram socket pair."""
 
-    __slots__ = ("_consumed", "_heard", "_in", "_logged", "_out", "_published", "_told")
+    __slots__ = ("_consumed", "_in", "_logged", "_out", "_peer_consumed", "_peer_logged", "_peer_published", "_published", "_told")
 
-    _RECORD = struct.Struct("<QQQ")
+    _RECORD = struct.Struct("<QQ")
+    _LOGGED = struct.Struct("<Q")  # on its own: `ring` and `log` are called side by side
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
         self._out = socket.socket(fileno=out_fd)
@@ -102,7 +103,7 @@ class SocketBell:
         for end in (self._out, self._in):
             end.setblocking(False)
         self._published = self._consumed = self._logged = 0
-        self._heard = (0, 0, 0)
+        self._peer_published = self._peer_consumed = self._peer_logged = 0
         self._told = True
 
     def fileno(self) -> int:
@@ -116,36 +117,37 @@ class SocketBell:
         self._consumed += consumed
         if self._told and not (published or consumed):
             return True
-        self._told = self._send()
+        self._told = self._send(self._RECORD.pack(self._published, self._consumed))
         return self._told
 
     def log(self, count: int) -> bool:
         self._logged += count
-        return self._send()
+        return self._send(self._LOGGED.pack(self._logged))
 
-    def _send(self) -> bool:
+    def _send(self, record: bytes) -> bool:
         try:
-            self._out.send(self._RECORD.pack(self._published, self._consumed, self._logged))
+            self._out.send(record)
         except OSError as error:
             # Else the other side is gone. Its death is reported elsewhere; there is nobody left to tell.
             return error.errno not in (errno.EAGAIN, errno.ENOBUFS)
         return True
 
     def read(self) -> tuple[int, int, int]:
-        before = self._heard
+        published, consumed, logged = self._peer_published, self._peer_consumed, self._peer_logged
         try:
             record = self._in.recv(self._RECORD.size)
         except ConnectionResetError:  # how some systems say that the other side has died: its owner hears of that elsewhere
             raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
-        while len(record) == self._RECORD.size:
-            # The largest: `ring` and `log` may overtake each other between looking at the positions and sending them.
-            published, consumed, logged = map(max, self._heard, self._RECORD.unpack(record))
-            self._heard = (published, consumed, logged)
+        while record:
+            if len(record) == self._RECORD.size:
+                self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
+            elif len(record) == self._LOGGED.size:
+                (self._peer_logged,) = self._LOGGED.unpack(record)
             try:
                 record = self._in.recv(self._RECORD.size)
             except (BlockingIOError, ConnectionResetError):
                 break
-        return self._heard[0] - before[0], self._heard[1] - before[1], self._heard[2] - before[2]
+        return self._peer_published - published, self._peer_consumed - consumed, self._peer_logged - logged
 
     def close(self) -> None:
         self._out.close()

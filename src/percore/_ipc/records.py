@@ -52,7 +52,7 @@ def pack(record: logging.LogRecord) -> bytes:
     return _shortened(plain, {_text(name): _plain(value) for name, value in extra.items()})
 
 
-def unpack(data: bytes | memoryview) -> logging.LogRecord:
+def unpack(data: bytes) -> logging.LogRecord:
     """The record, as the record factory of this process makes it, with everything that was said of it there.
 
     Raises:

@@ -14,19 +14,20 @@ from typing import Any, Final, cast
 
 from percore._ipc.codec import is_inline_value
 from percore._ipc.pickles import load
-from percore._messages import ITEM_SHIFT, VALUES, Body
+from percore._ipc.slots import INLINE_LIMIT
+from percore._messages import ITEM_SHIFT, RESULT, VALUES, Body
 from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function, Send
 from percore._worker.terms import Terms
 
 _KEEP: Final = 0.003
 _KEEP_BYTES: Final = 32_768
+_MANY: Final = 100
 _LOOK_EVERY: Final = 8
-"""Items of a batch of more than a hundred between two looks at the clock, which costs as much as a tiny call."""
+"""Items of a batch of many between two looks at the clock, which costs as much as a tiny call."""
 
 _MARSHAL: Final = 2
-_INT_LIMIT: Final = 1 << 62
-_SCALARS: Final = frozenset({float, bool, type(None)})
+_SCALARS: Final = frozenset({int, float, bool, type(None)})
 
 
 def item_id(call_id: int, index: int) -> int:
@@ -61,30 +62,35 @@ class Batch:
 
     def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
         """Run what is left, in this thread. Before each item the number of those begun is marked in this word. Never raises."""
-        take, is_bare = self.items.popleft, self.is_bare
-        look_every = _LOOK_EVERY if self.end > 100 else 1
-        index = 0
-        while True:
+        step = _LOOK_EVERY if self.end > _MANY else 1
+        start = 1
+        while self._run_some(range(start, start + step), results, fn, marks, word):
+            start += step
+            results.look()
+        results.flush()
+
+    def _run_some(self, counts: range, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> bool:
+        """Run as many items as there are counts. Whether there were so many."""
+        take, is_bare, keep = self.items.popleft, self.is_bare, results.values.append
+        for count in counts:
             try:
                 body = take()
             except IndexError:  # that was all, or the loop has taken the rest
-                break
-            index += 1
-            marks[word] = index
+                return False
+            marks[word] = count
             try:
                 if POINTS:
                     point("worker.call.running")
                 result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
-                kind = type(result)
-                if (kind is int and -_INT_LIMIT < result < _INT_LIMIT) or kind in _SCALARS:
-                    results.values.append(result)
+                if type(result) in _SCALARS:
+                    keep(result)
                 else:
-                    results.add(index - 1, result)
+                    results.add(count - 1, result)
+                    keep = results.values.append
             except BaseException as error:
-                results.fail(index - 1, error)
-            if not index % look_every:
-                results.look()
-        results.flush()
+                results.fail(count - 1, error)
+                keep = results.values.append
+        return True
 
 
 def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
@@ -149,10 +155,22 @@ class Results:
             if POINTS:
                 point("worker.outcome.ready")
             message = marshal.dumps((self._first, now - self._since, values, self._pickled), _MARSHAL)
-            self._send(VALUES, self._call_id, message)
+            if len(message) <= INLINE_LIMIT:
+                self._send(VALUES, self._call_id, message)
+            else:
+                self._send_one_by_one()
             self._first += len(values)
             self.values, self._pickled, self._size = [], [], 0
         self._since = now
+
+    def _send_one_by_one(self) -> None:
+        """There are huge ints among them, whose size nobody has looked at."""
+        for place, value in enumerate(self.values):
+            call_id = item_id(self._call_id, self._first + place)
+            if place in self._pickled:
+                self._send(RESULT, call_id, value)
+            else:
+                self._answers.result(call_id, value, self._send)
 
     def _flush_then_send(self, op: int, call_id: int, body: Body) -> None:
         """Send these, and then a message."""

@@ -78,8 +78,11 @@ class Plain:
         """Do not begin this call; of a batch, the items from `wanted` on. Whether it was a call that had not begun."""
         if wanted is None:
             return self.threads.take_back(call_id) is not None
-        batch = self.threads.waiting.get(call_id) or self._batches.get(call_id)
-        if type(batch) is Batch and (count := batch.give_up(batch.end - wanted)):
+        # An empty batch must not wait on: its id, and the place of its start mark, are another call's soon.
+        batch = self.threads.waiting.get(call_id) if wanted else self.threads.take_back(call_id)
+        if batch is None:
+            batch = self._batches.get(call_id)
+        if isinstance(batch, Batch) and (count := batch.give_up(batch.end - wanted)):
             self._channel.send(RETURNED, call_id, count)
         return False
 
