@@ -111,6 +111,8 @@ class Outcomes:
 
     def _release(self, member: Member, payload: Payload) -> None:
         if type(payload) is int:
+            if POINTS:
+                point("supervisor.slot.released")
             member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
 
     def _target(self, member: Member, call_id: int) -> Call | Item | BatchItem:

@@ -98,7 +98,7 @@ class Supervisor:
         elif not self._prepare(call, args, kwargs, policy, member):
             return call
         if POINTS:
-            point("supervisor.call.pickled")
+            point("supervisor.call.pickled" if type(call.body) is not int else "supervisor.call.stored")
         if member is None:
             member = self.dispatch.submitted(call)
         if member is not None:

@@ -307,12 +307,17 @@ async def test_a_stopped_worker_that_is_killed_fails_its_calls(wire: Wire) -> No
         _, _, pid = await wire.worker()
         kill(pid, signal.SIGSTOP)
         wait_stopped(pid)
+        for _ in range(3):  # turns of the loop: what it said before it was stopped is heard
+            await asyncio.sleep(0)
         # Some of three are given to it, unless it counts as silent already. Once it does, it gets nothing more.
         some = [runner.submit(calls.accept) for _ in range(3)]
         (stopped,) = (member for member in runner._supervisor.members if member.pid == pid)
-        while stopped.worker.channel.tx.is_unread() and not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
+        (other,) = (member for member in runner._supervisor.members if member is not stopped)
+        while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
             await asyncio.sleep(0)
         for _ in range(10):
+            while other.worker.channel.tx.is_unread():  # noqa: ASYNC110  # on a loaded machine it may be as silent for a moment
+                await asyncio.sleep(0)
             assert await ended(runner.submit(calls.accept)) == 0
         kill(pid)
         assert (await died(future)).signal == "SIGKILL"
@@ -456,14 +461,16 @@ async def test_a_first_start_that_hangs_fails_after_start_timeout(method: Any, t
 @pytest.mark.asyncio_only
 async def test_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path, wire: Wire) -> None:
     flag, births = tmp_path / "flag", wire
-    async with percore.Runner(1, lifespan=partial(calls.hanging_if, str(flag), births.path), start_timeout=2.0) as runner:
+    lifespan = partial(calls.hanging_if, str(flag), births.path)
+    # The first runner is there for the fork server, which takes longest to come up.
+    async with percore.Runner(1), percore.Runner(1, lifespan=lifespan, start_timeout=2.0) as runner:
         await births.line()
         flag.touch()
         await died(runner.submit(calls.exit_with, 1))
         waiting = runner.submit(calls.who)
-        assert (await births.worker())[1] == 2
+        _, hanging, _ = await births.worker()
         flag.unlink()
-        assert (await ended(waiting))[1] == 3
+        assert (await ended(waiting))[1] > hanging > 1
 
 
 async def test_a_death_of_the_replacement_before_it_is_ready_costs_nothing(points: Callable[[str], None]) -> None:
@@ -526,7 +533,7 @@ async def test_one_slot_that_fails_is_given_up_and_the_runner_goes_on(
 async def test_deaths_after_a_call_began_never_add_up() -> None:
     async with percore.Runner(1) as runner:
         for _ in range(restart.LIMIT + 2):
-            await died(runner.submit(calls.exit_with, 1))
+            await died(runner.submit(calls.exit_with, 1), LIMIT)
         await serves(runner)
 
 
@@ -536,6 +543,7 @@ async def test_sigchld_ignored_never_makes_a_death_look_clean(method: Any) -> No
     try:
         async with percore.Runner(1, start_method=method) as runner:
             assert (await died(runner.submit(calls.exit_with, 3))).exitcode in (3, None)
+            await serves(runner)  # a new interpreter takes its time to come up
             assert (await died(runner.submit(calls.kill_self, signal.SIGKILL))).exitcode in (-9, None)
             await serves(runner)
     finally:

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from percore._engines.fds import let_go
+from percore._engines import forkserver, launch
+from percore._engines.fds import Fd, let_go
 from percore._engines.forkserver import ForkedProcess, ForkServerLauncher
 from percore._engines.servers import servers
 from tests.e2e import launch_jobs
@@ -182,7 +183,8 @@ async def test_a_failing_entry_point_shows_its_traceback(kind: str, capfd: pytes
 
 
 @both
-async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str) -> None:
+async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_ANSWER_PATIENCE", 20.0)  # on a loaded machine it takes more than a second to come up
     launcher = open_launcher(kind, "stay")
     null = os.open(os.devnull, os.O_WRONLY)
     end = End()
@@ -276,15 +278,56 @@ async def test_a_stopped_fork_server_holds_up_no_kill() -> None:
     await launcher.aclose()
 
 
+async def born(launcher: Launcher, end: End) -> ForkedProcess:
+    """A child of the fork server, whose pid is known."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    process = launcher.launch(b"idle", [null], end)
+    os.close(null)
+    assert isinstance(process, ForkedProcess)
+    while process.pid is None:  # noqa: ASYNC110  # there is no event for it
+        await asyncio.sleep(0)
+    return process
+
+
+async def test_a_slow_fork_server_is_given_time_to_tell_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_CODE_PATIENCE", 0.0)
+    launcher, end = open_launcher("forkserver", "stay"), End()
+    process = await born(launcher, end)
+    report, looks, loop = process._report, list[Fd](), asyncio.get_running_loop()
+    assert report is not None
+    loop.remove_reader(report.fileno())  # what it says does not come for now
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_known_code", looks.append)
+        process.kill()
+        while len(looks) < 2:  # noqa: ASYNC110  # when the child is dead, and when patience is over
+            await asyncio.sleep(0)
+    assert not end.told()
+    loop.add_reader(report.fileno(), process._on_report)
+    assert await end.code() == -9
+    await launcher.aclose()
+
+
+async def test_a_stopped_fork_server_is_not_waited_for_when_its_child_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_ANSWER_PATIENCE", 1000.0)
+    launcher, end = open_launcher("forkserver", "stay"), End()
+    process = await born(launcher, end)
+    signal.pidfd_send_signal(server_pidfd(), signal.SIGSTOP)
+    os.waitid(os.P_PIDFD, server_pidfd(), os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222  # until it is
+    process.kill()
+    assert await end.code() is None
+    signal.pidfd_send_signal(server_pidfd(), signal.SIGCONT)
+    await launcher.aclose()
+
+
 def test_a_kill_counts_although_the_loop_is_closed_and_hears_of_no_birth() -> None:
     read_end, write_end = os.pipe()
 
-    async def launch() -> tuple[ForkServerLauncher, ForkedProcess]:
+    async def launched() -> tuple[ForkServerLauncher, ForkedProcess]:
         launcher = ForkServerLauncher.open(f"{launch_jobs.__name__}:stay")
         return launcher, launcher.launch(b"idle", [write_end], lambda _code: None)
 
     loop = asyncio.new_event_loop()
-    launcher, process = loop.run_until_complete(launch())  # its fork server is about to be started
+    launcher, process = loop.run_until_complete(launched())  # its fork server is about to be started
     loop.close()
     os.close(write_end)
     process.kill()

@@ -116,7 +116,7 @@ class Dispatch(Generic[C, S]):
         self.room = room_of(concurrency, threads)
         self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
-        self._maps: set[Queue[C, S]] = set()
+        self._maps: dict[Queue[C, S], None] = {}
         self._is_ahead = False
         self.keys: Keys[C, S] = Keys(per_key)
         self.seats: list[S] = []
@@ -146,11 +146,11 @@ class Dispatch(Generic[C, S]):
 
     def open(self, queue: Queue[C, S]) -> None:
         """A map begins."""
-        self._maps.add(queue)
+        self._maps[queue] = None
 
     def close(self, queue: Queue[C, S]) -> None:
         """A map ends. What waits of it is dropped: its owner has seen to that."""
-        self._maps.discard(queue)
+        self._maps.pop(queue, None)
         self.keys.forget(queue)
         if queue.is_listed:
             queue.is_listed = False
@@ -190,7 +190,7 @@ class Dispatch(Generic[C, S]):
         return None
 
     def _submitted_keyed(self, call: C, key: Hashable, queue: Queue[C, S]) -> S | None:
-        seat = self.keys.enter(key)
+        seat = self.keys.enter(key, queue)
         if seat is not None and seat.load[call.kind] < self._places[call.kind]:
             self.keys.sent(key, seat)
             return seat

@@ -111,15 +111,18 @@ class Keys(Generic[C, S]):
             key = self._keys[name] = Key(name, self._home(name))
         return key
 
-    def enter(self, name: Hashable) -> S | None:
+    def enter(self, name: Hashable, queue: Lanes[C, S]) -> S | None:
         """The worker to which a new call of this key may go now, if that has a place for it; None: the call has to wait.
 
-        `sent` must follow when it goes.
+        Calls of its key that wait in other queues do not hold it up: they may be of another kind. `sent` must follow when it goes.
         """
         key = self._keys.get(name)
         if key is None:
             return self._home(name)
-        return None if key.lanes or key.running >= self._limit or not key.is_seated else key.seat
+        if key.running >= self._limit or not key.is_seated:
+            return None
+        lane = key.lanes.get(queue) if key.lanes else None
+        return key.seat if lane is None or len(lane.calls) == lane.ended else None
 
     def sent(self, name: Hashable, seat: S) -> None:
         """A call of this key is under way."""
@@ -227,7 +230,7 @@ class Keys(Generic[C, S]):
         queue.count = 0
         return calls
 
-    def seated(self, seats: Iterable[S]) -> set[Lanes[C, S]]:
+    def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
         """The workers that take calls have changed. Keys with nothing under way move. The queues of which a call may be sent."""
         self._seats = list(seats)
         self._homes.clear()
@@ -238,4 +241,4 @@ class Keys(Generic[C, S]):
             for lane in key.lanes.values():
                 lane.queue.by_seat.clear()
                 lane.is_listed = False
-        return {lane.queue for key in self._keys.values() for lane in key.lanes.values() if self._list(lane)}
+        return dict.fromkeys(lane.queue for key in self._keys.values() for lane in key.lanes.values() if self._list(lane))

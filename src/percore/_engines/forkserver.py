@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _NOTHING_YET, _SILENCE = -1, -2  # beside the kinds of report: none came, none will come
 _ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without fork server: only then its code is told
-_ANSWER_PATIENCE = 1.0  # seconds a fork server may take to bear a worker that is to be killed anyway
+_ANSWER_PATIENCE = 1.0  # seconds a fork server may take to bear a worker that is to be killed anyway, or to reap one
 
 _logger = logging.getLogger("percore")
 
@@ -146,6 +146,7 @@ class ForkedProcess(Watched):
         self._report: socket.socket | None = None
         self._asked = 0
         self._wanted: int | None = None  # the signal of a kill that came before the pid
+        self._is_late = False
         try:
             self._ask()
         except BaseException:
@@ -252,6 +253,15 @@ class ForkedProcess(Watched):
 
     def _patience(self) -> float:
         return _ORPHAN_PATIENCE if self._report is None else super()._patience()
+
+    def _after_patience(self, pidfd: Fd) -> None:
+        """A fork server that is stopped tells no code for now; one that a loaded machine keeps waiting is given more time."""
+        code = self._known_code(pidfd)
+        if code is None and not self._is_late and self._report is not None and servers.will_answer(self._server):
+            self._is_late = True
+            self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._after_patience, pidfd)
+        else:
+            self._finish(code)
 
     def _close_report(self) -> None:
         if self._report is not None:

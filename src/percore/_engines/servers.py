@@ -69,6 +69,10 @@ class Server:
             signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
         let_go(self._ctl, self._lifeline)
 
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it: it says nothing until it is continued."""
+        return os.waitid(os.P_PIDFD, self.pidfd.number, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
     def reap(self) -> bool:
         """Whether it is ended and reaped, now or earlier. Then no fd is left."""
         if self._ended and self.pidfd.number >= 0:
@@ -136,6 +140,15 @@ class Servers:
                 server.send(fds)
             server.living += 1
             return server
+
+    def will_answer(self, server: Server | None) -> bool:
+        """Whether it lives, as far as is known, and is not stopped: then it is slow at worst."""
+        with self._lock:
+            if server is None or server.pidfd.number < 0:
+                return False
+            with contextlib.suppress(ChildProcessError):  # reaped by somebody else
+                return not server.is_stopped()
+            return False
 
     def retire(self, server: Server | None) -> None:
         """Send it no more requests; it is dead or does not answer."""

@@ -62,13 +62,17 @@ class Answers:
 
     def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
         if type(payload) is bytes:
-            return load(payload)
-        data = cast("memoryview", self._channel.incoming.read(payload))
-        try:
-            return load(data)
-        finally:
-            data.release()
-            send(UNPICKLED, call_id, None)
+            loaded = load(payload)
+        else:
+            data = cast("memoryview", self._channel.incoming.read(payload))
+            try:
+                loaded = load(data)
+            finally:
+                data.release()
+                send(UNPICKLED, call_id, None)
+        if POINTS:
+            point("worker.call.unpickled")
+        return loaded
 
     def result(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
         """Send a result; with `keep_small`, a small one that is no scalar is given back, pickled, instead."""
@@ -87,7 +91,7 @@ class Answers:
             self.error(call_id, unpicklable(value, error), send)
         else:
             if POINTS:
-                point("worker.outcome.ready")
+                point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")
             if keep_small and type(payload) is bytes and len(payload) <= SMALL:
                 return payload
             self._channel.send_payload(RESULT, call_id, payload, send)

@@ -46,6 +46,8 @@ async def serve_until_finished(
     if POINTS:
         point("worker.ready")
     await server.finished
+    if POINTS:
+        point("worker.finished")
     await _cancel_leftovers(tasks)
     try:
         await stack.leave()

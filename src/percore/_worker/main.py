@@ -19,7 +19,7 @@ from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import SlotReader, SlotWriter
 from percore._platform import uvloop_wanted
-from percore._points import this_is_worker
+from percore._points import POINTS, point, this_is_worker
 from percore._worker import context as worker_context
 from percore._worker import mainmodule
 from percore._worker.context import CurrentWorker, WorkerContext
@@ -87,6 +87,8 @@ def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
 
 def _run(boot: Boot, fds: Sequence[int]) -> int:
     this_is_worker(boot.index, boot.generation)
+    if POINTS:
+        point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
     *memory_fds, out_fd, in_fd, log_fd, pipe = fds
     bell = bell_of((out_fd, in_fd))
@@ -184,4 +186,6 @@ def _leave(exitcode: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or gone: there is nothing left to say and nobody to tell
                 stream.flush()
+        if POINTS:
+            point("worker.bye")
         os._exit(exitcode)

@@ -185,6 +185,8 @@ class Server:
         if self._is_draining or self.finished.done():
             return
         self._is_draining = True
+        if POINTS:
+            point("worker.draining")
         # What does not fit into the ring or a slot goes when the supervisor has read some; that is flushed after the batch.
         self._channel.on_batch = self._look_soon
         self._channel.send(DRAINING, 0, None)

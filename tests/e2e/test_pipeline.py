@@ -1,0 +1,186 @@
+"""examples/pipeline.py as a program: what it writes, and what memory it takes for ten times the pages."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("selectolax")
+
+from aiohttp import web
+
+pytestmark = pytest.mark.asyncio_only  # the loop under test is the program's, which is always the same
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PIPELINE = [sys.executable, str(EXAMPLES / "pipeline.py"), "--workers", "2"]
+FILLING = "lorem ipsum dolor " * 450  # 8 kB
+WORDS = 1350
+SHORT, LONG = 600, 6000
+GROWTH = 16 << 20
+"""Bytes by which the long run may lift the peak of the short one: the pages that it reads besides come to 44 MB."""
+
+Line = dict[str, Any]
+
+# Runs the program and tells the peak of its memory. Not by getrusage: what that tells begins with the memory of the parent.
+MEASURED = """\
+import re, sys
+from pathlib import Path
+import pipeline
+code = pipeline.main()
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
+sys.exit(code)
+"""
+
+
+class Site:
+    """Page N is called "Page N" and has the words of FILLING and one more; every seventh is missing. Answers wait for the gate."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._asked: asyncio.Queue[int] = asyncio.Queue()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        number = int(request.match_info["number"])
+        self._asked.put_nowait(number)
+        await self.gate.wait()
+        if number % 7 == 0:
+            raise web.HTTPNotFound
+        html = f"<html><head><title>Page {number}</title></head><body><p>{FILLING}</p><p>{number}</p></body></html>"
+        return web.Response(text=html, content_type="text/html")
+
+    async def asked(self, count: int) -> None:
+        """Until so many more have been asked for."""
+        for _ in range(count):
+            await self._asked.get()
+
+    def urls(self, count: int, path: Path) -> Path:
+        """A file with the addresses of so many pages."""
+        path.write_text("# pages\n\n" + "".join(f"{self.url}/{number}\n" for number in range(1, count + 1)))
+        return path
+
+    def lines(self, count: int) -> list[Line]:
+        """What the pipeline has to write of them."""
+        return [self._line(number) for number in range(1, count + 1)]
+
+    def _line(self, number: int) -> Line:
+        line: Line = {"url": f"{self.url}/{number}", "title": f"Page {number}", "words": WORDS + 1, "error": ""}
+        line["most_frequent"] = ["lorem", "ipsum", "dolor"]
+        if number % 7 == 0:
+            line |= {"title": "", "words": 0, "most_frequent": [], "error": "HTTP 404"}
+        return line
+
+
+@pytest_asyncio.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    app = web.Application()
+    app.router.add_get("/{number}", site.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        site.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield site
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def started(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    pipe = asyncio.subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    process = await asyncio.create_subprocess_exec(*map(str, command), stdout=pipe, stderr=pipe, env=environment)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def output_of(*command: str | Path) -> tuple[str, str]:
+    """What a program that ends well prints on its two outputs."""
+    async with started(*command) as process:
+        out, err = (told.decode() for told in await process.communicate())
+        assert process.returncode == 0, err
+        return out, err
+
+
+def lines_in(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_line_for_each_page_in_the_order_of_the_input(site: Site, tmp_path: Path) -> None:
+    written = tmp_path / "pages.jsonl"
+    out, err = await output_of(*PIPELINE, "--input", site.urls(50, tmp_path / "urls"), "--output", written)
+    assert lines_in(written) == site.lines(50)
+    assert (out, err[:12]) == ("", "50 pages in ")
+
+
+async def test_without_a_list_it_reads_the_farm() -> None:
+    out, _ = await output_of(*PIPELINE, "150")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert len({line["url"] for line in lines}) == len(lines) == 150
+    # Every site of the farm in turn, module after module: those that a site does not keep are redirected to a neighbour.
+    assert [line["title"] for line in lines] == ["Python: abc"] * 64 + ["Python: argparse"] * 64 + ["Python: base64"] * 22
+    assert all(line["words"] > 100 and not line["error"] for line in lines)
+
+
+@pytest.mark.timeout(120)
+async def test_ten_times_the_pages_take_the_same_memory(site: Site, tmp_path: Path) -> None:
+    peaks = []
+    for count in (SHORT, LONG):
+        written = tmp_path / f"{count}.jsonl"
+        urls = site.urls(count, tmp_path / f"{count}.txt")
+        out, _ = await output_of(sys.executable, "-c", MEASURED, "--workers", "2", "--input", urls, "--output", written)
+        peaks.append(int(out))
+        assert lines_in(written) == site.lines(count)
+    assert peaks[1] - peaks[0] <= GROWTH, peaks
+
+
+async def test_a_worker_that_dies_costs_no_line(site: Site, tmp_path: Path) -> None:
+    written = tmp_path / "pages.jsonl"
+    site.gate.clear()
+    async with started(*PIPELINE, "--input", site.urls(100, tmp_path / "urls"), "--output", written) as process:
+        await site.asked(40)
+        (fork_server,) = psutil.Process(process.pid).children()
+        fork_server.children()[0].kill()
+        site.gate.set()
+        _, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+    assert lines_in(written) == site.lines(100)
+
+
+async def test_ctrl_c_keeps_what_it_has(site: Site, tmp_path: Path) -> None:
+    written = tmp_path / "pages.jsonl"
+    async with started(*PIPELINE, "--input", site.urls(2000, tmp_path / "urls"), "--output", written) as process:
+        await site.asked(1000)
+        site.gate.clear()
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+        assert (process.returncode, err.decode()) == (130, "")
+    lines = lines_in(written)
+    assert lines == site.lines(2000)[: len(lines)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["--input", "/nonexistent"], "cannot open /nonexistent"), (["--workers", "0"], "argument --workers: invalid whole value")],
+)
+async def test_a_bad_command_line_gets_a_sentence(arguments: list[str], sentence: str) -> None:
+    async with started(*PIPELINE, *arguments) as process:
+        _, err = await process.communicate()
+        assert process.returncode in {1, 2}
+        assert sentence in err.decode()
