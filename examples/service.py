@@ -122,14 +122,11 @@ async def tell_failures(request: web.Request, handler: Handler) -> web.StreamRes
     """What becomes of the workers, in words of HTTP. A timeout needs none: aiohttp makes a TimeoutError a 504."""
     try:
         return await handler(request)
-    except percore.WorkerDied as death:
-        return refusal(web.HTTPBadGateway.status_code, death)
-    except (percore.RunnerFull, percore.RunnerBroken) as error:
-        return refusal(web.HTTPServiceUnavailable.status_code, error)
-
-
-def refusal(status: int, error: Exception) -> web.Response:
-    return web.json_response({"error": type(error).__name__, "reason": str(error)}, status=status)
+    except (percore.WorkerDied, percore.RunnerFull, percore.RunnerBroken) as error:
+        if request.writer.output_size:  # a stream whose status is sent: all that is left is to break it off
+            raise
+        status = web.HTTPBadGateway if isinstance(error, percore.WorkerDied) else web.HTTPServiceUnavailable
+        return web.json_response({"error": type(error).__name__, "reason": str(error)}, status=status.status_code)
 
 
 # ---- the app and its life ----

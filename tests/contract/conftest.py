@@ -115,7 +115,7 @@ def worker_of(runner: Runner, index: int = 0) -> Any:
 
 
 class WorkerLog:
-    """What workers have logged: fakes into this process's logging, processes on standard error."""
+    """What workers have logged: it arrives in this process's logging, or on standard error where nothing can be sent any more."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
         self._capfd = capfd

@@ -286,7 +286,7 @@ async def test_sigterm_lets_accepted_requests_finish(whom: str, site: Site, star
         asked.append(asyncio.create_task(service.ask("/stream", site.page(1), site.held(8))))
         await site.arrived(9)
         with Watch(service.family()) as family:
-            assert len(family) == 3  # two workers and their fork server
+            assert len(family) >= 2  # the workers, and their fork server where there is one
             (service.process.terminate if whom == "it" else lambda: os.killpg(service.process.pid, signal.SIGTERM))()
             await service.says("draining")
             with pytest.raises(aiohttp.ClientConnectorError):

@@ -36,7 +36,7 @@ class CountedBell:
     def __init__(self, bell: Bell) -> None:
         self.bell = bell
         self.rings: list[tuple[int, int]] = []
-        self.fileno, self.read, self.close = bell.fileno, bell.read, bell.close
+        self.fileno, self.read, self.log, self.close = bell.fileno, bell.read, bell.log, bell.close
         self.out_fileno = bell.out_fileno
 
     def ring(self, published: int, consumed: int) -> bool:
@@ -449,14 +449,14 @@ async def test_log_records_are_told_before_the_messages_after_them(pair: Pair) -
     told: list[object] = []
     pair.up.channel.on_logged = lambda count: told.append(f"{count} records")
     pair.up.on_message = lambda op, call_id, body: told.append(call_id)
-    pair.down.bell.bell.log(2)
+    pair.down.bell.log(2)
     pair.down.channel.send(1, 7, None)
     await pair.up.receive(1)
     assert told == ["2 records", 7]
 
 
 async def test_log_records_that_nobody_reads_break_the_channel(pair: Pair) -> None:
-    pair.down.bell.bell.log(1)
+    pair.down.bell.log(1)
     await until(lambda: bool(pair.up.broken))
     assert "nobody is there to read any" in str(pair.up.broken[0])
 
@@ -469,7 +469,7 @@ async def test_nothing_is_delivered_after_records_that_ended_the_channel(pair: P
         pair.up.channel.stop()
 
     pair.up.channel.on_logged = end
-    pair.down.bell.bell.log(1)
+    pair.down.bell.log(1)
     pair.down.channel.send(1, 7, None)
     await until(lambda: bool(ended))
     assert (ended, pair.up.got, pair.up.broken) == ([1], [], [])

@@ -66,7 +66,8 @@ class Seat:
 
     @property
     def items(self) -> int:
-        return self.load[THREAD] + sum(call.size - 1 for call in self.calls)
+        batched: int = sum(call.size - 1 for call in self.calls)
+        return self.load[THREAD] + batched
 
     def send(self, call: Unit) -> None:
         self.calls.append(call)
@@ -581,8 +582,12 @@ class DispatchMachine(RuleBasedStateMachine):
         assert self.dispatch.waiting() == len(waiting) + len(items)
         sent = [call for seat in self.everyone() for call in seat.calls if isinstance(call, Call) and not call.is_done]
         sent_items = [
-            (call.home, item) for seat in self.everyone() for call in seat.calls if call.size and isinstance(call, FakeBatch)
-            for item in call.run.bodies if call.home in self.maps
+            (call.home, item)
+            for seat in self.everyone()
+            for call in seat.calls
+            if call.size and isinstance(call, FakeBatch)
+            for item in call.run.bodies
+            if call.home in self.maps
         ]
         everything = [*waiting, *items, *sent, *sent_items]
         assert len(everything) == len(set(everything))
@@ -619,8 +624,410 @@ class DispatchMachine(RuleBasedStateMachine):
         assert self.unfinished == set()
         assert self.dispatch.waiting() == 0
         assert len(self.dispatch.keys) == 0
-        assert not (self.dispatch._turns[0] or self.dispatch._turns[1])
+        assert self.dispatch._turns == (deque(), deque())
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestDispatch.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def dispatch_of(
+    *loads: tuple[int, int], concurrency: int = 2, threads: int = 2, per_key: int | None = None
+) -> Dispatch[Unit, Seat]:
+    """With workers that hold so many calls of each kind, all of them sent by the Dispatch."""
+    dispatch: Dispatch[Unit, Seat] = Dispatch(concurrency, threads, per_key)
+    seats = [Seat(index) for index in range(len(loads))]
+    for seat, load in zip(seats, loads, strict=True):
+        dispatch.seat(seat)
+        for kind in KINDS:
+            for _ in range(load[kind]):
+                send(dispatch, Call(kind), seat)
+        dispatch.unseat(seat)
+    for seat in seats:
+        dispatch.seat(seat)
+    return dispatch
+
+
+def send(dispatch: Dispatch[Unit, Seat], call: Call, expected: Seat | None, queue: "Queue[Unit, Seat] | None" = None) -> None:
+    """Submit a call, which goes there; None: it waits."""
+    seat = dispatch.submitted(call, queue)
+    assert seat is expected
+    if seat is not None:
+        seat.send(call)
+
+
+def sent(dispatch: Dispatch[Unit, Seat], kind: int) -> Iterator[Unit]:
+    """What is sent now, in order."""
+    for call, seat in dispatch.fill(kind):
+        seat.send(call)
+        yield call
+
+
+def end(dispatch: Dispatch[Unit, Seat], seat: Seat, call: Unit) -> None:
+    seat.take(call)
+    if call.key is not None:
+        dispatch.left(call)
+
+
+def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = False) -> Queue[Unit, Seat]:
+    home = Line("map", kind, None)
+    queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(home, run)) if is_batched else None)
+    dispatch.open(queue)
+    return queue
+
+
+# Places
+
+
+def test_a_call_goes_where_it_can_begin_at_once() -> None:
+    dispatch = dispatch_of((1, 2), (0, 2), (1, 1))
+    assert dispatch.submitted(Call(TASK)) is dispatch.seats[1]
+    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[2]
+
+
+def test_a_coroutine_never_waits_behind_plain_calls() -> None:
+    dispatch = dispatch_of((0, 10), concurrency=1, threads=2)
+    assert dispatch.submitted(Call(THREAD)) is None
+    assert dispatch.submitted(Call(TASK)) is dispatch.seats[0]
+
+
+def test_a_plain_call_never_waits_behind_coroutines() -> None:
+    dispatch = dispatch_of((1, 0), concurrency=1, threads=2)
+    assert dispatch.submitted(Call(TASK)) is None
+    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
+
+
+def test_coroutines_are_not_queued_ahead() -> None:
+    dispatch = dispatch_of((2, 0), (2, 0))
+    assert dispatch.submitted(Call(TASK)) is None
+
+
+def test_plain_calls_are_queued_ahead_where_nobody_has_a_free_place() -> None:
+    dispatch = dispatch_of((0, 2), (0, 2))
+    for number in range(2 * 2 * AHEAD):
+        send(dispatch, Call(THREAD), dispatch.seats[number % 2])
+    assert dispatch.submitted(Call(THREAD)) is None
+
+
+def test_a_free_place_comes_before_queueing_ahead() -> None:
+    dispatch = dispatch_of((0, 2), (0, 1))
+    dispatch.seats[1].behind = True
+    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_behind_gets_nothing_while_another_has_a_free_place(kind: int) -> None:
+    dispatch = dispatch_of((0, 0), (1, 1))
+    dispatch.seats[0].behind = True
+    assert dispatch.submitted(Call(kind)) is dispatch.seats[1]
+    dispatch.seats[1].load = [2, 2]
+    assert dispatch.submitted(Call(kind)) is dispatch.seats[0]
+
+
+def test_who_is_behind_is_not_queued_ahead_in_while_another_has_room() -> None:
+    dispatch = dispatch_of((0, 2), (0, 9))
+    dispatch.seats[0].behind = True
+    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
+    dispatch.seats[1].load[THREAD] = 10
+    assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
+
+
+def test_without_workers_calls_wait() -> None:
+    dispatch = dispatch_of()
+    calls = [Call(kind) for kind in (TASK, THREAD, TASK)]
+    assert [dispatch.submitted(call) for call in calls] == [None] * 3
+    assert dispatch.waiting() == 3
+    assert dispatch.next(TASK) is None
+    dispatch.seat(Seat())
+    assert dispatch.next(TASK) == (calls[0], dispatch.seats[0])
+    assert dispatch.waiting() == 2
+
+
+def test_places_and_room() -> None:
+    dispatch = dispatch_of(concurrency=7, threads=3)
+    assert (dispatch.room_for(TASK), dispatch.room_for(THREAD)) == (7, 3 * (1 + AHEAD))
+    assert dispatch.room == room_of(7, 3) == 7 + 3 * (1 + AHEAD) + BESIDE
+
+
+@pytest.mark.parametrize(("room", "places"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (138, 256)])
+def test_start_marks_are_a_power_of_two(room: int, places: int) -> None:
+    assert places_for(room) == places
+
+
+# The queue
+
+
+def test_what_comes_back_is_first_in_its_order() -> None:
+    dispatch = dispatch_of()
+    waiting = Call(THREAD, 1)
+    dispatch.submitted(waiting)
+    back = [Call(THREAD, 2), Call(TASK, 3), Call(THREAD, 4), Call(TASK, 5, "key"), Call(TASK, 6, "key")]
+    dispatch.returned((call, None) for call in back)
+    assert dispatch.withdraw() == [back[1], back[3], back[4], back[0], back[2], waiting]
+    assert dispatch.waiting() == 0
+
+
+def test_a_cancelled_call_is_dropped_when_its_turn_comes() -> None:
+    dispatch = dispatch_of()
+    calls = [Call(TASK, number) for number in range(3)]
+    for call in calls:
+        dispatch.submitted(call)
+    for call in calls[:2]:
+        call.is_done = True
+        dispatch.ended(call)
+    assert dispatch.waiting() == 1
+    dispatch.seat(Seat())
+    assert dispatch.next(TASK) == (calls[2], dispatch.seats[0])
+    assert dispatch.next(TASK) is None
+    assert dispatch.waiting() == 0
+    assert dispatch.is_quiet()
+
+
+@pytest.mark.parametrize("key", [None, "key"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cancelled_calls_do_not_pile_up(kind: int, key: str | None) -> None:
+    dispatch = dispatch_of()
+    keeper = Call(kind, key=key)
+    dispatch.submitted(keeper)
+    queue = dispatch.singles[kind]
+    for _ in range(10_000):
+        call = Call(kind, key=key)
+        dispatch.submitted(call)
+        call.is_done = True
+        dispatch.ended(call)
+        lanes = dispatch.keys._keys["key"].lanes if key else {}
+        assert len(queue.calls) + sum(len(lane.calls) for lane in lanes.values()) <= 67
+    assert dispatch.waiting() == 1
+    assert dispatch.withdraw() == [keeper]
+
+
+# Turns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_call_waits_for_one_of_each_map(kind: int) -> None:
+    dispatch = dispatch_of((2, 10))
+    queues = [map_of(dispatch, kind) for _ in range(3)]
+    for number in range(100):
+        for queue in queues:
+            send(dispatch, Call(kind, number), None, queue)
+    single = Call(kind, -1)
+    send(dispatch, single, None)
+    seat = dispatch.seats[0]
+    seen: list[Unit] = []
+    for _ in range(4):
+        end(dispatch, seat, next(call for call in seat.calls if call.kind == kind))
+        seen += sent(dispatch, kind)
+    assert len(seen) == 4
+    assert single in seen
+    assert sorted(call.number for call in seen) == [-1, 0, 0, 0]
+
+
+def test_maps_of_batches_take_turns_with_single_calls() -> None:
+    dispatch = dispatch_of((0, 9))
+    queues = [map_of(dispatch, THREAD, is_batched=True) for _ in range(2)]
+    for queue in queues:
+        assert queue.batches is not None
+        queue.batches.append(Run(0, list(range(1000)), True, 16))
+        dispatch.appended(queue)
+    seat = dispatch.seats[0]
+    assert [call.size for call in sent(dispatch, THREAD)] == [1]
+    single = Call(THREAD)
+    send(dispatch, single, None)
+    seen: list[Unit] = []
+    for _ in range(3):
+        end(dispatch, seat, seat.calls[0])
+        seen += sent(dispatch, THREAD)
+    assert single in seen
+    assert len({id(call.home) for call in seen if isinstance(call, FakeBatch)}) == 2
+
+
+def test_a_closed_map_waits_no_more() -> None:
+    dispatch = dispatch_of((2, 10))
+    queue = map_of(dispatch, TASK)
+    calls = [Call(TASK, key=key) for key in (None, "key", "key")]
+    for call in calls:
+        send(dispatch, call, None, queue)
+        call.is_done = True
+        dispatch.ended(call, queue)
+    dispatch.close(queue)
+    dispatch.close(queue)
+    assert dispatch.waiting() == 0
+    assert len(dispatch.keys) == 0
+    assert not dispatch._turns[TASK]
+
+
+# Keys
+
+
+def test_a_coroutine_without_a_key_does_not_wait_behind_keys_of_a_busy_worker() -> None:
+    # 1. calls of one key fill their worker, and more of them wait for it; 2. another worker idles; 3. a call may go anywhere.
+    dispatch = dispatch_of((0, 0), (0, 0))
+    calls = [Call(TASK, key=7) for _ in range(5)]
+    for call in calls[:2]:
+        seat = dispatch.submitted(call)
+        assert seat is not None
+        seat.send(call)
+    for call in calls[2:]:
+        send(dispatch, call, None)
+    idle = next(seat for seat in dispatch.seats if not seat.calls)
+    assert list(sent(dispatch, TASK)) == []
+    assert dispatch.submitted(Call(TASK)) is idle
+
+
+def test_a_coroutine_does_not_wait_behind_plain_calls_of_its_key() -> None:
+    dispatch = dispatch_of((0, 10))
+    send(dispatch, Call(THREAD, key="key"), None)
+    send(dispatch, Call(TASK, key="key"), dispatch.seats[0])
+
+
+def test_a_call_does_not_wait_behind_cancelled_ones_of_its_key() -> None:
+    dispatch = dispatch_of((2, 0))
+    seat = dispatch.seats[0]
+    cancelled = Call(TASK, key="key")
+    send(dispatch, cancelled, None)
+    cancelled.is_done = True
+    dispatch.ended(cancelled)
+    end(dispatch, seat, seat.calls[0])
+    send(dispatch, Call(TASK, key="key"), seat)
+
+
+def test_ten_thousand_calls_of_one_key_do_not_hold_up_the_others() -> None:
+    dispatch = dispatch_of((2, 0))
+    seat = dispatch.seats[0]
+    for number in range(10_000):
+        send(dispatch, Call(TASK, number, "many"), None)
+    others = [Call(TASK, number, number) for number in range(20)] + [Call(TASK, 20)]
+    for call in others:
+        send(dispatch, call, None)
+    seen: list[Unit] = []
+    while not set(others) <= set(seen):
+        end(dispatch, seat, seat.calls[0])
+        seen += sent(dispatch, TASK)
+    assert len(seen) <= 2 * len(others)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_so_many_calls_of_a_key_are_under_way_over_all_workers(limit: int) -> None:
+    dispatch = dispatch_of(*((0, 0),) * 3, concurrency=100, per_key=limit)
+    for number in range(20):
+        for kind in KINDS:
+            call = Call(kind, number, "key")
+            seat = dispatch.submitted(call)
+            if seat is not None:
+                seat.send(call)
+    under_way = [call for seat in dispatch.seats for call in seat.calls]
+    assert len(under_way) == limit
+    assert dispatch.waiting() == 40 - limit
+    assert sum(bool(seat.calls) for seat in dispatch.seats) == 1
+
+
+def test_a_key_whose_worker_left_moves_when_nothing_of_it_is_under_way() -> None:
+    dispatch = dispatch_of((0, 0), (0, 0), concurrency=2)
+    calls = [Call(TASK, number, "key") for number in range(4)]
+    old = dispatch.submitted(calls[0])
+    assert old is not None
+    old.send(calls[0])
+    send(dispatch, calls[1], old)
+    for call in calls[2:]:
+        send(dispatch, call, None)
+    dispatch.unseat(old)
+    (new,) = dispatch.seats
+    assert list(sent(dispatch, TASK)) == []
+    end(dispatch, old, calls[0])
+    assert list(sent(dispatch, TASK)) == []
+    end(dispatch, old, calls[1])
+    assert list(sent(dispatch, TASK)) == calls[2:]
+    assert new.calls == calls[2:]
+
+
+def test_a_key_goes_where_its_hash_is_highest() -> None:
+    dispatch = dispatch_of(*((0, 0),) * 5, concurrency=1000)
+    for key in range(200):
+        seat = dispatch.submitted(Call(TASK, key=key))
+        assert seat is max(dispatch.seats, key=lambda seat: weight(hash(key), seat.index))
+
+
+# Recall
+
+
+@pytest.mark.parametrize(
+    ("loads", "count"),
+    [
+        ([0, 10], 2),  # two free threads
+        ([1, 10], 1),
+        ([0, 3], 1),
+        ([0, 5], 2),
+        ([0, 0, 10], 4),  # half of what waits there
+        ([0, 0, 0, 10], 4),
+    ],
+)
+def test_a_recall_takes_what_free_threads_can_run_and_half_at_most(loads: list[int], count: int) -> None:
+    dispatch = dispatch_of(*((0, load) for load in loads))
+    assert dispatch.recall() == (dispatch.seats[-1], count)
+
+
+@pytest.mark.parametrize(
+    "loads", [[], [10], [2, 2], [0, 0], [0, 2], [0, 1], [10, 10], [2, 10]], ids=lambda loads: "-".join(map(str, loads))
+)
+def test_no_recall_where_it_would_not_help(loads: list[int]) -> None:
+    assert dispatch_of(*((0, load) for load in loads)).recall() is None
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_half_of_a_batch_is_recalled_whatever_is_free(others: int) -> None:
+    dispatch = dispatch_of((0, 0), threads=1)
+    queue = map_of(dispatch, THREAD, is_batched=True)
+    assert queue.batches is not None
+    queue.batches.cost.measured(1, 1e-6)
+    queue.batches.append(Run(0, list(range(101)), True, 16))
+    dispatch.appended(queue)
+    assert [call.size for call in sent(dispatch, THREAD)] == [101]
+    for index in range(others):
+        dispatch.seat(Seat(1 + index))
+    assert dispatch.recall() == (dispatch.seats[0], 50)
+
+
+def test_a_batch_is_shared_among_the_threads_of_one_worker() -> None:
+    dispatch = dispatch_of((0, 0), threads=4)
+    queue = map_of(dispatch, THREAD, is_batched=True)
+    assert queue.batches is not None
+    queue.batches.cost.measured(1, 1e-6)
+    queue.batches.append(Run(0, list(range(101)), True, 16))
+    dispatch.appended(queue)
+    assert [call.size for call in sent(dispatch, THREAD)] == [101]
+    assert dispatch.recall() == (dispatch.seats[0], 50)
+
+
+def test_a_recall_is_asked_once() -> None:
+    dispatch = dispatch_of((0, 0), (0, 10))
+    asked = dispatch.recall()
+    assert asked is not None
+    asked.seat.recalling = True
+    assert dispatch.recall() is None
+    asked.seat.recalling = False
+    assert dispatch.recall() is not None
+
+
+def test_who_had_nothing_to_give_is_asked_no_more_until_more_is_queued_ahead() -> None:
+    dispatch = dispatch_of((0, 0), (0, 9))
+    assert dispatch.recall() is not None
+    dispatch.nothing_is_ahead()
+    assert dispatch.recall() is None
+    assert dispatch.is_quiet()
+    for _ in range(2):
+        send(dispatch, Call(THREAD), dispatch.seats[0])
+    send(dispatch, Call(THREAD), dispatch.seats[0])
+    dispatch.seats[0].load[THREAD] = 0
+    assert dispatch.recall() is not None
+
+
+def test_no_recall_while_calls_wait_here() -> None:
+    dispatch = dispatch_of((0, 10), (0, 10))
+    dispatch.submitted(Call(THREAD))
+    dispatch.seats[0].load[THREAD] = 0
+    assert dispatch.recall() is None
+
+
+def test_coroutines_are_never_recalled() -> None:
+    assert dispatch_of((0, 2), (2, 2)).recall() is None
