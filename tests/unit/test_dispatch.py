@@ -81,7 +81,8 @@ class Seat:
 class Line:
     """What the model knows to wait in one queue."""
 
-    def __init__(self, name: str, kind: int, queue: "Queue[Unit, Seat] | None", *, is_batched: bool = False) -> None:
+    def __init__(self, name: str, kind: int, queue: Any, *, is_batched: bool = False) -> None:
+        """`queue`: a Queue; None: that of the single calls."""
         self.name = name
         self.kind = kind
         self.queue = queue
@@ -470,8 +471,6 @@ class DispatchMachine(RuleBasedStateMachine):
         self.finish_items(line, run.bodies[:begun])
         if begun < batch.size and line in self.maps:
             line.items = sorted([*line.items, *run.bodies[begun:]])
-            assert line.queue is not None
-            assert line.queue.batches is not None
             line.queue.batches.put_back(run._replace(start=run.start + begun, bodies=run.bodies[begun:]))
             self.dispatch.appended(line.queue)
 

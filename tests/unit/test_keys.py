@@ -1,0 +1,301 @@
+"""Keys over workers: spread evenly, moved little, one worker at a time, and so many calls at once."""
+
+import random
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from percore._core.keys import Keys, Lanes, weight
+
+KEYS = 10_000
+
+
+@dataclass(eq=False)
+class Seat:
+    index: int
+
+
+@dataclass(eq=False)
+class Call:
+    number: int = 0
+    is_done: bool = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+
+Queue = Lanes[Call, Seat]
+
+
+def seats_of(workers: int) -> list[Seat]:
+    return [Seat(index) for index in range(workers)]
+
+
+def keys_with(seats: list[Seat], limit: int | None = None) -> Keys[Call, Seat]:
+    keys: Keys[Call, Seat] = Keys(limit)
+    assert list(keys.seated(seats)) == []
+    return keys
+
+
+def homes(seats: list[Seat], names: list[int]) -> dict[int, int]:
+    """The worker of each key, none of which has calls."""
+    keys = keys_with(seats)
+    found = {}
+    for name in names:
+        seat = keys.enter(name, Lanes())
+        assert seat is not None
+        found[name] = seat.index
+    return found
+
+
+def names(seed: int) -> list[int]:
+    """What hashes of strings look like. Those of ints are the ints, so that these tests do not depend on a hash seed."""
+    numbers = random.Random(seed)
+    return [numbers.getrandbits(60) for _ in range(KEYS)]
+
+
+# Where a key is at home
+
+
+@pytest.mark.parametrize("workers", range(2, 17))
+@pytest.mark.parametrize("sort", ["random", "consecutive", "strided"])
+def test_keys_spread_evenly(workers: int, sort: str) -> None:
+    given = {"random": names(workers), "consecutive": list(range(KEYS)), "strided": [64 * number for number in range(KEYS)]}
+    counts = Counter(homes(seats_of(workers), given[sort]).values())
+    fair = KEYS / workers
+    # Five standard deviations of a fair throw: none of the 15 rows would be beyond that in a million runs.
+    spread = 5 * (fair * (1 - 1 / workers)) ** 0.5
+    assert set(counts) == set(range(workers))
+    assert all(abs(count - fair) < spread for count in counts.values())
+
+
+@pytest.mark.parametrize("workers", range(2, 17))
+def test_when_a_worker_leaves_its_own_keys_move_alone_and_spread(workers: int) -> None:
+    seats, keys = seats_of(workers), names(1)
+    before = homes(seats, keys)
+    gone = seats.pop(workers // 2)
+    after = homes(seats, keys)
+    moved = [key for key in keys if before[key] != after[key]]
+    assert moved == [key for key in keys if before[key] == gone.index]
+    if workers > 2:
+        counts = Counter(after[key] for key in moved)
+        fair = len(moved) / (workers - 1)
+        assert all(abs(counts[seat.index] - fair) < 5 * fair**0.5 for seat in seats)
+
+
+@pytest.mark.parametrize("workers", range(2, 17))
+def test_when_a_worker_comes_keys_move_to_it_alone(workers: int) -> None:
+    seats, keys = seats_of(workers), names(2)
+    before = homes(seats, keys)
+    after = homes([*seats, Seat(workers)], keys)
+    assert {after[key] for key in keys if before[key] != after[key]} == {workers}
+
+
+def test_a_replacement_gets_the_keys_of_the_one_it_replaces() -> None:
+    keys = names(3)
+    assert homes(seats_of(7), keys) == homes(list(reversed(seats_of(7))), keys)
+
+
+def test_workers_are_chosen_alike_however_many_keys_were_asked_for() -> None:
+    seats = seats_of(3)
+    keys = keys_with(seats)
+    first = [keys.enter(name, Lanes()) for name in range(3000)]
+    for name in range(100_000):
+        keys.enter(name, Lanes())
+    assert len(keys._homes) <= 100_000 // 2  # what it remembers is bounded
+    assert [keys.enter(name, Lanes()) for name in range(3000)] == first
+
+
+@given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 20))
+def test_weights_are_64_bits(key_hash: int, index: int) -> None:
+    assert 0 <= weight(key_hash, index) < 1 << 64
+    assert weight(key_hash, index) == weight(key_hash, index)
+
+
+def test_weights_of_one_key_differ_between_workers() -> None:
+    assert len({weight(hash(7), index) for index in range(10_000)}) == 10_000
+
+
+# What a key may do
+
+
+@pytest.mark.parametrize(
+    ("limit", "under_way", "may_enter"),
+    [
+        (None, 0, True),
+        (None, 1, True),
+        (None, 10_000, True),
+        (1, 0, True),
+        (1, 1, False),
+        (2, 1, True),
+        (2, 2, False),
+        (3, 2, True),
+        (3, 3, False),
+    ],
+)
+def test_a_limit_bounds_what_is_under_way(limit: int | None, under_way: int, may_enter: bool) -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats, limit), Queue()
+    for _ in range(under_way):
+        assert keys.enter("key", queue) is seat
+        keys.sent("key", seat)
+    assert keys.enter("key", queue) is (seat if may_enter else None)
+    assert keys.enter("other", queue) is seat
+    assert keys.wait("key", Call(), queue) is may_enter  # it is listed while it may be sent
+    assert (keys.take(queue, seat) is not None) is may_enter
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_an_end_lets_the_next_one_go(limit: int) -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats, limit), Queue()
+    calls = [Call(number) for number in range(5)]
+    for call in calls:
+        keys.wait("key", call, queue)
+    taken = []
+    while (call := keys.take(queue, seat)) is not None:
+        taken.append(call)
+    assert taken == calls[:limit]
+    for expected in calls[limit:]:
+        assert list(keys.ended("key")) in ([queue], [])
+        assert keys.take(queue, seat) is expected
+        assert keys.take(queue, seat) is None
+    for _ in range(limit):
+        assert len(keys) == 1
+        keys.ended("key")
+    assert len(keys) == 0
+
+
+def test_keys_of_a_worker_take_turns() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    for name in ("a", "a", "a", "a", "b", "b", "c"):
+        keys.wait(name, Call(ord(name)), queue)
+    seen = ""
+    while (call := keys.take(queue, seat)) is not None:
+        seen += chr(call.number)
+    assert seen == "abcabaa"
+
+
+def test_one_limit_holds_over_all_queues() -> None:
+    (seat,) = seats = seats_of(1)
+    keys = keys_with(seats, 1)
+    one, other = Queue(), Queue()
+    first, second = Call(1), Call(2)
+    assert keys.wait("key", first, one)
+    assert keys.wait("key", second, other)
+    assert keys.take(one, seat) is first
+    assert keys.take(other, seat) is None
+    assert list(keys.ended("key")) == [other]
+    assert keys.take(other, seat) is second
+    assert keys.take(one, seat) is None
+
+
+def test_what_comes_back_goes_first() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    calls = [Call(number) for number in range(3)]
+    keys.wait("key", calls[1], queue)
+    keys.wait("key", calls[2], queue)
+    keys.wait("key", calls[0], queue, first=True)
+    assert [keys.take(queue, seat) for _ in range(4)] == [*calls, None]
+
+
+def test_cancelled_calls_are_skipped_and_leave_nothing() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    calls = [Call(number) for number in range(3)]
+    for call in calls:
+        keys.wait("key", call, queue)
+    for call in (calls[0], calls[2]):
+        call.is_done = True
+        keys.cancelled("key", queue)
+    assert queue.count == 1
+    assert keys.take(queue, seat) is calls[1]
+    keys.ended("key")
+    assert keys.take(queue, seat) is None
+    assert len(keys) == 0
+    assert queue.by_seat == {}
+
+
+def test_a_call_goes_before_cancelled_ones_and_behind_others() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    calls = [Call(1), Call(2)]
+    for call in calls:
+        keys.wait("key", call, queue)
+    assert keys.enter("key", queue) is None
+    assert keys.enter("key", Queue()) is seat
+    for call in calls:
+        call.is_done = True
+        keys.cancelled("key", queue)
+    assert keys.enter("key", queue) is seat
+
+
+def test_what_is_forgotten_is_given_back() -> None:
+    keys = keys_with([])
+    one, other = Queue(), Queue()
+    calls: dict[Hashable, Call] = {}
+    for name in ("a", "b"):
+        calls[name] = Call()
+        keys.wait(name, calls[name], one)
+    keys.wait("a", Call(), other)
+    calls["b"].is_done = True
+    keys.cancelled("b", one)
+    assert keys.forget(one) == [calls["a"]]
+    assert (one.count, len(keys)) == (0, 1)
+    assert len(keys.forget(other)) == 1
+    assert len(keys) == 0
+
+
+# Workers that come and go
+
+
+def test_without_workers_calls_wait_for_one() -> None:
+    keys, queue = keys_with([]), Queue()
+    assert keys.enter("key", queue) is None
+    assert not keys.wait("key", Call(), queue)
+    (seat,) = seats = seats_of(1)
+    assert list(keys.seated(seats)) == [queue]
+    assert keys.take(queue, seat) is not None
+
+
+def test_a_key_stays_with_a_worker_that_leaves_until_it_has_ended_there() -> None:
+    old, new = seats_of(2)
+    keys, queue = keys_with([old]), Queue()
+    for _ in range(2):
+        keys.sent("key", old)
+    waiting = Call()
+    keys.wait("key", waiting, queue)
+    assert list(keys.seated([new])) == []
+    assert keys.enter("key", Queue()) is None
+    assert list(keys.ended("key")) == []
+    assert keys.take(queue, new) is None
+    assert list(keys.ended("key")) == [queue]
+    assert keys.take(queue, old) is None
+    assert keys.take(queue, new) is waiting
+
+
+def test_a_key_under_way_stays_when_a_worker_comes_that_it_would_rather_have() -> None:
+    seats = seats_of(2)
+    name = next(name for name in range(100) if weight(name, 1) > weight(name, 0))
+    keys, queue = keys_with(seats[:1]), Queue()
+    keys.sent(name, seats[0])
+    keys.seated(seats)
+    assert keys.enter(name, queue) is seats[0]
+    keys.ended(name)
+    assert keys.enter(name, queue) is seats[1]
+
+
+def test_waiting_keys_with_nothing_under_way_move_at_once() -> None:
+    old, new = seats_of(2)
+    keys, queue = keys_with([old]), Queue()
+    call = Call()
+    assert keys.wait("key", call, queue)
+    assert list(keys.seated([new])) == [queue]
+    assert keys.take(queue, old) is None
+    assert keys.take(queue, new) is call
