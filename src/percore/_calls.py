@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
 
+from percore._core.flow import Cost
 from percore._errors import RunnerClosed
 from percore._ipc.pickles import dump, is_by_reference, qualified_name
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
@@ -65,7 +66,7 @@ class Call(asyncio.Future[Any]):
 class Function:
     """A function to call: how it travels and where its calls run. Number 0: it travels with each call."""
 
-    __slots__ = ("fn", "kind", "number", "payload", "users")
+    __slots__ = ("cost", "fn", "kind", "number", "payload", "users")
 
     def __init__(self, fn: Callable[..., Any], kind: int) -> None:
         self.fn = fn
@@ -73,6 +74,8 @@ class Function:
         self.number = 0
         self.payload: Payload = b""
         self.users = 0
+        self.cost = Cost()
+        """What one of its calls takes, as maps have measured."""
 
     @property
     def name(self) -> str:

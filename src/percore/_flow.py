@@ -24,7 +24,7 @@ _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may hold the loop before it gives way."""
 
 _CHUNK_SECONDS: Final = 0.0005
-_MOST_AT_ONCE: Final = 1024
+_MOST_AT_ONCE: Final = 4096
 _STEP: Final = 12
 
 
@@ -42,7 +42,7 @@ class Flow:
         kind = self.function.kind
         is_batched = kind == Kind.THREAD and bool(self.function.number) and spec.key is None
         is_batched &= self._policy is None or self._policy.is_plain
-        self._batches = Batches(self._make_batch) if is_batched else None
+        self._batches = Batches(self._make_batch, self.function.cost) if is_batched else None
         self.queue: Queue[Any, Any] = Queue(kind, self._batches)
         self._rows = Rows(supervisor.functions, self.function, spec, self, is_single=inputs.is_single, is_batched=is_batched)
         room = supervisor.dispatch.room_for(kind) * len(supervisor.slots)

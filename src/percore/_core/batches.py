@@ -6,7 +6,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from percore._core.flow import Cost
 
-_MERGED: Final = 1024
+_MERGED: Final = 4096
 _BYTES: Final = 65_536
 """Of a batch, about: it goes in one frame."""
 
@@ -32,11 +32,12 @@ class Run(NamedTuple):
 class Batches(Generic[B]):
     """What waits of one map. A batch is cut when a worker takes it, not before: by then its items' cost is known best."""
 
-    def __init__(self, make: Callable[[Run], B]) -> None:
+    def __init__(self, make: Callable[[Run], B], cost: Cost | None = None) -> None:
+        """`make` makes a batch of a run. `cost` is what is known of the function already."""
         self._make = make
         self._runs: deque[Run] = deque()
         self._count = 0
-        self.cost = Cost()
+        self.cost = cost or Cost()
 
     def __len__(self) -> int:
         return self._count

@@ -11,7 +11,6 @@ AHEAD_SECONDS: Final = 0.05
 """A window holds as many items as end in this time, so that short calls never wait for the next input."""
 
 BATCH_SECONDS: Final = 0.001
-MOST_IN_BATCH: Final = 1024
 _RECENT: Final = 64
 _SHORTEST: Final = 1e-9
 
@@ -127,10 +126,12 @@ class Cost:
             self.seconds = max(mean, before / 2)
 
     def batch(self, waiting: int, workers: int) -> int:
-        """How many of the `waiting` items make the next batch: a millisecond's work, and a part for each worker."""
+        """How many of the `waiting` items make the next batch: a millisecond's work, so that each worker may have several."""
         if self.seconds is None:
             return 1
-        worth = int(BATCH_SECONDS / self.seconds) if self.seconds * MOST_IN_BATCH > BATCH_SECONDS else MOST_IN_BATCH
-        share = -(-waiting // max(1, workers))
-        # Less than a tenth of a batch is not worth another message.
-        return max(1, min(worth, max(share, worth // 10)))
+        most = max(LEAST, MOST // (4 * max(1, workers)))
+        worth = max(1, int(BATCH_SECONDS / self.seconds)) if self.seconds * most > BATCH_SECONDS else most
+        if waiting >= worth:
+            return worth
+        # Less than one batch: a part for each worker, unless that is not worth another message.
+        return max(-(-waiting // max(1, workers)), min(waiting, worth // 4), 1)

@@ -10,7 +10,7 @@ Sending     A message to a peer that has read everything goes into the ring at o
 Full ring   What does not fit stays queued. Reading goes on, so both directions full at once cannot deadlock. No wake-up is lost:
             1. a flusher finds the ring full; 2. the loop hears that the peer has read, and counts it before it tries to flush;
             3. that try fails, because the flusher still holds the lock; 4. the flusher lets go of the lock and looks again whether
-            there is something to do, and now there is.
+            there is something to do, and now there is. The same holds for a ring that is due for positions alone.
 Consumed    What was read is told with the next ring. Where the other side routes by it (`prompt`), an iteration that sends nothing
             rings for it alone; otherwise once a quarter of the ring is owed, which always leaves room for the largest frame.
 Payloads    A pickle too large for a frame lies in a slot. Where no slot is free it waits, in order, for the next one.
@@ -90,6 +90,7 @@ class Channel:
         self._is_open = False
         self._is_clear = False  # nothing is queued, nor waits for the ring
         self._bell_waits = False
+        self._is_ring_due = False
 
     def open(
         self,
@@ -144,7 +145,7 @@ class Channel:
                 raise
         finally:
             self._lock.release()
-        if self._queue:  # a thread may have tried meanwhile
+        if self._queue or self._is_ring_due:  # a thread may have tried meanwhile
             self.flush()
 
     def _enqueue(self, op: int, call_id: int, body: Body) -> None:
@@ -191,9 +192,12 @@ class Channel:
     def flush(self) -> None:
         """Move what is queued into the ring, as far as it fits, and ring."""
         try:
-            while self._is_open and self._has_work() and self._lock.acquire(False):
+            while self._is_open and (self._is_ring_due or self._has_work()) and self._lock.acquire(False):
                 try:
-                    self._publish()
+                    if self._has_work():
+                        self._publish()
+                    else:
+                        self._ring(0)
                 finally:
                     self._lock.release()
             # A thread may queue something just now, and then a message of the loop overtakes it, which is nobody's business.
@@ -239,6 +243,7 @@ class Channel:
         return "worker" if self._prompt else "supervisor"
 
     def _ring(self, published: int) -> None:
+        self._is_ring_due = False
         consumed = self.rx.read - self._told
         self._told += consumed
         if not self._bell.ring(published, consumed):
@@ -300,16 +305,8 @@ class Channel:
 
     def _ring_alone(self) -> None:
         """Ring for positions alone."""
-        if not self._is_open:
-            return
-        if not self._lock.acquire(False):
-            self.loop.call_soon(self._ring_alone)  # a thread publishes: that takes microseconds
-            return
-        try:
-            self._ring(0)
-        finally:
-            self._lock.release()
-        self.flush()  # a thread may have tried meanwhile, and left its message to whoever held the lock
+        self._is_ring_due = True
+        self.flush()
 
     def receive(self) -> None:  # noqa: C901, PLR0912  # one function, since each more costs every message a microsecond
         """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""

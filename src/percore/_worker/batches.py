@@ -7,6 +7,7 @@ loop of `run` does for each of them counts.
 """
 
 import marshal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function, Send
 from percore._worker.terms import Terms
 
-_KEEP: Final = 0.003
+KEEP: Final = 0.003
+"""Seconds that a result may wait for others."""
+
 _KEEP_BYTES: Final = 32_768
 _MANY: Final = 100
 _LOOK_EVERY: Final = 8
@@ -38,7 +41,7 @@ def item_id(call_id: int, index: int) -> int:
 class Batch:
     """The items that are left, and how they are called."""
 
-    __slots__ = ("begun_at", "end", "function", "is_bare", "items", "terms")
+    __slots__ = ("begun_at", "end", "function", "is_bare", "items", "results", "terms")
 
     def __init__(self, function: Function, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
         self.function = function
@@ -47,6 +50,8 @@ class Batch:
         self.terms = terms
         self.end = len(bodies)
         self.begun_at: float | None = None
+        self.results: Results | None = None
+        """While it runs."""
 
     def give_up(self, most: int) -> int:
         """Take up to `most` items out that have not begun, the last ones. From the loop alone."""
@@ -62,6 +67,7 @@ class Batch:
 
     def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
         """Run what is left, in this thread. Before each item the number of those begun is marked in this word. Never raises."""
+        self.results = results
         step = _LOOK_EVERY if self.end > _MANY else 1
         start = 1
         while self._run_some(range(start, start + step), results, fn, marks, word):
@@ -99,9 +105,9 @@ def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
 
 
 class Results:
-    """Results of a batch that wait to be sent together: of consecutive items."""
+    """Results of a batch that wait to be sent together: of consecutive items. The thread's, but for `flush_kept`."""
 
-    __slots__ = ("_answers", "_call_id", "_first", "_hand_over", "_pickled", "_send", "_since", "_size", "values")
+    __slots__ = ("_answers", "_call_id", "_first", "_hand_over", "_lock", "_pickled", "_send", "_since", "_size", "values")
 
     def __init__(self, call_id: int, answers: Answers, send: Send, hand_over: Callable[[int, Any, float | None], None]) -> None:
         self._call_id = call_id
@@ -111,9 +117,12 @@ class Results:
         self._since = time.perf_counter()
         self._first = 0
         self._size = 0
+        self._lock = threading.Lock()
+        """Held while they are sent: they arrive in order. Meanwhile the thread may append to the lists, never take out."""
         self.values: list[Any] = []
         """Scalars, and pickles where that is noted."""
         self._pickled: list[int] = []
+        """Items whose results are pickles."""
 
     def add(self, index: int, value: object) -> None:
         """Of any kind. Runs user code."""
@@ -130,7 +139,7 @@ class Results:
                 self.flush()
                 self._first = index + 1
             else:
-                self._pickled.append(len(self.values))
+                self._pickled.append(index)
                 self.values.append(pickled)
                 self._size += len(pickled)
         if self._size > _KEEP_BYTES:
@@ -144,30 +153,46 @@ class Results:
 
     def look(self) -> None:
         """Send what has been kept for long."""
-        if time.perf_counter() - self._since > _KEEP:
+        if time.perf_counter() - self._since > KEEP:
             self.flush()
 
     def flush(self) -> None:
         """Send what is kept."""
         now = time.perf_counter()
-        values = self.values
-        if values:
-            if POINTS:
-                point("worker.outcome.ready")
-            message = marshal.dumps((self._first, now - self._since, values, self._pickled), _MARSHAL)
-            if len(message) <= INLINE_LIMIT:
-                self._send(VALUES, self._call_id, message)
-            else:
-                self._send_one_by_one()
-            self._first += len(values)
-            self.values, self._pickled, self._size = [], [], 0
+        with self._lock:
+            self._send_all(now - self._since)
         self._since = now
 
-    def _send_one_by_one(self) -> None:
+    def flush_kept(self) -> None:
+        """Send what has been kept for long, while the thread is in an item that takes its time. From the loop."""
+        if self.values and time.perf_counter() - self._since > KEEP and self._lock.acquire(blocking=False):
+            try:
+                self._send_all(-1.0)  # which of that time they have taken is not known
+            finally:
+                self._lock.release()
+
+    def _send_all(self, seconds: float) -> None:
+        values, first = self.values[:], self._first
+        if not values:
+            return
+        if POINTS:
+            point("worker.outcome.ready")
+        end = first + len(values)
+        pickled = [index - first for index in self._pickled if index < end]
+        # Taken out before they are sent: `_first` is right for whatever the thread appends from now on.
+        self._first, self._size = end, 0
+        del self.values[: len(values)], self._pickled[: len(pickled)]
+        message = marshal.dumps((first, seconds, values, pickled), _MARSHAL)
+        if len(message) <= INLINE_LIMIT:
+            self._send(VALUES, self._call_id, message)
+        else:
+            self._send_one_by_one(first, values, pickled)
+
+    def _send_one_by_one(self, first: int, values: list[Any], pickled: list[int]) -> None:
         """There are huge ints among them, whose size nobody has looked at."""
-        for place, value in enumerate(self.values):
-            call_id = item_id(self._call_id, self._first + place)
-            if place in self._pickled:
+        for place, value in enumerate(values):
+            call_id = item_id(self._call_id, first + place)
+            if place in pickled:
                 self._send(RESULT, call_id, value)
             else:
                 self._answers.result(call_id, value, self._send)

@@ -14,7 +14,7 @@ from percore._ipc.codec import is_inline_value
 from percore._messages import RETURNED, TIMED_OUT, VALUE, Body
 from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function
-from percore._worker.batches import Batch, Results, item_id
+from percore._worker.batches import KEEP, Batch, Results, item_id
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
 
@@ -27,7 +27,6 @@ MARK_WORDS: Final = 3
 SPLIT_AFTER: Final = 0.002
 """Seconds that a batch may run before items of it are handed back: it was made to take one millisecond."""
 
-_KEEP: Final = 0.003
 _KEEP_BYTES: Final = 32_768
 _MARSHAL: Final = 2
 
@@ -60,6 +59,7 @@ class Plain:
         self._thread = threading.local()
         self._batches: dict[int, Batch] = {}
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
+        self._keeps_watch = False
         self.threads = Threads(threads, self._run, copy_context())
 
     def put(self, call_id: int, item: Item | Batch) -> None:
@@ -73,6 +73,18 @@ class Plain:
             self.threads.run_beside(call_id, item)
         else:
             self.threads.put(call_id, item)
+            if isinstance(item, Batch) and not self._keeps_watch:
+                self._keeps_watch = True
+                self._loop.call_later(KEEP, self._send_kept)
+
+    def _send_kept(self) -> None:
+        """Results must not wait for an item behind them that takes its time. Their thread is in there, so it falls to the loop."""
+        for batch in list(self._batches.values()):
+            if batch.results is not None:
+                batch.results.flush_kept()
+        self._keeps_watch = bool(self._batches or self.threads.waiting)
+        if self._keeps_watch:
+            self._loop.call_later(KEEP, self._send_kept)
 
     def cancel(self, call_id: int, wanted: int | None) -> bool:
         """Do not begin this call; of a batch, the items from `wanted` on. Whether it was a call that had not begun."""

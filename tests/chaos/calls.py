@@ -1,0 +1,287 @@
+"""What runs in the workers. Imported by all sides, so it is light.
+
+Every call has a number of its own. First of all it enters itself in the ledger, with one write; what it gives is a function of its
+number, so that no result can pass for another's.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import os
+import signal
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import percore
+
+NUMBER: ContextVar[int] = ContextVar("NUMBER")
+"""The number of a call, once more, where the runner takes context variables along."""
+
+EXIT, LIBC_EXIT = signal.SIGRTMIN, signal.SIGRTMIN + 1
+"""Signals at which a worker leaves at once: with os._exit(0), and with exit(0) of the C library."""
+
+
+def answer(uuid: int) -> int:
+    """What a call of that number has to give."""
+    return zlib.crc32(uuid.to_bytes(8, "little"))
+
+
+def large_size(uuid: int) -> int:
+    """Bytes of a large result or argument: always in a slot."""
+    return 300_000 + uuid * 7919 % 900_000
+
+
+def pattern(uuid: int) -> bytes:
+    """Bytes that no other number has."""
+    size = large_size(uuid)
+    block = uuid.to_bytes(8, "little") * 512
+    return (block * (size // len(block) + 1))[:size]
+
+
+def fails(uuid: int) -> bool:
+    """Whether the item of that number fails, where some do."""
+    return uuid % 13 == 0
+
+
+# A worker's own
+
+
+class _Worker:
+    """What the lifespan opens."""
+
+    ledger = -1
+    folder = ""
+    per_key: int | None = None
+    keys: Counter[str]
+    locks: dict[str, int]
+    lock: threading.Lock
+    stamp = ""
+
+
+@contextlib.contextmanager
+def serving(folder: str, per_key: int | None) -> Iterator[None]:
+    """Tell the judge of this worker, and be ready for its signals."""
+    asyncio.get_running_loop().slow_callback_duration = 60  # a loaded machine is the point of this load
+    worker = percore.current_worker()
+    os.write(1, f"born {worker.pid} {worker.index} {worker.generation}\n".encode())
+    faulthandler.disable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(EXIT, lambda *_: os._exit(0))
+    signal.signal(LIBC_EXIT, lambda *_: ctypes.CDLL(None).exit(0))
+    _Worker.folder, _Worker.per_key = folder, per_key
+    _Worker.keys, _Worker.locks, _Worker.lock = Counter(), {}, threading.Lock()
+    _Worker.stamp = f"{worker.pid} {worker.generation}"
+    _Worker.ledger = os.open(f"{folder}/ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    yield
+    os.close(_Worker.ledger)
+
+
+def enter(uuid: int) -> None:
+    """The first thing a call does. A write this short is never torn."""
+    os.write(_Worker.ledger, f"{uuid} {_Worker.stamp} {time.monotonic_ns()}\n".encode())
+
+
+def _enter_alone(uuid: int) -> int:
+    """Enter a single call; what it has to give, unless it sees another's context."""
+    enter(uuid)
+    return answer(uuid) if NUMBER.get(uuid) == uuid else -1
+
+
+# Calls
+
+
+async def task(uuid: int, seconds: float) -> int:
+    value = _enter_alone(uuid)
+    await asyncio.sleep(seconds)
+    return value
+
+
+def thread(uuid: int, size: int) -> int:
+    value = _enter_alone(uuid)
+    zlib.crc32(bytes(size))
+    return value
+
+
+async def stubborn(uuid: int) -> int:
+    """Goes on for a while when it is cancelled, as clean-up does."""
+    value = _enter_alone(uuid)
+    try:
+        await asyncio.sleep(0.005)
+    finally:
+        await asyncio.sleep(0.005)
+    return value
+
+
+def awaitable(uuid: int) -> Awaitable[int]:
+    """A plain function; what it returns is awaited in the worker's loop."""
+    return asyncio.sleep(0.001, _enter_alone(uuid))
+
+
+def collects(uuid: int) -> int:
+    """Leaves cycles behind, and has them collected."""
+    value = _enter_alone(uuid)
+    for _ in range(100):
+        cycle: list[Any] = []
+        cycle.append(cycle)
+    gc.collect(1)
+    return value
+
+
+def large_result(uuid: int) -> bytes:
+    enter(uuid)
+    return pattern(uuid)
+
+
+async def large_result_of_task(uuid: int) -> bytes:
+    return large_result(uuid)
+
+
+def large_argument(uuid: int, data: bytes) -> int:
+    value = _enter_alone(uuid)
+    return value if data == pattern(uuid) else -1
+
+
+async def echo(uuid: int, data: bytearray) -> bytearray:
+    enter(uuid)
+    return data
+
+
+async def failing(uuid: int) -> NoReturn:
+    enter(uuid)
+    raise LookupError(answer(uuid))
+
+
+def exiting(uuid: int) -> NoReturn:
+    """Ends nothing but itself."""
+    enter(uuid)
+    raise SystemExit(3)
+
+
+def unpicklable(uuid: int) -> object:
+    enter(uuid)
+    return threading.Lock()
+
+
+def flaky(uuid: int) -> int:
+    """Fails at its first attempt."""
+    value = _enter_alone(uuid)
+    try:
+        os.close(os.open(f"{_Worker.folder}/flaky-{uuid}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return value
+    raise ConnectionError(answer(uuid))
+
+
+async def slow(uuid: int, seconds: float) -> int:
+    return await task(uuid, seconds)
+
+
+def slow_in_thread(uuid: int, seconds: float) -> int:
+    value = _enter_alone(uuid)
+    time.sleep(seconds)
+    return value
+
+
+def everywhere(uuid: int) -> int:
+    """For broadcast."""
+    return _enter_alone(uuid)
+
+
+# Calls with a key: while one of them runs no other process may have one of that key
+
+
+async def keyed(uuid: int, key: str) -> int:
+    value = _enter_alone(uuid)
+    with _holding(key) as is_right:
+        await asyncio.sleep(0.001)
+    return value if is_right else -2
+
+
+def keyed_in_thread(uuid: int, key: str) -> int:
+    value = _enter_alone(uuid)
+    with _holding(key) as is_right:
+        time.sleep(0.0005)
+    return value if is_right else -2
+
+
+@contextlib.contextmanager
+def _holding(key: str) -> Iterator[bool]:
+    """Whether no other process holds this key, and not too many calls in this one. A killed process holds nothing any more."""
+    with _Worker.lock:
+        _Worker.keys[key] += 1
+        is_right = _Worker.per_key is None or _Worker.keys[key] <= _Worker.per_key
+        if _Worker.keys[key] == 1:
+            fd = _Worker.locks[key] = os.open(f"{_Worker.folder}/key-{key}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_right = False
+    try:
+        yield is_right
+    finally:
+        with _Worker.lock:
+            _Worker.keys[key] -= 1
+            if not _Worker.keys[key]:
+                os.close(_Worker.locks.pop(key))
+
+
+# Items of maps
+
+
+def key_of(uuid: int) -> str:
+    return f"map{uuid % 5}"
+
+
+def tiny(uuid: int) -> int:
+    """Travels in batches."""
+    enter(uuid)
+    return answer(uuid)
+
+
+def tiny_pair(uuid: int, data: bytes) -> tuple[int, int]:
+    """As tiny, with arguments and a result that are pickled."""
+    enter(uuid)
+    return answer(uuid), len(data)
+
+
+def tiny_failing(uuid: int) -> int:
+    enter(uuid)
+    if fails(uuid):
+        raise LookupError(answer(uuid))
+    return answer(uuid)
+
+
+async def item(uuid: int) -> int:
+    enter(uuid)
+    await asyncio.sleep(uuid % 5 / 2000)
+    return answer(uuid)
+
+
+def keyed_item(uuid: int) -> int:
+    return keyed_in_thread(uuid, key_of(uuid))
+
+
+def accept(*args: object) -> int:
+    """Of no number."""
+    return len(args)
+
+
+# For the figures of a quiet machine
+
+
+async def hold() -> None:
+    """Until its worker is killed."""
+    os.write(1, f"holds {os.getpid()}\n".encode())
+    await asyncio.Event().wait()
+
+
+def served() -> int:
+    return time.monotonic_ns()

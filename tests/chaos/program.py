@@ -1,0 +1,181 @@
+"""The program under test: python -m tests.chaos.program STORY ARGUMENTS. It tells its story on standard output."""
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import percore
+from tests.chaos import calls
+from tests.chaos.load import LIMIT, Load
+from tests.e2e.fault_programs import fds, run, say
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+CALLS_A_ROUND = 20_000
+
+
+def _settings(decide: random.Random) -> dict[str, Any]:
+    """Options of a round's runner."""
+    return {
+        "workers": decide.choices([1, 2, 3], [2, 5, 3])[0],
+        "threads": decide.choice([1, 2, 4]),
+        "concurrency": decide.choice([2, 20, 100]),
+        "max_tasks_per_worker": decide.choice([None, None, 30, 500]),
+        "max_pending": decide.choice([None, None, 100]),
+        "per_key": decide.choice([None, 1, 3]),
+        "contextvars": decide.choice([(), (calls.NUMBER,)]),
+        "kill_after": 2.0,
+    }
+
+
+CLOSINGS = ["in order", "in a while", "at once", "cancelled"]
+
+
+class Round:
+    """One runner, from its start to its end, and all its calls."""
+
+    def __init__(self, number: int, seed: str, folder: Path, method: Any) -> None:
+        decide = random.Random(f"{seed}/{number}")
+        self.number = number
+        self._settings = _settings(decide)
+        self._closing = decide.choice(CLOSINGS)
+        self._seconds = decide.random() / 5
+        self._folder = folder / str(number)
+        self._folder.mkdir()
+        self._settings["start_method"] = method
+        self._settings["lifespan"] = partial(calls.serving, str(self._folder), self._settings["per_key"])
+        self._load_seed = f"{seed}/{number}/load"
+        self._wrong: list[str] = []
+
+    async def run(self, is_over: Callable[[], bool]) -> dict[str, Any]:
+        """All of it: what there is to tell in the end."""
+        before = _things()
+        runner = await self._start()
+        load = Load(runner, self._load_seed, self._folder, 120)
+        telling = asyncio.create_task(_tell_progress(load, runner))
+        await load.feed(CALLS_A_ROUND, is_over)
+        await self._serves(runner)
+        for _ in range(60):  # to be closed over
+            load.submit()
+        load.is_closing = True
+        await self._close(runner)
+        hung = len(load.pending)  # each of them must be done now
+        if load.tasks:
+            await asyncio.wait(load.tasks, timeout=LIMIT)
+        telling.cancel()
+        await asyncio.wait([telling])
+        hung = max(hung, load.end())
+        slots = runner._shared.arena.in_use
+        settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
+        story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
+        del runner, load, telling
+        left = [f"{count} more {thing}" for thing, count in _more(before, _things()).items()]
+        left += [f"{slots} slots of the arena"] if slots else []
+        return {**story, "left": left, "wrong": self._wrong}
+
+    async def _start(self) -> percore.Runner:
+        """A worker may be killed before it is ready: then the start fails, as it must in a first start, and is made once more."""
+        while True:
+            runner = percore.Runner(**self._settings)
+            try:
+                async with asyncio.timeout(LIMIT):
+                    await runner.start()
+            except percore.StartupFailed:
+                continue
+            return runner
+
+    async def _serves(self, runner: percore.Runner) -> None:
+        """Whatever has happened."""
+        async with asyncio.timeout(LIMIT):
+            if await runner.options(retries=1000).map(calls.accept, range(100)) != [1] * 100:
+                self._wrong.append("after the faults it gave wrong results")
+
+    async def _close(self, runner: percore.Runner) -> None:
+        grace = {"in order": None, "in a while": self._seconds}.get(self._closing, 0.0)
+        closing = asyncio.create_task(runner.aclose(grace=grace))
+        if self._closing == "cancelled":
+            await asyncio.sleep(self._seconds / 10)
+            closing.cancel()
+        async with asyncio.timeout(LIMIT):
+            with contextlib.suppress(asyncio.CancelledError):
+                await closing
+
+
+async def _tell_progress(load: Load, runner: percore.Runner) -> None:
+    """Once a second, that the judge knows a standstill."""
+    while True:
+        say("progress", load.ended)
+        await asyncio.sleep(1)
+        if not load.is_closing:
+            runner.statistics()
+
+
+def _things() -> dict[str, int]:
+    """What a runner must not leave behind, by kind."""
+    counts = {f"thread {thread.name}": 1 for thread in threading.enumerate()}
+    for task in asyncio.all_tasks():
+        name = f"task {task.get_name()}"
+        counts[name] = counts.get(name, 0) + 1
+    for target in fds():
+        name = f"descriptor of {target.partition(':[')[0]}"
+        counts[name] = counts.get(name, 0) + 1
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    counts["mapping of a memfd"] = maps.count("/memfd:")
+    return counts
+
+
+def _more(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {thing: count - before.get(thing, 0) for thing, count in now.items() if count > before.get(thing, 0)}
+
+
+async def _rounds(seed: str, folder: Path, control: str, method: str) -> None:
+    loop = asyncio.get_running_loop()
+    loop.slow_callback_duration = 60  # the pickling of megabytes is the load, not a fault
+    over = asyncio.Event()
+    with open(control, "rb", buffering=0) as file:
+        loop.add_reader(file, over.set)
+        number = 0
+        while not over.is_set():
+            number += 1
+            say("begins", number)
+            say("round", await Round(number, seed, folder, method).run(over.is_set))
+        loop.remove_reader(file)
+
+
+def chaos(loop: str, method: str, seed: str, folder: str, control: str) -> None:
+    """Rounds until `control` can be read, or ends."""
+    logging.getLogger("percore").setLevel(logging.ERROR)
+    run(loop, _rounds(seed, Path(folder), control, method))
+    say("over")
+
+
+async def _quietly(times: int) -> None:
+    async with percore.Runner(1) as runner:
+        for _ in range(times):
+            with contextlib.suppress(percore.WorkerDied):
+                await runner.run(calls.hold)
+            failed = time.monotonic_ns()
+            say("failed", [failed, await runner.run(calls.served)])
+
+
+def quiet(loop: str, times: str) -> None:
+    """Nothing but one call; its worker is killed, again and again."""
+    logging.getLogger("percore").setLevel(logging.ERROR)
+    run(loop, _quietly(int(times)))
+    say("over")
+
+
+if __name__ == "__main__":
+    os.environ.pop("PERCORE_POINTS", None)
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,198 @@
+"""What waits of a map: runs cut, put back, merged and dropped; no item lost, none twice, each in its place."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from percore._core.batches import Batches, Run
+from percore._core.flow import Cost
+
+FRAME = 65_536
+
+
+def body(number: int) -> str:
+    return f"item {number}"
+
+
+def run_of(start: int, count: int, *, is_bare: bool = True, weight: int = 16) -> Run:
+    return Run(start, [body(number) for number in range(start, start + count)], is_bare, weight)
+
+
+def numbers(run: Run) -> list[int]:
+    """The numbers of a run's items, each of which has its own body."""
+    found = list(range(run.start, run.start + len(run.bodies)))
+    assert run.bodies == [body(number) for number in found]
+    return found
+
+
+class BatchesMachine(RuleBasedStateMachine):
+    """Compares with sorted numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: Batches[Run] = Batches(lambda run: run)
+        self.waiting: list[int] = []
+        self.sort: dict[int, tuple[bool, int]] = {}
+        """Of every item: whether it is bare, and its weight at least."""
+        self.taken: list[Run] = []
+        self.end = 0
+
+    @rule(count=st.integers(1, 300), is_bare=st.booleans(), weight=st.sampled_from([0, 16, 1000, 20_000, 10**6]))
+    def append(self, count: int, is_bare: bool, weight: int) -> None:
+        self.batches.append(run_of(self.end, count, is_bare=is_bare, weight=weight))
+        added = range(self.end, self.end + count)
+        self.sort.update(dict.fromkeys(added, (is_bare, weight)))
+        self.waiting += added
+        self.end += count
+
+    @rule(count=st.integers(1, 10), seconds=st.sampled_from([1e-7, 1e-5, 1e-4, 1.0]))
+    def measure(self, count: int, seconds: float) -> None:
+        self.batches.cost.measured(count, count * seconds)
+
+    @precondition(lambda self: self.waiting)
+    @rule(workers=st.integers(1, 8))
+    def pop(self, workers: int) -> None:
+        most = self.batches.cost.batch(len(self.waiting), workers)
+        run = self.batches.pop(workers)
+        count = len(run.bodies)
+        assert 1 <= count <= most
+        assert numbers(run) == self.waiting[:count]  # the first ones, in order
+        for number in numbers(run):
+            is_bare, weight = self.sort[number]
+            assert run.is_bare is is_bare
+            assert run.weight >= weight
+        assert count == 1 or count * run.weight <= FRAME
+        del self.waiting[:count]
+        self.taken.append(run)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        """The last items of a batch come back, as when it was recalled or its worker has died."""
+        run = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        begun = data.draw(st.integers(0, len(run.bodies) - 1))
+        back = run._replace(start=run.start + begun, bodies=run.bodies[begun:])
+        self.batches.put_back(back)
+        self.waiting = sorted([*self.waiting, *numbers(back)])
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """A map has failed at some item: what comes behind that is wanted no more, wherever it is."""
+        number = data.draw(st.integers(0, self.end))
+        self.batches.drop_from(number)
+        self.waiting = [waiting for waiting in self.waiting if waiting < number]
+        self.taken = [run for run in self.taken if run.start < number]
+
+    @invariant()
+    def it_knows_how_many(self) -> None:
+        assert len(self.batches) == len(self.waiting)
+        assert bool(self.batches) is bool(self.waiting)
+
+    def teardown(self) -> None:
+        left: list[int] = []
+        while self.batches:
+            left += numbers(self.batches.pop(1))
+        assert left == self.waiting
+
+
+TestBatches = BatchesMachine.TestCase
+TestBatches.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def batches_of(*runs: Run, seconds: float = 1e-6, cost: Cost | None = None) -> Batches[Run]:
+    batches: Batches[Run] = Batches(lambda run: run, cost)
+    batches.cost.measured(1, seconds)
+    for run in runs:
+        batches.append(run)
+    return batches
+
+
+def popped(batches: Batches[Run], workers: int = 1) -> list[list[int]]:
+    found = []
+    while batches:
+        found.append(numbers(batches.pop(workers)))
+    return found
+
+
+def test_what_is_appended_piece_by_piece_is_one_batch() -> None:
+    assert popped(batches_of(*(run_of(number, 1) for number in range(100)))) == [list(range(100))]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (run_of(0, 5), run_of(5, 5, is_bare=False)),
+        (run_of(0, 5, is_bare=False), run_of(5, 5)),
+        (run_of(0, 5), run_of(6, 5)),
+    ],
+    ids=["bodies", "bare", "gap"],
+)
+def test_what_does_not_belong_together_is_never_one_batch(one: Run, other: Run) -> None:
+    batches = batches_of(one, other)
+    assert len(batches) == 10
+    assert popped(batches) == [numbers(one), numbers(other)]
+
+
+def test_a_batch_is_made_of_its_run() -> None:
+    made: list[Any] = []
+    batches: Batches[str] = Batches(lambda run: made.append(run) or "made")  # type: ignore[func-returns-value]
+    batches.append(run_of(3, 1))
+    assert batches.pop(1) == "made"
+    assert made == [run_of(3, 1)]
+
+
+def test_without_a_measurement_items_go_one_by_one() -> None:
+    batches: Batches[Run] = Batches(lambda run: run)
+    batches.append(run_of(0, 3))
+    assert popped(batches) == [[0], [1], [2]]
+
+
+def test_what_is_known_of_a_function_is_used_and_kept() -> None:
+    cost = Cost()
+    cost.measured(1, 1e-4)
+    batches: Batches[Run] = Batches(lambda run: run, cost)
+    assert batches.cost is cost
+    batches.append(run_of(0, 100))
+    assert len(batches.pop(1).bodies) == 10
+
+
+@pytest.mark.parametrize(
+    ("weight", "count"), [(0, 100), (16, 100), (655, 100), (656, 99), (FRAME // 2, 2), (FRAME, 1), (1 << 30, 1)]
+)
+def test_a_batch_fits_a_frame(weight: int, count: int) -> None:
+    assert len(batches_of(run_of(0, 100, weight=weight)).pop(1).bodies) == count
+
+
+def test_the_heaviest_item_of_a_run_counts() -> None:
+    batches = batches_of(run_of(0, 50, weight=16), run_of(50, 1, weight=FRAME // 4), run_of(51, 50, weight=16))
+    assert popped(batches)[0] == [0, 1, 2, 3]
+
+
+def test_what_comes_back_goes_before_all_later_ones() -> None:
+    batches = batches_of(run_of(0, 60), seconds=1e-4)
+    first, second, third = (batches.pop(1) for _ in range(3))
+    assert [numbers(run)[0] for run in (first, second, third)] == [0, 10, 20]
+    for run in (third, first, second):  # in whatever order their workers tell
+        batches.put_back(run)
+    assert [item for run in popped(batches) for item in run] == list(range(60))
+
+
+def test_a_batch_that_was_cut_does_not_change_with_what_is_appended() -> None:
+    batches = batches_of(run_of(0, 5))
+    run = batches.pop(1)
+    batches.put_back(run)
+    kept = batches.pop(1)
+    batches.append(run_of(5, 5))
+    batches.append(run_of(10, 5))
+    assert numbers(kept) == list(range(5))
+
+
+@pytest.mark.parametrize(("number", "left"), [(0, 0), (1, 1), (5, 5), (7, 6), (8, 7), (100, 10)])
+def test_what_is_dropped_is_dropped_from_every_run(number: int, left: int) -> None:
+    batches = batches_of(run_of(0, 6), run_of(7, 4))
+    batches.drop_from(number)
+    assert len(batches) == left
+    assert [item for run in popped(batches) for item in run] == [item for item in (0, 1, 2, 3, 4, 5, 7, 8, 9, 10) if item < number]
