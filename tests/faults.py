@@ -51,9 +51,20 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Watch nobody any more."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+
+    def send(self, pid: int, signum: int) -> bool:
+        """Send a signal to one of them, and to nobody else who may have its number by now. False: it is gone."""
+        with contextlib.suppress(KeyError, ProcessLookupError):
+            signal.pidfd_send_signal(self._fds[pid], signum)
+            return True
+        return False
 
     def wait_gone(self, seconds: float) -> list[int]:
         """Pids that are alive after so many seconds."""
@@ -80,11 +91,19 @@ class Watch:
 class Program:
     """A program under test: `python -m tests.e2e.fault_programs STORY ARGUMENTS`."""
 
-    def __init__(self, *arguments: str, stderr: Path, terminal: int | None = None, points: str = "", dev: bool = False) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        stderr: Path,
+        terminal: int | None = None,
+        points: str = "",
+        dev: bool = False,
+        module: str = "tests.e2e.fault_programs",
+    ) -> None:
         """`terminal`: the program's side of a pseudo-terminal, to be its controlling one."""
         self.stderr_path = stderr
         self._buffer = b""
-        command = [sys.executable, *(["-X", "dev", "-W", "error"] if dev else []), "-m", "tests.e2e.fault_programs", *arguments]
+        command = [sys.executable, *(["-X", "dev", "-W", "error"] if dev else []), "-m", module, *arguments]
         if terminal is not None:
             command = [sys.executable, "-I", "-S", "-c", _ON_TERMINAL, *command]
         with open(stderr, "wb") as error:
@@ -122,12 +141,19 @@ class Program:
 
     def line(self, seconds: float = LIMIT) -> str:
         """The next line of its standard output, "" at the end of it."""
+        line = self.next_line(seconds)
+        if line is None:
+            self.hangs(f"it said nothing for {seconds:g} s")
+        return line or ""
+
+    def next_line(self, seconds: float) -> str | None:
+        """As `line`; None: there is none within so many seconds."""
         deadline = time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
         while b"\n" not in self._buffer:
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                self.hangs(f"it said nothing for {seconds:g} s")
+                return None
             data = os.read(self._out, 65536)
             if not data:
                 return ""

@@ -3,42 +3,76 @@
     if POINTS:
         point("worker.outcome.published")
 
-POINTS is False unless PERCORE_POINTS is set, so a place costs one global look-up. The variable lists
-`name=action@n#index.generation`: at the n-th passing (default: the first) of that place (in that worker only, when given) do the
-action. It is read once, at import; the environment carries it to the workers.
+POINTS is False unless PERCORE_POINTS is set, so a place costs one global look-up. A plan for a place reads
+`action@n#index.generation~state!`: do the action at the n-th passing (default: the first), in that worker only, counting only
+passings in that state, and with `!` not before the gate opens; all but the action may be left out. PERCORE_POINTS is either
+
+    name=plan,name=plan     read once, at import. The environment carries it to the workers; every process carries out all of it.
+    /folder                 in which each plan is a file, called as its place and looked for at each passing: plans can be made while
+                            everything runs. Whoever carries a plan out takes the file away, so that happens once, and first says
+                            so with a line in the FIFO `hits`. The gate is the FIFO `gate`: a byte in it lets one through.
 """
 
+import faulthandler
 import os
 import signal
+from collections.abc import Callable
+from threading import get_ident
 from typing import NamedTuple
 
-POINTS = bool(os.environ.get("PERCORE_POINTS"))
+_PLANNED = os.environ.get("PERCORE_POINTS", "")
+_FOLDER = _PLANNED if _PLANNED.startswith("/") else ""
+
+POINTS = bool(_PLANNED)
+
+observe: Callable[[], str] = str
+"""Says which states this process is in, as words. Tests put theirs here."""
 
 
 class Plan(NamedTuple):
     action: str
     nth: int
     worker: str
+    state: str = ""
+    has_gate: bool = False
 
 
 _here = ""
 _passed: dict[str, int] = {}
+_known: dict[str, str] = {}
 
 
 def _parse(text: str) -> dict[str, Plan]:
     plans = {}
     for entry in filter(None, text.split(",")):
         name, _, rest = entry.partition("=")
-        rest, _, worker = rest.partition("#")
-        action, _, nth = rest.partition("@")
-        if action not in _ACTIONS:
-            raise ValueError(f"PERCORE_POINTS: {entry!r} asks for {action!r}; known are: {', '.join(_ACTIONS)}")
-        plans[name] = Plan(action, int(nth or 1), worker)
+        plans[name] = _plan(rest, entry)
     return plans
+
+
+def _plan(text: str, entry: str) -> Plan:
+    rest, gate, _ = text.partition("!")
+    rest, _, state = rest.partition("~")
+    rest, _, worker = rest.partition("#")
+    action, _, nth = rest.partition("@")
+    if action not in _ACTIONS:
+        raise ValueError(f"PERCORE_POINTS: {entry!r} asks for {action!r}; known are: {', '.join(_ACTIONS)}")
+    return Plan(action, int(nth or 1), worker, state, bool(gate))
 
 
 def _signal(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
+
+
+def _fault(number: signal.Signals) -> None:
+    faulthandler.disable()  # would print a report of what is meant
+    signal.pthread_kill(get_ident(), number)  # this very thread: sent to the process, it would arrive some steps later
+
+
+def _exit_by_libc() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).exit(0)
 
 
 def _interrupt() -> None:
@@ -49,18 +83,21 @@ def _fail() -> None:
     raise OSError("failed on purpose by PERCORE_POINTS")
 
 
-_ACTIONS = {
+_ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: _signal(signal.SIGKILL),
-    "segv": lambda: _signal(signal.SIGSEGV),
-    "abrt": lambda: _signal(signal.SIGABRT),
-    "bus": lambda: _signal(signal.SIGBUS),
+    "segv": lambda: _fault(signal.SIGSEGV),
+    "abrt": lambda: _fault(signal.SIGABRT),
+    "bus": lambda: _fault(signal.SIGBUS),
     "stop": lambda: _signal(signal.SIGSTOP),
+    "term": lambda: _signal(signal.SIGTERM),
     "exit": lambda: os._exit(0),
+    "libcexit": _exit_by_libc,
     "interrupt": _interrupt,
     "fail": _fail,
+    "tell": lambda: None,
 }
 
-_plans = _parse(os.environ.get("PERCORE_POINTS", ""))
+_plans = _parse("" if _FOLDER else _PLANNED)
 
 
 def this_is_worker(index: int, generation: int) -> None:
@@ -70,10 +107,39 @@ def this_is_worker(index: int, generation: int) -> None:
 
 
 def point(name: str) -> None:
-    """Pass the place `name`: do what PERCORE_POINTS planned for it, if anything."""
-    plan = _plans.get(name)
+    """Pass the place `name`: do what is planned for it, if anything."""
+    plan = _look_up(name) if _FOLDER else _plans.get(name)
     if plan is None or (plan.worker and plan.worker != _here):
         return
+    states = observe() if plan.state or _FOLDER else ""
+    if plan.state and plan.state not in states.split():
+        return
     passed = _passed[name] = _passed.get(name, 0) + 1
-    if passed == plan.nth:
+    if passed == plan.nth and (not _FOLDER or _is_ours(name, plan, states)):
         _ACTIONS[plan.action]()
+
+
+def _look_up(name: str) -> Plan | None:
+    try:
+        with open(f"{_FOLDER}/{name}", encoding="ascii") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    if _known.get(name) != text:
+        _known[name] = text
+        _passed[name] = 0
+    return _plan(text, f"{name}={text}")
+
+
+def _is_ours(name: str, plan: Plan, states: str) -> bool:
+    """Take the plan, which another process may have done before, say so, and wait at the gate."""
+    try:
+        os.unlink(f"{_FOLDER}/{name}")
+    except FileNotFoundError:
+        return False
+    with open(f"{_FOLDER}/hits", "wb", buffering=0) as hits:
+        hits.write(f"{name} {plan.action} {plan.nth} {_here or '-'} {os.getpid()} {states}".rstrip().encode() + b"\n")
+    if plan.has_gate:
+        with open(f"{_FOLDER}/gate", "rb", buffering=0) as gate:
+            gate.read(1)
+    return True

@@ -15,6 +15,7 @@ from percore._errors import RunnerClosed
 from percore._member import Member, Turn
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
+from percore._points import POINTS, point
 
 if TYPE_CHECKING:
     import asyncio
@@ -102,6 +103,8 @@ class Pool:
             lambda error: self._kill(member, f"its channel broke: {error!r}"),
             supervisor.advance,
         )
+        if POINTS:
+            point("supervisor.worker.started")
 
     def _late(self, member: Member) -> None:
         member.late = None
@@ -115,6 +118,8 @@ class Pool:
             return
         member.stop_timer()
         self._supervisor.dispatch.seat(member)
+        if POINTS:
+            point("supervisor.worker.ready")
         if slot.next is member:
             old, slot.current, slot.next = slot.current, member, None
             if old is not None:
@@ -157,6 +162,8 @@ class Pool:
         """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
         member.life.advance(Event.DRAIN)
         self._supervisor.dispatch.unseat(member)
+        if POINTS:
+            point("supervisor.worker.draining")
         if slot.current is not member or self._supervisor.is_closing:
             return
         slot.current, slot.next = slot.next, None
@@ -178,6 +185,8 @@ class Pool:
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
         """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
+        if POINTS:
+            point("supervisor.worker.exited")
         try:
             member.worker.channel.receive()
         finally:  # a KeyboardInterrupt there goes on, and must not leave calls of a dead worker behind
@@ -194,6 +203,8 @@ class Pool:
         slot.failed += member.failed
         slot.retried += member.retried
         member.worker.close()
+        if POINTS:
+            point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
             log = logger.debug if self._supervisor.is_closing else logger.warning
             log("worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))

@@ -253,6 +253,8 @@ class Supervisor:
         body, call.body = call.body, ()
         if type(body) is int:
             self.arena.discard(body)
+            if POINTS:
+                point("supervisor.call.released")
 
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""

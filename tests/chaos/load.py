@@ -147,7 +147,7 @@ class Load:
             future: asyncio.Future[Any] = context.run(submit, wish.fn, uuid, *wish.args)
         except (percore.RunnerClosed, percore.RunnerFull) as error:
             self.note(uuid, kind, 0, words_of(error))
-            self._room.release()
+            asyncio.get_running_loop().call_later(0.01, self._room.release)  # what is under way has to end, in this very loop
             return
         attempts = wish.options.get("retries", 0) + 1
         cancelling: list[int] = []
@@ -211,6 +211,7 @@ class Mapping:
         self._uuids = range(first, first + decide.randint(1, most))
         self._pulled = self._given = 0
         self._told: set[int] = set()
+        self._input_ended = asyncio.Event()
         load.last = self._uuids[-1]
 
     async def run(self) -> None:
@@ -218,9 +219,7 @@ class Mapping:
         is_over = False
         try:
             is_over = await getattr(self, f"_{self._shape}")()
-        except percore.PercoreError as error:
-            self._fail(error)
-        except LookupError as error:
+        except (percore.PercoreError, LookupError) as error:
             self._fail(error)
         for place, uuid in enumerate(self._uuids):
             if place >= self._pulled:
@@ -242,9 +241,12 @@ class Mapping:
         return self._pull_slowly() if self._decide.random() < 0.2 else self._pull()
 
     def _pull(self) -> Iterator[Any]:
-        for uuid in self._uuids:
-            self._pulled += 1
-            yield (uuid, bytes(uuid % 200)) if self._fn is calls.tiny_pair else uuid
+        try:
+            for uuid in self._uuids:
+                self._pulled += 1
+                yield (uuid, bytes(uuid % 200)) if self._fn is calls.tiny_pair else uuid
+        finally:
+            self._input_ended.set()
 
     async def _pull_slowly(self) -> AsyncIterator[Any]:
         for value in self._pull():
@@ -257,7 +259,7 @@ class Mapping:
         verbs = runner.options(**self._options) if self._options else runner
         if self._decide.random() < 0.2:
             how["window"] = self._decide.choice([1, 10, 200])
-        if self._fn is calls.tiny_pair and not how.pop("pairs", False):
+        if self._fn is calls.tiny_pair:
             return verbs.starmap(self._fn, self._inputs(), **how, **self._how)
         if self._shape == "pairs":
             return verbs.map_items(self._fn, self._inputs(), **how, **self._how)
@@ -296,11 +298,13 @@ class Mapping:
         return False
 
     async def _collected(self) -> bool:
-        """Nobody closes it: it is collected, half used."""
+        """Nobody closes it: it is collected, half used, and closes its input."""
         values = aiter(self._map())
         self._give(await anext(values))
         del values
         gc.collect(0)
+        async with asyncio.timeout(LIMIT):
+            await self._input_ended.wait()
         return False
 
     async def _cancelled(self) -> bool:

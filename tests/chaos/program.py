@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -107,9 +108,11 @@ class Round:
         if self._closing == "cancelled":
             await asyncio.sleep(self._seconds / 10)
             closing.cancel()
-        async with asyncio.timeout(LIMIT):
-            with contextlib.suppress(asyncio.CancelledError):
-                await closing
+        done, _ = await asyncio.wait([closing], timeout=LIMIT)
+        if not done:
+            raise TimeoutError(f"it did not close within {LIMIT:g} s")
+        if not closing.cancelled():
+            closing.result()
 
 
 async def _tell_progress(load: Load, runner: percore.Runner) -> None:
@@ -128,7 +131,7 @@ def _things() -> dict[str, int]:
         name = f"task {task.get_name()}"
         counts[name] = counts.get(name, 0) + 1
     for target in fds():
-        name = f"descriptor of {target.partition(':[')[0]}"
+        name = "descriptor of " + re.sub(r"\d+", "N", target)
         counts[name] = counts.get(name, 0) + 1
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     counts["mapping of a memfd"] = maps.count("/memfd:")

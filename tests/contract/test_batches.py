@@ -210,9 +210,7 @@ async def test_an_error_cancels_what_is_behind_it_while_a_stream_gives_what_is_b
             await anext(stream)
 
 
-async def test_cancelling_a_map_takes_unbegun_items_of_a_batch_back(
-    make: MakeRunner, sixteen: None, log: Log, gate: Gate
-) -> None:
+async def test_cancelling_a_map_takes_unbegun_items_of_a_batch_back(make: MakeRunner, sixteen: None, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         task = await _started(runner, _map(runner, "bare", jobs.wait_at, (log.path, gate.path, 20)))
         await log.take(21)

@@ -5,12 +5,13 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from percore._calls import Call, Function
+from percore._core.dispatch import Dispatch
 from percore._ipc import doorbell
 from percore._ipc.channel import MAX_FRAME, RING_SIZE, Channel
 from percore._ipc.codec import encode
@@ -648,11 +649,12 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.
     slots = pair.up.channel.outgoing
     taken = take_all(slots) if waits else []
-    member = Member(0, 1, 4, Turn(asyncio.get_running_loop()))
+    member = Member(0, 1, Dispatch(2, 1), Turn(asyncio.get_running_loop()))
     member.attach(SimpleNamespace(channel=pair.up.channel))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)
     call.kind = Kind.TASK
+    call.key = call.plan = None
     body: Any = b"x" * 200_000
     call.body = body
     member.send(call)
@@ -738,16 +740,28 @@ async def test_a_thread_that_sends_just_before_the_lock_is_let_go_loses_nothing(
     assert await pair.up.receive(2) == [(1, 8, None), (1, 7, None)]
 
 
-async def test_the_loop_that_finds_the_lock_taken_tries_again(pair: Pair) -> None:
-    # 1. a thread publishes; 2. the loop wants to tell what it has read, and cannot; 3. it tries in its next turn.
-    pair.up.channel.send(1, 1, None)
-    pair.down.channel.receive()
-    lock = pair.down.channel._lock
-    assert lock.acquire(blocking=False)
-    pair.down.channel._ring_alone()
-    await turns()
-    assert pair.up.is_behind()
-    lock.release()
+async def test_the_loop_that_finds_the_lock_taken_leaves_its_ring_to_whoever_has_it(pair: Pair) -> None:
+    # 1. a thread publishes; 2. the loop wants to tell what it has read, and cannot; 3. the thread lets go of the lock, and rings.
+    channel = pair.down.channel
+    bell, rings = channel._bell, 0
+
+    class Interrupted:
+        read = bell.read
+
+        def ring(self, published: int, consumed: int) -> bool:
+            nonlocal rings
+            rings += 1
+            if rings == 1:
+                pair.up.channel.send(1, 1, None)
+                channel.receive()
+                channel._ring_alone()
+                assert rings == 1
+            return bell.ring(published, consumed)
+
+    channel._bell = cast("Bell", Interrupted())
+    channel.send_from_thread(1, 2, None)
+    channel._bell = bell
+    assert rings == 2
     await until(lambda: not pair.up.is_behind())
 
 

@@ -1,5 +1,6 @@
 """How much of a map is on its way: windows in items and in bytes, and what a batch is worth."""
 
+import random
 import sys
 from collections import deque
 from typing import Any
@@ -227,7 +228,7 @@ def test_when_nothing_is_under_way_any_space_will_do() -> None:
 
 
 @given(
-    data=st.data(),
+    seed=st.integers(0, 1 << 32),
     exact=st.one_of(st.none(), st.integers(1, 100)),
     room=st.integers(0, 2000),
     most=st.sampled_from([1, 5, 200, MOST]),
@@ -237,7 +238,7 @@ def test_when_nothing_is_under_way_any_space_will_do() -> None:
     is_list=st.booleans(),
 )
 def test_who_pulls_is_always_woken_again(  # noqa: PLR0917  # given by name
-    data: st.DataObject,
+    seed: int,
     exact: int | None,
     room: int,
     most: int,
@@ -247,6 +248,7 @@ def test_who_pulls_is_always_woken_again(  # noqa: PLR0917  # given by name
     is_list: bool,
 ) -> None:
     """A map as it runs: it pulls until there is no space and is woken only when `is_worth_a_pull` says so."""
+    numbers = random.Random(seed)
     window = Window(exact, room, most)
     now = 0.0
     under_way = 0
@@ -256,14 +258,14 @@ def test_who_pulls_is_always_woken_again(  # noqa: PLR0917  # given by name
         while not is_asleep and window.pulled < items:
             space = window.space()
             assert space <= window.limit
-            count = min(space, items - window.pulled, data.draw(st.integers(1, 64)))
+            count = min(space, items - window.pulled, numbers.randint(1, 64))
             window.pull(count, count * arguments)
             under_way += count
             is_asleep = space == 0
         assert under_way or waiting, "nothing is on its way, and nobody will wake whoever pulls"
-        now += data.draw(st.sampled_from([0.0, 0.001, 0.1]))
-        if under_way and (not waiting or data.draw(st.booleans())):
-            count = min(under_way, data.draw(st.integers(1, 64)))
+        now += numbers.choice([0.0, 0.001, 0.1])
+        if under_way and (not waiting or numbers.random() < 0.5):
+            count = min(under_way, numbers.randint(1, 64))
             size = results[window.ended % len(results)]
             window.end(count, count * arguments, count * size, now)
             under_way -= count

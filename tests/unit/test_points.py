@@ -1,7 +1,12 @@
 """The places where tests strike: what PERCORE_POINTS means. Nothing here ends the process that runs it."""
 
+import faulthandler
 import os
+import re
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +46,8 @@ def test_off_unless_asked_for() -> None:
         ("worker.ready=stop#0.1", {"worker.ready": Plan("stop", 1, "0.1")}),
         ("worker.ready=exit@2#10.12", {"worker.ready": Plan("exit", 2, "10.12")}),
         ("a=fail,b=interrupt@5,", {"a": Plan("fail", 1, ""), "b": Plan("interrupt", 5, "")}),
+        ("a=kill@2~full,b=kill!", {"a": Plan("kill", 2, "", "full"), "b": Plan("kill", 1, "", "", has_gate=True)}),
+        ("a=libcexit@2#0.1~busy!", {"a": Plan("libcexit", 2, "0.1", "busy", has_gate=True)}),
     ],
 )
 def test_the_language(text: str, planned: dict[str, Plan]) -> None:
@@ -49,7 +56,7 @@ def test_the_language(text: str, planned: dict[str, Plan]) -> None:
 
 @pytest.mark.parametrize("text", ["worker.ready", "worker.ready=", "worker.ready=explode", "a=kill,b=@2"])
 def test_an_unknown_action_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match=r"PERCORE_POINTS: .* known are: kill, segv, abrt, bus, stop, exit, interrupt, fail"):
+    with pytest.raises(ValueError, match=r"PERCORE_POINTS: .* known are: kill, segv, abrt, bus, stop, term, exit, libcexit, .*fail"):
         _parse(text)
 
 
@@ -106,10 +113,8 @@ def test_the_actions_that_raise() -> None:
     ("name", "number"),
     [
         ("kill", signal.SIGKILL),
-        ("segv", signal.SIGSEGV),
-        ("abrt", signal.SIGABRT),
-        ("bus", signal.SIGBUS),
         ("stop", signal.SIGSTOP),
+        ("term", signal.SIGTERM),
     ],
 )
 def test_the_actions_that_signal(monkeypatch: pytest.MonkeyPatch, name: str, number: signal.Signals) -> None:
@@ -119,8 +124,108 @@ def test_the_actions_that_signal(monkeypatch: pytest.MonkeyPatch, name: str, num
     assert sent == [(os.getpid(), number)]
 
 
+@pytest.mark.parametrize(("name", "number"), [("segv", signal.SIGSEGV), ("abrt", signal.SIGABRT), ("bus", signal.SIGBUS)])
+def test_the_actions_that_crash_do_so_in_their_thread(monkeypatch: pytest.MonkeyPatch, name: str, number: signal.Signals) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, signum: sent.append((thread, signum)))
+    monkeypatch.setattr(faulthandler, "disable", lambda: sent.append((0, 0)))
+    _points._ACTIONS[name]()
+    assert sent == [(0, 0), (threading.get_ident(), number)]
+
+
 def test_exit_is_at_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     _points._ACTIONS["exit"]()
     assert codes == [0]
+
+
+# Plans in a folder
+
+
+@pytest.fixture
+def folder(done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(_points, "_FOLDER", str(tmp_path))
+    monkeypatch.setattr(_points, "_known", {})
+    monkeypatch.setattr(_points, "observe", str)
+    os.mkfifo(tmp_path / "hits")
+    os.mkfifo(tmp_path / "gate")
+    yield tmp_path
+    _points.observe = str
+
+
+@pytest.fixture
+def hits(folder: Path) -> Iterator[Callable[[], list[str]]]:
+    fd = os.open(folder / "hits", os.O_RDWR | os.O_NONBLOCK)
+
+    def lines() -> list[str]:
+        try:
+            return os.read(fd, 65536).decode().splitlines()
+        except BlockingIOError:
+            return []
+
+    yield lines
+    os.close(fd)
+
+
+def test_a_plan_in_the_folder_is_carried_out_once_and_told(done: list[str], folder: Path, hits: Callable[[], list[str]]) -> None:
+    point("worker.ready")
+    (folder / "worker.ready").write_text("kill@2")
+    this_is_worker(1, 3)
+    for _ in range(4):
+        point("worker.ready")
+    assert done == ["kill"]
+    assert hits() == [f"worker.ready kill 2 1.3 {os.getpid()}"]
+    assert not (folder / "worker.ready").exists()
+
+
+def test_a_new_plan_counts_anew(done: list[str], folder: Path, hits: Callable[[], list[str]]) -> None:
+    (folder / "a").write_text("kill@3")
+    point("a")
+    point("a")
+    (folder / "a").write_text("exit@2")
+    point("a")
+    assert done == []
+    point("a")
+    assert done == ["exit"]
+    assert hits() == [f"a exit 2 - {os.getpid()}"]
+
+
+def test_what_another_process_has_done_is_done(
+    done: list[str], folder: Path, hits: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "a").write_text("kill")
+
+    def taken_meanwhile() -> str:
+        (folder / "a").unlink()
+        return ""
+
+    monkeypatch.setattr(_points, "observe", taken_meanwhile)
+    point("a")
+    assert (done, hits()) == ([], [])
+
+
+def test_only_passings_in_that_state_count(
+    done: list[str], folder: Path, hits: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["", "busy", "full busy", "busy", "fullest", "full"])
+    monkeypatch.setattr(_points, "observe", lambda: next(states))
+    (folder / "a").write_text("kill@2~full")
+    for _ in range(5):
+        point("a")
+    assert done == []
+    point("a")
+    assert done == ["kill"]
+    assert hits() == [f"a kill 2 - {os.getpid()} full"]
+
+
+def test_nothing_happens_before_the_gate_opens(done: list[str], folder: Path, hits: Callable[[], list[str]]) -> None:
+    (folder / "a").write_text("kill!")
+    thread = threading.Thread(target=point, args=("a",))
+    thread.start()
+    with open(folder / "gate", "wb", buffering=0) as gate:  # opens when the other side waits there
+        assert done == []
+        assert hits() == [f"a kill 1 - {os.getpid()}"]
+        gate.write(b".")
+        thread.join()
+    assert done == ["kill"]

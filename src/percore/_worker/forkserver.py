@@ -128,11 +128,15 @@ class ForkServer:
         self._poller.register(pidfd, select.POLLIN)
         if not _tell(child.report, BORN, child.pid, [pidfd]):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # nobody waits for it any more
+        if POINTS:
+            point("forkserver.born")
 
     def _on_exit(self, pidfd: int) -> None:
         self._poller.unregister(pidfd)
         child = self._children.pop(pidfd)
         _, status = os.waitpid(child.pid, 0)
+        if POINTS:
+            point("forkserver.reaped")
         _tell(child.report, EXITED, os.waitstatus_to_exitcode(status))
         child.report.close()
         _close((pidfd, child.lifeline))

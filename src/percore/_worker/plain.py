@@ -27,8 +27,6 @@ MARK_WORDS: Final = 3
 SPLIT_AFTER: Final = 0.002
 """Seconds that a batch may run before items of it are handed back: it was made to take one millisecond."""
 
-_KEEP_BYTES: Final = 32_768
-_MARSHAL: Final = 2
 
 Item = tuple[Function | None, Body, Terms | None]
 

@@ -88,7 +88,7 @@ class Server:
             DEFINE: self._define,
             UNDEFINE: self._undefine,
             CANCEL: self._cancel,
-            RELEASE: self._channel.outgoing.give,
+            RELEASE: self._release,
             RECALL: self._recall,
             FINISH: self._finish,
             ONCE_TASK: self._once_task,
@@ -172,6 +172,11 @@ class Server:
             task.cancel()
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
+
+    def _release(self, slot: int, used: int) -> None:
+        self._channel.outgoing.give(slot, used)
+        if POINTS:
+            point("worker.slot.released")
 
     def _recall(self, count: int, stay: tuple[int, ...]) -> None:
         self._plain.recall(count, stay)

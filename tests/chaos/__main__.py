@@ -1,0 +1,70 @@
+"""python -m tests.chaos: so many kills under load, and the figures. The exit code says whether anything happened that must not.
+
+    CHAOS_KILLS=1000   how many processes are killed (default 1000)
+    CHAOS_SEED=7       the decisions: which fault when, which call next (default: a new one, which is printed)
+
+Decisions come again with the seed; when exactly the system does what, does not.
+"""
+
+import os
+import sys
+import time
+
+import pytest
+
+from tests.chaos import history
+from tests.chaos.history import Verdict
+from tests.chaos.judge import quiet, trial, trials
+
+QUIET = 50
+
+
+def main() -> int:
+    kills = int(os.environ.get("CHAOS_KILLS") or 1000)
+    seed = os.environ.get("CHAOS_SEED") or str(int.from_bytes(os.urandom(3), "big"))
+    print(f"chaos: {kills} kills, CHAOS_SEED={seed}", flush=True)
+    began = time.monotonic()
+    total = Verdict()
+    for part, its_seed, count in trials(kills, seed):
+        at = time.monotonic()
+        try:
+            verdict = trial(part, its_seed, count)
+        except (pytest.fail.Exception, AssertionError) as error:
+            verdict = Verdict()
+            verdict.breach("hung", str(error))
+        print(f"  {part}: {sum(verdict.kills.values())} kills, {verdict.calls} calls, {time.monotonic() - at:.0f} s", flush=True)
+        total.add(verdict)
+    report(total, time.monotonic() - began)
+    for loop in ("asyncio", "uvloop"):
+        alone = quiet(loop, QUIET)
+        print(f"  quiet, {loop}: {QUIET} kills, detection {spread(alone.detection)}, recovery {spread(alone.recovery)}")
+    return 0 if total.is_clean else 1
+
+
+def report(total: Verdict, seconds: float) -> None:
+    """The figures."""
+    taken_along = total.kills.pop("with the fork server", 0)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in total.kills.most_common())
+    ends = ", ".join(f"{count} {name}" for name, count in total.outcomes.most_common())
+    print(f"  kills        {total.kills.total()} in {seconds:.0f} s: {by_kind}; {taken_along} more died with their fork server")
+    print(f"  calls        {total.calls} in {total.rounds} rounds: {ends}")
+    for breach in history.BREACHES:
+        print(f"  {breach:<12} {total.breaches[breach]}")
+    print(f"  blamed without having run: {total.unrun}")
+    print(f"  detection    {spread(total.detection)}")
+    print(f"  recovery     {spread(total.recovery)}")
+    for sentence in total.sentences:
+        print(f"! {sentence}")
+
+
+def spread(seconds: list[float]) -> str:
+    """A distribution in milliseconds."""
+    ordered = sorted(value * 1000 for value in seconds)
+    if not ordered:
+        return "not measured"
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.99))
+    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms (n={len(ordered)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Compares what ran (the ledger), what the program was told (its record) and what was killed, round by round.
+
+Nothing here believes percore: a round is judged from files and from what the judge did, when everybody in it is dead.
+"""
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tests.chaos import calls
+
+LEAST: Final = 5
+"""Sentences kept of each kind of breach."""
+
+
+class Kill(NamedTuple):
+    """What the judge did to one process. `index`: of a worker, -1 where it had not told."""
+
+    ns: int
+    kind: str
+    pid: int
+    index: int
+    generation: int
+
+
+class Entry(NamedTuple):
+    """A call has begun."""
+
+    uuid: int
+    pid: int
+    generation: int
+    ns: int
+
+
+class Outcome(NamedTuple):
+    """A call has ended."""
+
+    uuid: int
+    kind: str
+    attempts: int
+    ns: int
+    flags: str
+    words: list[str]
+
+
+@dataclass
+class Round:
+    """One runner's life.
+
+    Attributes:
+        told: what the program said in the end.
+        kills: what was done to its processes.
+        born: index and generation of each worker, by pid.
+    """
+
+    folder: Path
+    told: dict[str, Any] = field(default_factory=dict)
+    kills: list[Kill] = field(default_factory=list)
+    born: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def tell(self, story: str) -> None:
+        """What the program said in the end, in JSON."""
+        self.told = json.loads(story)
+
+    def entries(self) -> Iterator[Entry]:
+        """The ledger."""
+        path = self.folder / "ledger"
+        if path.exists():
+            with path.open(encoding="ascii") as file:
+                for line in file:
+                    yield Entry(*map(int, line.split()))
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """The record."""
+        with (self.folder / "outcomes").open(encoding="utf-8") as file:
+            for line in file:
+                uuid, kind, attempts, ns, flags, *words = line.split()
+                yield Outcome(int(uuid), kind, int(attempts), int(ns), flags, words)
+
+
+BREACHES: Final = ("lost", "twice", "hung", "wrong value", "left behind", "said on stderr")
+"""None of these may happen, ever."""
+
+
+@dataclass
+class Verdict:
+    """The figures of some rounds."""
+
+    breaches: Counter[str] = field(default_factory=Counter)
+    sentences: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    rounds: int = 0
+    unrun: int = 0
+    """Blamed without having run: they had begun, and died before their first statement."""
+    detection: list[float] = field(default_factory=list)
+    recovery: list[float] = field(default_factory=list)
+
+    def breach(self, kind: str, sentence: str, count: int = 1) -> None:
+        """Something that must not happen has happened."""
+        if self.breaches[kind] < LEAST:
+            self.sentences.append(f"{kind}: {sentence}")
+        self.breaches[kind] += count
+
+    def add(self, other: "Verdict") -> None:
+        """Take over another's figures."""
+        for mine, its in ((self.breaches, other.breaches), (self.outcomes, other.outcomes), (self.kills, other.kills)):
+            mine.update(its)
+        self.sentences += other.sentences
+        self.calls += other.calls
+        self.rounds += other.rounds
+        self.unrun += other.unrun
+        self.detection += other.detection
+        self.recovery += other.recovery
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing has happened that must not."""
+        return not any(self.breaches.values())
+
+
+def judge(one: Round) -> Verdict:
+    """Compare. What the program has seen of itself counts too."""
+    verdict = Verdict(rounds=1, calls=one.told["last"], kills=Counter(kill.kind for kill in one.kills))
+    where = f"round {one.told['round']} (closed {one.told['closing']}, {one.told['settings']})"
+    for left in one.told["left"]:
+        verdict.breach("left behind", f"{left} after {where}")
+    for wrong in one.told["wrong"]:
+        verdict.breach("wrong value", f"{wrong} in {where}")
+    if one.told["hung"]:
+        verdict.breach("hung", f"{one.told['hung']} calls had not ended at the end of {where}", one.told["hung"])
+    _Comparison(one, verdict, where).run()
+    return verdict
+
+
+class _Comparison:
+    """Of the files of one round."""
+
+    def __init__(self, one: Round, verdict: Verdict, where: str) -> None:
+        self._round = one
+        self._verdict = verdict
+        self._where = where
+        self._entries: dict[int, list[Entry]] = {}
+        self._first: dict[int, int] = {}
+        """When each worker began its first call."""
+        for entry in one.entries():
+            self._entries.setdefault(entry.uuid, []).append(entry)
+            self._first[entry.pid] = min(entry.ns, self._first.get(entry.pid, entry.ns))
+        self._killed = {kill.pid for kill in one.kills if kill.kind != "drain"}
+        self._failed: dict[int, int] = {}
+        """When the last call that had begun in a dead worker was told so."""
+
+    def run(self) -> None:
+        """All that can be said."""
+        seen: set[int] = set()
+        for outcome in self._round.outcomes():
+            if outcome.uuid in seen:
+                self._breach("twice", outcome, "ended a second time")
+            seen.add(outcome.uuid)
+            self._look(outcome)
+        last = self._round.told["last"]
+        lost = set(range(1, last + 1)) - seen
+        missing = max(0, len(lost) - self._round.told["hung"])
+        if missing:
+            self._verdict.breach("lost", f"calls {sorted(lost)[:5]} never ended in {self._where}", missing)
+        for uuid in self._entries.keys() - seen - lost:
+            self._verdict.breach("wrong value", f"call {uuid} ran and was never submitted in {self._where}")
+        self._measure()
+
+    def _breach(self, kind: str, outcome: Outcome, why: str) -> None:
+        self._verdict.breach(kind, f"call {outcome} {why}; entered: {self._entries.get(outcome.uuid, [])} in {self._where}")
+
+    def _look(self, outcome: Outcome) -> None:
+        ran = self._entries.get(outcome.uuid, [])
+        name = outcome.words[0]
+        self._verdict.outcomes[name] += 1
+        if len(ran) > max(1, outcome.attempts):
+            self._breach("twice", outcome, f"ran {len(ran)} times")
+        if not is_right(outcome):
+            self._breach("wrong value", outcome, "is not what it has to give")
+        if name in _RESULTS and not ran:
+            self._breach("wrong value", outcome, "has a result and never ran")
+        if name in ("full", "unpulled") and ran:
+            self._breach("twice", outcome, "was refused and ran all the same")
+        if name == "died":
+            self._look_at_death(outcome, ran)
+
+    def _look_at_death(self, outcome: Outcome, ran: list[Entry]) -> None:
+        started, pid, attempts = outcome.words[1] == "1", int(outcome.words[2]), int(outcome.words[3])
+        pids = {entry.pid for entry in ran}
+        if not started and ran and outcome.kind != "everywhere":
+            self._breach("wrong value", outcome, "had not started, says its error, and ran")
+        if started and pid not in self._killed:
+            self._breach("wrong value", outcome, "was ended by a death that nobody caused")
+        made_all = attempts == outcome.attempts or (attempts < outcome.attempts and "z" in outcome.flags)
+        if started and not made_all and outcome.kind != "everywhere":
+            self._breach("wrong value", outcome, "did not make all its attempts")
+        if started and attempts == 1 and pids and pid not in pids and outcome.kind != "everywhere":
+            self._breach("wrong value", outcome, "ran in another worker than its error says")
+        self._verdict.unrun += started and pid not in pids
+        if started:
+            self._failed[pid] = max(outcome.ns, self._failed.get(pid, 0))
+
+    def _measure(self) -> None:
+        """How long it took from a kill to the failures, and to the first call of the replacement."""
+        begun: dict[int, list[tuple[int, int]]] = {}
+        for pid, ns in self._first.items():
+            index, generation = self._round.born[pid]
+            begun.setdefault(index, []).append((generation, ns))
+        for place, kill in enumerate(self._round.kills):
+            if kill.kind in _AT_ONCE and kill.pid in self._failed:
+                self._verdict.detection.append((self._failed[kill.pid] - kill.ns) / 1e9)
+            later = [ns for generation, ns in begun.get(kill.index, ()) if generation > kill.generation and ns > kill.ns]
+            again = [other.ns for other in self._round.kills[place + 1 :] if other.index == kill.index or other.index < 0]
+            if kill.kind in _AT_ONCE and later and (not again or min(later) < again[0]):
+                self._verdict.recovery.append((min(later) - kill.ns) / 1e9)
+
+
+_AT_ONCE: Final = frozenset({"kill", "segv", "abrt"})
+_RESULTS: Final = frozenset({"value", "error", "bytes", "pair", "remote", "all"})
+
+
+def is_right(outcome: Outcome) -> bool:
+    """Whether a call of this kind may end so."""
+    match outcome.words:
+        case ["died", started, *_]:
+            return started == "1" or "z" in outcome.flags or outcome.kind == "everywhere"
+        case ["cancelled"]:
+            return "c" in outcome.flags
+        case ["closed"]:
+            return "z" in outcome.flags
+        case ["dropped" | "unpulled" | "full"]:
+            return True
+        case ["timeout"]:
+            return outcome.kind in ("slow", "slow_in_thread", "slow_and_retried")
+    return outcome.words == _right_words(outcome) or _is_cut_attempt(outcome)
+
+
+def _is_cut_attempt(outcome: Outcome) -> bool:
+    """Closing lets nobody wait for a further attempt."""
+    return outcome.kind == "flaky" and outcome.words == ["error", str(calls.answer(outcome.uuid))] and "z" in outcome.flags
+
+
+def _right_words(outcome: Outcome) -> list[str]:
+    uuid, answer = outcome.uuid, str(calls.answer(outcome.uuid))
+    match outcome.kind:
+        case "large_result" | "large_item" | "echo":
+            pattern = calls.pattern(uuid)
+            return ["bytes", str(len(pattern)), str(zlib.crc32(pattern))]
+        case "failing":
+            return ["error", answer]
+        case "tiny_failing" if calls.fails(uuid):
+            return ["error", answer]
+        case "tiny_pair":
+            return ["pair", answer, str(uuid % 200)]
+        case "exiting":
+            return ["remote", "SystemExit"]
+        case "unpicklable":
+            return ["remote", "TypeError"]
+        case "everywhere":
+            return ["all", *[answer] * (len(outcome.words) - 1)]
+    return ["value", answer]

@@ -1,0 +1,111 @@
+"""What runs in the workers of a sweep. Every call enters itself in a ledger with one write before it does anything else."""
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import percore
+from percore import _points
+from percore._ipc.channel import Channel
+
+INLINE, STORED = 90_000, 150_000
+"""Sizes of payloads: the largest that travels in a frame, about, and one that lies in a slot."""
+
+ERROR = -1
+
+
+def answer(uuid: int) -> int:
+    """What a call of that number has to give."""
+    return zlib.crc32(uuid.to_bytes(8, "little"))
+
+
+def pattern(uuid: int, size: int) -> bytes:
+    """Bytes that no other number has."""
+    return (uuid.to_bytes(8, "little") * (size // 8 + 1))[:size]
+
+
+def enter(ledger: str, uuid: int) -> None:
+    """A write this short is never torn."""
+    worker = percore.current_worker()
+    fd = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(fd, f"{uuid} {worker.pid} {worker.generation}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def _give(uuid: int, size: int, data: tuple[list[bytes], ...]) -> Any:
+    for (sent,) in data:
+        if sent != pattern(uuid, len(sent)):
+            return "the arguments are another call's"
+    if size == ERROR:
+        raise LookupError(answer(uuid))
+    return pattern(uuid, size) if size else answer(uuid)
+
+
+async def task(ledger: str, uuid: int, seconds: float, size: int, *data: list[bytes]) -> Any:
+    """Gives its number's answer, or so many bytes."""
+    enter(ledger, uuid)
+    if seconds:
+        await asyncio.sleep(seconds)
+    return _give(uuid, size, data)
+
+
+def thread(ledger: str, uuid: int, seconds: float, size: int, *data: list[bytes]) -> Any:
+    """As `task`, on a thread."""
+    enter(ledger, uuid)
+    if seconds:
+        time.sleep(seconds)
+    return _give(uuid, size, data)
+
+
+def item(ledger: str, uuid: int) -> int:
+    """One of a map."""
+    enter(ledger, uuid)
+    return answer(uuid)
+
+
+async def block(ledger: str, uuid: int, gate: str) -> int:
+    """Holds its worker's loop until the gate gives a byte."""
+    enter(ledger, uuid)
+    with open(gate, "rb", buffering=0) as file:  # noqa: ASYNC230  # the point of it
+        file.read(1)
+    return answer(uuid)
+
+
+async def nothing() -> None:
+    """For whoever waits until the workers are ready."""
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[None]:
+    """From now on this worker's points know its state."""
+    faulthandler.disable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    channel = next(thing for thing in gc.get_objects() if isinstance(thing, Channel))
+    _points.observe = _Observer(channel)
+    yield
+
+
+class _Observer:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._server: Any = channel.on_message.__self__  # type: ignore[attr-defined]  # a bound method
+
+    def __call__(self) -> str:
+        channel, server = self._channel, self._server
+        threads = server._threads
+        calls = len(server._tasks) + len(server._handed_over) + len(threads.waiting) + len(threads._running)
+        words = ["busy" if calls > 1 else "idle"]
+        if channel._frame is not None:  # it waits for room in the ring
+            words.append("full")
+        if channel.outgoing.in_use == channel.outgoing.count:
+            words.append("slots")
+        return " ".join([*words, f"full_count={channel.full_count}", f"slots={channel.outgoing.in_use}/{channel.outgoing.count}"])

@@ -1,0 +1,309 @@
+"""The program under test: python -m tests.sweep.program FOLDER LOOP. It does what the judge orders, line by line."""
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import percore
+from percore import _points
+from percore._engines.servers import servers
+from tests.sweep import calls
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+SERVED = 100
+
+
+def say(word: str, value: object = None) -> None:
+    """A line for the judge, in one write."""
+    os.write(1, (word if value is None else f"{word} {json.dumps(value)}").encode() + b"\n")
+
+
+def fds() -> list[str]:
+    """What is open, by kind."""
+    found = []
+    with os.scandir("/proc/self/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(entry.path).partition(":[")[0])
+    return [name for name in found if not name.startswith("/proc/")]
+
+
+class Orders:
+    """Lines of a FIFO, as they come."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._buffer = b""
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def _read(self) -> None:
+        self._buffer += os.read(self._fd, 65536)
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            self._queue.put_nowait(json.loads(line))
+
+    async def next(self) -> dict[str, Any]:
+        return await self._queue.get()
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+
+
+class Host:
+    """The runner under test and its load."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.ledger = f"{folder}/ledger"
+        self.outcomes = open(f"{folder}/outcomes", "w", encoding="ascii", buffering=1)  # noqa: SIM115  # as long as the program
+        self.last = 0
+        self.pending: set[asyncio.Future[Any]] = set()
+        self.deaf: list[Any] = []
+        self.background: list[asyncio.Task[None]] = []
+        self.runner: percore.Runner
+        self.fds: list[str] = []
+        self.strikes = 0
+        self.complaints: list[str] = []
+
+    # Orders
+
+    async def open(self, workers: int, method: Any, **more: Any) -> None:
+        """A new runner."""
+        self.fds = fds()
+        self.runner = percore.Runner(
+            workers, lifespan=calls.observed, concurrency=16, threads=2, max_message=2**36, start_method=method, kill_after=2.0, **more
+        )
+        try:
+            await self.runner.start()
+        except percore.StartupFailed as error:
+            say("opened", {"error": str(error), "left": self._left()})
+            return
+        _points.observe = self.observe
+        say("opened", {"error": "", "pids": self.pids()})
+
+    async def fill(self, how: str) -> None:
+        """Bring about the state: rings full, or slots taken, as far as this side can see to it."""
+        kind, _, side = how.partition(" of ")
+        size = {"full": calls.INLINE, "slots": calls.STORED}[kind]
+        channels = [member.worker.channel for member in self.runner._supervisor.members]
+        if side == "worker":
+            for channel in channels:  # nothing is heard of any worker until "on"
+                asyncio.get_running_loop().remove_reader(channel._bell.fileno())
+            self.deaf = channels
+            for _ in range(16 * len(channels)):
+                self._submit(calls.task, 0, size)
+        else:
+            for _ in channels:
+                self._record(self.runner.submit(calls.block, self.ledger, self._next(), f"{self.folder}/stay"))
+            await asyncio.sleep(0)
+            for _ in range(15 * len(channels)):
+                self._submit(calls.task, 0, 0, size)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        arena = self.runner._shared.arena
+        say(
+            "filled",
+            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count], "pids": self.pids()},
+        )
+
+    async def wave(self, how: str) -> None:
+        """Calls of every kind."""
+        kinds: list[Callable[[], None]] = [
+            partial(self._submit, fn, seconds, *sizes)
+            for seconds, *sizes in [(0,), (0, 0, 10), (0, calls.STORED), (0, 0, calls.STORED), (0, calls.ERROR)]
+            for fn in (calls.task, calls.thread)
+        ]
+        if how == "one by one":
+            self.background.append(asyncio.create_task(self._one_by_one(kinds)))
+            return
+        for seconds in (0.002, 0):
+            for fn in (calls.task, calls.thread):
+                for _ in range(3):
+                    self._submit(fn, seconds)
+        for submit in kinds:
+            submit()
+        self.background.append(asyncio.create_task(self._map(12)))
+
+    async def on(self) -> None:
+        """Hear again what workers say."""
+        loop = asyncio.get_running_loop()
+        for channel in self.deaf:
+            if channel._is_open:
+                loop.add_reader(channel._bell.fileno(), channel._on_bell)
+        self.deaf = []
+
+    async def end(self) -> None:
+        """Wait for everything, serve some more, be whole again."""
+        await asyncio.gather(*self.background)
+        self.background = []
+        while self.pending:
+            await asyncio.wait(self.pending)
+        await self._map(SERVED)
+        while any(worker.state != "ready" for worker in self.runner.statistics().workers):
+            await self.runner.run(calls.nothing)
+        supervisor = self.runner._supervisor
+        arena = self.runner._shared.arena
+        say(
+            "ended",
+            {
+                "last": self.last,
+                "pids": self.pids(),
+                "held": sum(len(member.calls) + len(member.parked) for member in supervisor.members) + supervisor.waiting(),
+                "arena": arena.in_use,
+                "complaints": self.complaints,
+                "restarts": self.runner.statistics().restarts,
+            },
+        )
+
+    async def close(self) -> None:
+        """Close the runner, over whatever is under way."""
+        await self.runner.aclose()
+        await asyncio.gather(*self.background)
+        self.background = []
+        _points.observe = str
+        await asyncio.sleep(0)
+        say("closed", {"last": self.last, "pending": len(self.pending), "left": self._left(), "complaints": self.complaints})
+
+    def _left(self) -> list[str]:
+        more = Counter(fds()) - Counter(self.fds)
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        return sorted(more.elements()) + threads
+
+    # Calls
+
+    def _next(self) -> int:
+        self.last += 1
+        return self.last
+
+    def _submit(self, fn: Callable[..., Any], seconds: float, size: int = 0, argument: int | None = None) -> None:
+        uuid = self._next()
+        data = () if argument is None else ([calls.pattern(uuid, argument)],)
+        self._record(self.runner.submit(fn, self.ledger, uuid, seconds, size, *data), uuid)
+
+    def _record(self, future: asyncio.Future[Any], uuid: int | None = None) -> None:
+        future.add_done_callback(partial(self._done, self.last if uuid is None else uuid))
+        self.pending.add(future)
+
+    def _done(self, uuid: int, future: asyncio.Future[Any]) -> None:
+        self.pending.discard(future)
+        error = future.exception()
+        self._write(uuid, future.result() if error is None else error)
+
+    def _write(self, uuid: int, outcome: object) -> None:
+        self.outcomes.write(f"{uuid} {in_words(outcome)}\n")
+
+    async def _one_by_one(self, kinds: list[Callable[[], None]]) -> None:
+        for submit in kinds:
+            submit()
+            while self.pending:
+                await asyncio.wait(self.pending)
+
+    async def _map(self, count: int) -> None:
+        uuids = [self._next() for _ in range(count)]
+        results = await self.runner.map(calls.item, [self.ledger] * count, uuids, return_exceptions=True)
+        for uuid, result in zip(uuids, results, strict=True):
+            self._write(uuid, result)
+
+    # States and strikes
+
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self.runner.statistics().workers if worker.pid is not None]
+
+    def observe(self) -> str:
+        """For the places in this process."""
+        supervisor = self.runner._supervisor
+        held = sum(len(member.calls) for member in supervisor.members)
+        full = [member.worker.channel.full_count for member in supervisor.members if member.worker.channel._frame is not None]
+        arena = self.runner._shared.arena
+        words = ["busy" if held > 1 else "idle"]
+        if full:
+            words.append("full")
+        if arena.in_use == arena.count:
+            words.append("slots")
+        return " ".join([*words, f"full_count={max(full, default=0)}", f"slots={arena.in_use}/{arena.count}"])
+
+    def strike(self, signum: int) -> None:
+        """While this process stands at a place, a worker is sent a signal; if that is its death, until it is dead."""
+        pids = self.pids()
+        if not pids:
+            return
+        self.strikes += 1
+        pid = pids[self.strikes % len(pids)]
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signum)
+            if signum == signal.SIGKILL:
+                select.select([pidfd], [], [])
+        finally:
+            os.close(pidfd)
+        with open(f"{self.folder}/hits", "wb", buffering=0) as hits:
+            hits.write(f"struck {signum} {pid}\n".encode())
+
+
+def in_words(outcome: object) -> str:
+    """What has become of a call."""
+    if isinstance(outcome, percore.WorkerDied):
+        return f"died {int(outcome.started)} {outcome.pid} {outcome.exitcode}"
+    if isinstance(outcome, LookupError):
+        return f"error {outcome.args[0]}"
+    if isinstance(outcome, BaseException):
+        return f"{type(outcome).__name__} {outcome}".replace("\n", " ").encode("ascii", "replace").decode()
+    if isinstance(outcome, bytes):
+        return f"bytes {len(outcome)} {zlib.crc32(outcome)}"
+    return f"value {outcome}"
+
+
+async def main(folder: str) -> None:
+    asyncio.get_running_loop().slow_callback_duration = 60
+    host = Host(folder)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: host.complaints.append(repr(context)))
+    _points._ACTIONS["strike"] = partial(host.strike, signal.SIGKILL)
+    _points._ACTIONS["drain"] = partial(host.strike, signal.SIGTERM)
+    orders = Orders(f"{folder}/orders")
+    servers.join(host)  # the fork server outlives each runner
+    say("ready")
+    while (order := await orders.next())["do"] != "leave":
+        do: Callable[..., Awaitable[None]] = getattr(host, order.pop("do"))
+        await do(**order)
+    servers.give_back(servers.leave(host))
+    orders.close()
+    host.outcomes.close()
+
+
+def run(folder: str, name: str) -> int:
+    """Run it, and on after each KeyboardInterrupt. How many there were."""
+    interrupts = 0
+    if name == "uvloop":
+        import uvloop
+
+        loop = uvloop.new_event_loop()
+    else:
+        loop = asyncio.new_event_loop()
+    task = loop.create_task(main(folder))
+    while not task.done():
+        try:
+            loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            interrupts += 1
+    loop.close()
+    return interrupts
+
+
+if __name__ == "__main__":
+    logging.getLogger("percore").setLevel(logging.CRITICAL)
+    say("interrupts", run(*sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""What a call is run under: what `options` refuses and in which words, and what retries make of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from percore._broken import WorkerDied
+from percore._policy import DEFAULT, Plan, Policy, delay_of
+from tests.ids import steady
+
+GOOD: dict[str, Any] = {"key": None, "retries": 0, "retry_on": None, "backoff": 0, "timeout": None}
+DIED = WorkerDied(1, -9, "jobs.fetch", 0.5)
+
+
+def policy(**options: Any) -> Policy:
+    return Policy.checked(**{**GOOD, **options})
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "Unhashable()"
+
+
+class Failing:
+    def __hash__(self) -> int:
+        raise ZeroDivisionError
+
+
+def test_the_default_is_none_of_it() -> None:
+    assert policy() == DEFAULT == Policy()
+    assert (DEFAULT.key, DEFAULT.retries, DEFAULT.backoff, DEFAULT.timeout) == (None, 0, 0.0, None)
+    assert DEFAULT.retry_on is WorkerDied
+    assert DEFAULT.is_plain
+
+
+def test_what_is_given_is_kept() -> None:
+    given_policy = policy(key=("host", 80), retries=3, retry_on=(OSError, ValueError), backoff=1, timeout=2)
+    assert given_policy == Policy(key=("host", 80), retries=3, retry_on=(OSError, ValueError), backoff=1.0, timeout=2.0)
+    assert type(given_policy.backoff) is float
+    assert type(given_policy.timeout) is float
+
+
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [
+        ({}, True),
+        ({"retries": 3, "retry_on": OSError, "backoff": 1.0}, True),
+        ({"key": "host"}, False),
+        ({"key": 0}, False),
+        ({"timeout": 1}, False),
+    ],
+    ids=steady,
+)
+def test_what_concerns_the_worker_keeps_calls_out_of_batches(options: dict[str, Any], is_plain: bool) -> None:
+    assert policy(**options).is_plain is is_plain
+
+
+# Keys
+
+
+@pytest.mark.parametrize("key", ["host", 7, 0, "", (), ("a", 1), frozenset(), object(), int, 1.5], ids=steady)
+def test_anything_hashable_is_a_key(key: object) -> None:
+    assert policy(key=key).key is key
+
+
+@pytest.mark.parametrize("key", [[], {}, set(), Unhashable(), ("a", [])], ids=steady)
+def test_a_key_must_be_hashable(key: object) -> None:
+    with pytest.raises(TypeError, match=r"^a key must be hashable, such as a string, not ") as caught:
+        policy(key=key)
+    assert repr(key) in str(caught.value)
+
+
+def test_what_a_hash_raises_is_the_users() -> None:
+    with pytest.raises(ZeroDivisionError):
+        policy(key=Failing())
+
+
+# Retries
+
+
+@pytest.mark.parametrize("retries", [1.5, "3", True, None, [1]], ids=steady)
+def test_retries_are_a_whole_number(retries: object) -> None:
+    with pytest.raises(TypeError, match=r"^retries must be a whole number, not "):
+        policy(retries=retries)
+
+
+@pytest.mark.parametrize("retries", [-1, 1_000_001, -(10**30)])
+def test_retries_have_bounds(retries: int) -> None:
+    with pytest.raises(ValueError, match=f"^retries must be from 0 to 1000000, not {retries}$"):
+        policy(retries=retries)
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "error", "is_worth_it"),
+    [
+        (None, DIED, True),
+        (None, OSError(), False),
+        (OSError, ConnectionResetError(), True),
+        (OSError, DIED, False),
+        ((OSError, KeyError), KeyError("x"), True),
+        ((OSError, (KeyError,))[0], KeyError("x"), False),
+        ((), DIED, False),
+        (TimeoutError, TimeoutError(), True),
+        (BaseException, asyncio.CancelledError(), True),
+        (lambda error: "again" in str(error), ValueError("again"), True),
+        (lambda error: "again" in str(error), ValueError("never"), False),
+        (lambda error: error.args, ValueError(), False),
+        (lambda error: error.args, ValueError(0), True),
+    ],
+    ids=steady,
+)
+def test_which_errors_are_worth_another_attempt(retry_on: Any, error: BaseException, is_worth_it: bool) -> None:
+    assert policy(retry_on=retry_on).is_worth_it(error) is is_worth_it
+
+
+@pytest.mark.parametrize("retry_on", [1, "OSError", OSError(), {}, object()], ids=steady)
+def test_retry_on_is_classes_or_a_predicate(retry_on: object) -> None:
+    with pytest.raises(TypeError, match=r"^retry_on must be an exception class, a tuple of them or a predicate, not "):
+        policy(retry_on=retry_on)
+
+
+def test_a_list_of_classes_is_told_what_is_right() -> None:
+    with pytest.raises(TypeError, match=r"^retry_on must be an exception class, a tuple of them or a predicate, not a list$"):
+        policy(retry_on=[OSError])
+
+
+@pytest.mark.parametrize("retry_on", [int, (OSError, 5), (OSError, int), (OSError, (KeyError,)), ("OSError",)], ids=steady)
+def test_only_exception_classes_are_named(retry_on: object) -> None:
+    with pytest.raises(TypeError, match=r"^retry_on must name exception classes, not "):
+        policy(retry_on=retry_on)
+
+
+def test_a_failing_predicate_is_the_callers_to_handle() -> None:
+    def fail(_error: BaseException) -> bool:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        policy(retry_on=fail).is_worth_it(DIED)
+
+
+# Delays
+
+
+@pytest.mark.parametrize(("backoff", "delay"), [(0, 0.0), (0.25, 0.25), (3, 3.0), (float("inf"), 1e9), (10**400, 1e9)])
+def test_a_delay_is_a_number_of_seconds(backoff: float, delay: float) -> None:
+    for failed in (1, 2, 100):
+        found = policy(backoff=backoff).delay(failed)
+        assert found == delay
+        assert type(found) is float
+
+
+def test_a_function_of_the_failed_attempts_tells_the_delay() -> None:
+    asked: list[int] = []
+
+    def backoff(failed: int) -> float:
+        asked.append(failed)
+        return float(2**failed)
+
+    given_policy = policy(backoff=backoff)
+    assert asked == []
+    assert [given_policy.delay(failed) for failed in (1, 2, 3)] == [2.0, 4.0, 8.0]
+    assert asked == [1, 2, 3]
+
+
+@pytest.mark.parametrize("value", ["1", None, True, 1j, [1], b"1"], ids=steady)
+def test_a_delay_of_the_wrong_type(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^backoff must be a number of seconds, not "):
+        policy(backoff=value)
+    with pytest.raises(TypeError, match=r"^what backoff returns must be a number of seconds, not "):
+        policy(backoff=lambda _failed: value).delay(1)
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, float("-inf"), float("nan"), -(10**400)])
+def test_a_delay_below_zero(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^backoff must be zero or more seconds, not "):
+        policy(backoff=value)
+    with pytest.raises(ValueError, match=r"^what backoff returns must be zero or more seconds, not "):
+        policy(backoff=lambda _failed: value).delay(1)
+
+
+@given(st.one_of(st.floats(min_value=0), st.integers(min_value=0)))
+def test_any_delay_is_finite(value: float) -> None:
+    assert 0 <= delay_of(value, "backoff") <= 1e9
+
+
+# Timeouts
+
+
+@pytest.mark.parametrize("timeout", ["1", True, [1], 1j], ids=steady)
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    with pytest.raises(TypeError, match=r"^timeout must be a number of seconds, not "):
+        policy(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), 10**400])
+def test_a_timeout_is_positive_and_finite(timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"^timeout must be a positive number of seconds, not "):
+        policy(timeout=timeout)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "is_beside", "terms"),
+    [
+        ({}, None, False, None),
+        ({"retries": 3, "key": "host"}, None, False, None),
+        ({"timeout": 2}, None, False, (2.0, None, False)),
+        ({}, {0: "user"}, False, (None, {0: "user"}, False)),
+        ({}, b"pickle", False, (None, b"pickle", False)),
+        ({}, None, True, (None, None, True)),
+        ({"timeout": 2}, {}, True, (2.0, {}, True)),
+    ],
+    ids=steady,
+)
+def test_a_worker_is_told_what_it_has_to_know_and_nothing_else(
+    options: dict[str, Any], context: Any, is_beside: bool, terms: object
+) -> None:
+    plan = Plan(policy(**options), context, is_beside=is_beside)
+    assert plan.terms == terms
+    assert (plan.failed, plan.late, plan.timer) == (0, None, None)
