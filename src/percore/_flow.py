@@ -259,10 +259,7 @@ class Flow:
     def take_item(self, body: Any, key: Hashable | None) -> None:
         """As Taker."""
         number, size = self._window.pulled, size_of(body)
-        plan = self.plan()
-        if key is not None and plan is None:
-            plan = Plan(DEFAULT)
-        item = Item(self, number, body, size, plan, key)
+        item = Item(self, number, body, size, self.plan(), key)
         self._window.pull(1, size)
         self._alive[number] = item
         self.owner.accept(item)
@@ -278,7 +275,7 @@ class Flow:
 
     def plan(self) -> Plan | None:
         """What an item is run under, that has not been attempted yet."""
-        if self._policy is None and self._context is None:
+        if self._context is None and (self._policy is None or not self._policy.needs_plan):
             return None
         return Plan(self._policy or DEFAULT, self._context)
 

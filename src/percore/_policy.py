@@ -76,6 +76,11 @@ class Policy:
         return delay_of(self.backoff(failed), "what backoff returns") if callable(self.backoff) else self.backoff
 
     @property
+    def needs_plan(self) -> bool:
+        """Whether there is more to it than a key."""
+        return self.retries > 0 or self.timeout is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing in it concerns the worker or the choice of it, so that calls may travel in batches."""
         return self.key is None and self.timeout is None

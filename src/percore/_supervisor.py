@@ -107,15 +107,15 @@ class Supervisor:
 
     def _plan(self, call: Call, policy: Policy | None, member: Member | None) -> bool:
         """What the call is to be run under. False: the call has ended instead."""
+        if policy is not None:
+            call.key = policy.key
         try:
-            context = self.contexts.capture() if self.contexts is not None else None
+            context = None if self.contexts is None else self.contexts.capture()
         except BaseException as error:
             self._unpicklable(call, error)
             return False
-        if policy is not None or context is not None or member is not None:
-            policy = policy or DEFAULT
-            call.plan = Plan(policy, context, is_beside=member is not None)
-            call.key = policy.key
+        if context is not None or member is not None or (policy is not None and policy.needs_plan):
+            call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
         return True
 
     def _prepare(

@@ -74,6 +74,7 @@ class Round:
         hung = len(load.pending)  # each of them must be done now
         if load.tasks:
             await asyncio.wait(load.tasks, timeout=LIMIT)
+        self._wrong += [f"{task.get_name()} still waits: {_stack(task)}" for task in load.tasks]
         telling.cancel()
         await asyncio.wait([telling])
         hung = max(hung, load.end())
@@ -122,6 +123,17 @@ async def _tell_progress(load: Load, runner: percore.Runner) -> None:
         await asyncio.sleep(1)
         if not load.is_closing:
             runner.statistics()
+
+
+def _stack(task: asyncio.Task[Any]) -> str:
+    """Where it waits, down to the innermost await."""
+    places = []
+    inner: Any = task.get_coro()
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None) or getattr(inner, "gi_frame", None)
+        places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame else repr(inner))
+        inner = getattr(inner, "cr_await", None) or getattr(inner, "ag_await", None) or getattr(inner, "gi_yieldfrom", None)
+    return " > ".join(places)
 
 
 def _things() -> dict[str, int]:

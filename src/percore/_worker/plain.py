@@ -69,18 +69,29 @@ class Plain:
         terms = item.terms if isinstance(item, Batch) else item[2]
         if terms is not None and terms.is_beside:
             self.threads.run_beside(call_id, item)
+        elif isinstance(item, Batch):
+            self._put_batch(call_id, item)
         else:
             self.threads.put(call_id, item)
-            if isinstance(item, Batch) and not self._keeps_watch:
-                self._keeps_watch = True
-                self._loop.call_later(KEEP, self._send_kept)
+
+    def _put_batch(self, call_id: int, batch: Batch) -> None:
+        # Known from now on: at no moment may one be out of reach because a thread is about to begin it.
+        self._batches[call_id] = batch
+        try:
+            self.threads.put(call_id, batch)
+        except RuntimeError:
+            del self._batches[call_id]
+            raise
+        if not self._keeps_watch:
+            self._keeps_watch = True
+            self._loop.call_later(KEEP, self._send_kept)
 
     def _send_kept(self) -> None:
         """Results must not wait for an item behind them that takes its time. Their thread is in there, so it falls to the loop."""
         for batch in list(self._batches.values()):
             if batch.results is not None:
                 batch.results.flush_kept()
-        self._keeps_watch = bool(self._batches or self.threads.waiting)
+        self._keeps_watch = bool(self._batches)
         if self._keeps_watch:
             self._loop.call_later(KEEP, self._send_kept)
 
@@ -88,11 +99,11 @@ class Plain:
         """Do not begin this call; of a batch, the items from `wanted` on. Whether it was a call that had not begun."""
         if wanted is None:
             return self.threads.take_back(call_id) is not None
-        # An empty batch must not wait on: its id, and the place of its start mark, are another call's soon.
-        batch = self.threads.waiting.get(call_id) if wanted else self.threads.take_back(call_id)
-        if batch is None:
-            batch = self._batches.get(call_id)
-        if isinstance(batch, Batch) and (count := batch.give_up(batch.end - wanted)):
+        batch = self._batches.get(call_id)
+        if batch is not None and (count := batch.give_up(batch.end - wanted)):
+            # An empty batch must not wait on: its id, and the place of its start mark, are another call's soon.
+            if not wanted and self.threads.take_back(call_id) is not None:
+                del self._batches[call_id]
             self._channel.send(RETURNED, call_id, count)
         return False
 
@@ -103,42 +114,63 @@ class Plain:
         if self._give_back(count, stay):
             self._channel.send(RETURNED, 0, None)
         else:
-            self._split()
+            self._split(count)
 
     def give_back_all(self) -> None:
         """Hand back everything that has not begun."""
-        self._give_back(1 << 62, ())
+        for call_id in reversed(list(self.threads.waiting)):
+            self._take_back(call_id)
         for call_id, batch in list(self._batches.items()):
             if count := batch.give_up(batch.end):
                 self._channel.send(RETURNED, call_id, count)
 
-    def _give_back(self, most: int, stay: tuple[int, ...]) -> int:
+    def _give_back(self, most: int, stay: tuple[int, ...] | None) -> int:
+        """Hand back calls that wait for a thread. `stay`: None: all but batches, since calls that came later may have a key."""
         given = 0
-        for call_id in reversed(list(self.threads.waiting)):
+        # What a free thread is about to begin would only come back here, and be asked for again, and again.
+        waiting = [item for item in list(self.threads.waiting.items()) if not self._is_beside(item[1])][self.threads.free() :]
+        for call_id, item in reversed(waiting):
             if given >= most:
                 break
-            item = None if call_id in stay else self.threads.take_back(call_id)
-            if item is not None:
-                count = len(item.items) if type(item) is Batch else None
-                given += count or 1
-                self._channel.send(RETURNED, call_id, count)
+            if type(item) is Batch if stay is None else call_id not in stay:
+                given += self._take_back(call_id)
         return given
 
-    def _split(self) -> None:
+    def _is_beside(self, item: Item | Batch) -> bool:
+        return type(item) is tuple and item[2] is not None and item[2].is_beside
+
+    def _take_back(self, call_id: int) -> int:
+        """Hand back a call, or a batch as a whole: how many; 0: it has begun."""
+        item = self.threads.take_back(call_id)
+        if item is None:
+            return 0
+        count = None
+        if type(item) is Batch:
+            count = len(item.items)
+            del self._batches[call_id]
+        self._channel.send(RETURNED, call_id, count)
+        return count or 1
+
+    def _split(self, most: int) -> None:
         """Half of what running batches have not begun goes back: at once if they run for longer than they were meant to."""
         now, wait, given = time.perf_counter(), 0.0, 0
         for call_id, batch in list(self._batches.items()):
-            if batch.items and batch.begun_at is not None:
-                age = now - batch.begun_at
-                if age < SPLIT_AFTER:
-                    wait = max(wait, SPLIT_AFTER - age)
-                elif count := batch.give_up((len(batch.items) + 1) // 2):
-                    given += count
-                    self._channel.send(RETURNED, call_id, count)
+            age = 0.0 if batch.begun_at is None else now - batch.begun_at
+            if batch.items and age < SPLIT_AFTER:
+                wait = max(wait, SPLIT_AFTER - age)
+            elif count := batch.give_up((len(batch.items) + 1) // 2):
+                given += count
+                self._channel.send(RETURNED, call_id, count)
         if wait and not given:
-            self._loop.call_later(wait, self._split)
+            self._loop.call_later(wait, self._split_later, most)
         else:
             self._channel.send(RETURNED, 0, None)
+
+    def _split_later(self, most: int) -> None:
+        if self._give_back(most, None):
+            self._channel.send(RETURNED, 0, None)
+        else:
+            self._split(most)
 
     # In a thread
 
@@ -153,7 +185,6 @@ class Plain:
             point("worker.call.marked")
         if isinstance(item, Batch):
             item.begun_at = time.perf_counter()
-            self._batches[call_id] = item
             try:
                 self._in_context(call_id, item.terms, self._run_items, call_id, item, word + 2)
             finally:
@@ -182,7 +213,10 @@ class Plain:
             self._answers.error(call_id, error, self._channel.send_from_thread)
             return
         for index in range(len(args[1].items)):
-            args[1].items.popleft()
+            try:
+                args[1].items.popleft()
+            except IndexError:  # the loop has taken the rest
+                return
             self._marks[args[2]] = index + 1
             self._answers.error(item_id(call_id, index), error, self._channel.send_from_thread)
 

@@ -76,6 +76,10 @@ class Threads:
         """The call, which had not begun and never will here; None: it had."""
         return self.waiting.pop(call_id, None)
 
+    def free(self) -> int:
+        """How many threads of the pool, started or not, have no call."""
+        return self._limit - sum(call_id not in self._beside for call_id in list(self._running))
+
     def run_beside(self, call_id: int, item: Any) -> None:
         """Run a call now, in a thread of its own, whatever waits.
 
