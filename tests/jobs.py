@@ -567,3 +567,145 @@ async def _await_at(log: str, gate: str, at: int, place: int) -> int:
 def later_at(log: str, gate: str, at: int, place: int) -> Coroutine[Any, Any, int]:
     """Plain, and returns an awaitable; that of one item waits at the gate."""
     return _await_at(log, gate, at, place)
+
+
+# Keys, attempts, time
+
+
+async def hold(log: str, gate: str, key: Any, place: int = 0) -> int:
+    """Say that a call of this key begins and ends here, and wait at the gate between."""
+    pid = percore.current_worker().pid
+    say(log, f"in {key} {pid} {place}")
+    try:
+        await apass_gate(gate)
+    finally:
+        say(log, f"out {key} {pid} {place}")
+    return pid
+
+
+def hold_thread(log: str, gate: str, key: Any, place: int = 0) -> int:
+    """As `hold`, in a thread."""
+    pid = percore.current_worker().pid
+    say(log, f"in {key} {pid} {place}")
+    pass_gate(gate)
+    say(log, f"out {key} {pid} {place}")
+    return pid
+
+
+def fail_first(folder: str, times: int, error: type[Exception], place: int) -> int:
+    """Fail so many times, whichever worker it is, and then give the place back."""
+    for attempt in range(times):
+        try:
+            os.close(os.open(f"{folder}/{place} {attempt}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        raise error(f"attempt {attempt + 1}")
+    return place
+
+
+async def afail_first(folder: str, times: int, error: type[Exception], place: int) -> int:
+    return fail_first(folder, times, error, place)
+
+
+def die_first(folder: str, log: str, at: int, place: int) -> int:
+    """As `die_at`, once."""
+    say(log, place)
+    if place == at and not os.path.exists(f"{folder}/died"):
+        os.close(os.open(f"{folder}/died", os.O_CREAT))
+        os._exit(3)
+    return place
+
+
+async def change_and_wait(log: str, gate: str, items: Any) -> int:
+    """Say how long it is, change it, wait."""
+    say(log, len(items))
+    items.append(0)
+    await apass_gate(gate)
+    return len(items)
+
+
+def change_and_die(folder: str, items: Any) -> int:
+    """As `change_and_wait`; the first attempt ends the worker."""
+    length = len(items)
+    items.append(0)
+    if not os.path.exists(f"{folder}/died"):
+        os.close(os.open(f"{folder}/died", os.O_CREAT))
+        os._exit(3)
+    return length
+
+
+async def _later_wait(log: str, gate: str) -> None:
+    await await_(log, gate, "later")
+
+
+def later_wait(log: str, gate: str) -> Coroutine[Any, Any, None]:
+    """Plain, and returns an awaitable that waits at the gate."""
+    return _later_wait(log, gate)
+
+
+# What a worker's generation decides
+
+
+@asynccontextmanager
+async def first_generation_alone(log: str) -> AsyncIterator[None]:
+    """No replacement can be started."""
+    generation = percore.current_worker().generation
+    say(log, f"enter {generation}")
+    if generation > 1:
+        raise LookupError("there is one database")
+    yield None
+
+
+@asynccontextmanager
+async def others_behind(log: str, gate: str) -> AsyncIterator[None]:
+    """Replacements can be entered when the gate is open."""
+    generation = percore.current_worker().generation
+    say(log, f"enter {generation}")
+    if generation > 1:
+        await apass_gate(gate)
+    yield None
+    say(log, f"exit {generation}")
+
+
+async def awhere_of(_: Any) -> percore.CurrentWorker:
+    return percore.current_worker()
+
+
+async def change_and_fail(items: bytearray) -> NoReturn:
+    """Fail with the length, and change it."""
+    length = len(items)
+    items.append(0)
+    raise ValueError(length)
+
+
+async def wait_and_fail(log: str, gate: str) -> NoReturn:
+    await await_(log, gate, "waits")
+    raise ValueError("after the gate")
+
+
+def plain_then(gate: str, result: Any) -> Any:
+    """Block the thread until the gate is open."""
+    pass_gate(gate)
+    return result
+
+
+def later_wait_for(log: str, gate: str, value: Any) -> Coroutine[Any, Any, Any]:
+    """As `await_`, by a plain function."""
+    return await_(log, gate, value)
+
+
+def wait_then_later(log: str, gate: str, other_gate: str) -> Coroutine[Any, Any, None]:
+    """Block the thread until the gate is open; then return an awaitable that waits at the other."""
+    say(log, "waits")
+    pass_gate(gate)
+    return _later_wait(log, other_gate)
+
+
+def wait_then_fail(gate: str) -> NoReturn:
+    pass_gate(gate)
+    raise ValueError("at last")
+
+
+def wait_then_fail_with(log: str, gate: str, value: Any) -> NoReturn:
+    wait(log, gate, value)
+    raise ValueError("at last")

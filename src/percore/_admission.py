@@ -42,7 +42,7 @@ class Admission:
             count = 1
         else:
             count = 0
-        more = 0 if self._waiters else max(0, min(most, self.limit - self._inside))
+        more = max(0, min(most, self.limit - self._inside))  # none while others wait: then it is full
         self._inside += more
         return count + more
 

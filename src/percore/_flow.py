@@ -53,7 +53,7 @@ class Flow:
         self._given: dict[int, Any] = {}
         self._results: Results = Ordered() if spec.ordered else AsTheyCome()
         self._is_list = False
-        self._is_fed = self._is_closed = False
+        self._is_feeding = self._is_fed = self._is_closed = False
         self._is_stopped = False
         """Nothing more is to be given: it is closed, or there is an error to be raised at once."""
         self._error: BaseException | None = None
@@ -115,7 +115,7 @@ class Flow:
         finally:
             await self.close()
 
-    def _hand_over(self, count: int, size: int) -> None:
+    def _hand_over(self, count: int, size: float) -> None:
         window = self._window
         window.hand_over(count * size, count)
         if window.handed_over >= self._wake_at and self._space_waiter is not None and window.is_worth_a_pull():
@@ -170,10 +170,12 @@ class Flow:
         """No more calls are taken: pull no more."""
         if not self._is_fed:
             self._failure = self.owner.refusal()
-            if self._feeder is not None:
-                self._feeder.cancel()  # it may wait for an input that never comes
+            # It may wait for an input that never comes. Cancelled before its first step it would end without a word.
+            if self._feeder is not None and self._is_feeding:
+                self._feeder.cancel()
 
     async def _feed(self) -> None:
+        self._is_feeding = True
         try:
             await self._feed_until_end()
         except asyncio.CancelledError as error:
@@ -263,6 +265,10 @@ class Flow:
         self._window.pull(1, size)
         self._alive[number] = item
         self.owner.accept(item)
+
+    def runs_alone(self, item: Item) -> None:
+        """As in the protocol of items."""
+        self._alive[item.number] = item
 
     def take_failure(self, error: BaseException) -> None:
         """As Taker."""

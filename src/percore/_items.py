@@ -37,6 +37,9 @@ class Flow(Protocol):
     def plan(self) -> Plan | None:
         """What an item is run under, that has not been attempted yet."""
 
+    def runs_alone(self, item: "Item") -> None:
+        """An item is under way, in no batch, or no more: from now on it is cancelled by itself."""
+
 
 def size_of(body: object) -> int:
     """Bytes of a body, pickled: 0 for scalars that travel as they are."""

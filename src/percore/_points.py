@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 _here = ""
 _passed: dict[str, int] = {}
-_known: dict[str, str] = {}
+_known: dict[str, tuple[str, int]] = {}
 
 
 def _parse(text: str) -> dict[str, Plan]:
@@ -122,11 +122,11 @@ def point(name: str) -> None:
 def _look_up(name: str) -> Plan | None:
     try:
         with open(f"{_FOLDER}/{name}", encoding="ascii") as file:
-            text = file.read()
+            text, written_at = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
-    if _known.get(name) != text:
-        _known[name] = text
+    if _known.get(name) != (text, written_at):
+        _known[name] = text, written_at
         _passed[name] = 0
     return _plan(text, f"{name}={text}")
 

@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """
 
     values: list[Any]
-    size: int
+    size: float
 
 
 class Results(Protocol):
@@ -44,7 +44,7 @@ class Ordered:
 
     def put(self, number: int, values: list[Any], size: int) -> None:
         """As Results."""
-        part: Part | None = Part(values, size // len(values))
+        part: Part | None = Part(values, size / len(values))
         if number != self._next:
             self._early[number] = part  # type: ignore[assignment]
             return
@@ -62,7 +62,7 @@ class AsTheyCome:
 
     def put(self, number: int, values: list[Any], size: int) -> None:
         """As Results."""
-        self.ready.append(Part(values, size // len(values)))
+        self.ready.append(Part(values, size / len(values)))
 
 
 class Listed:

@@ -62,6 +62,8 @@ class Supervisor:
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.delayed: set[Call | Item] = set()
         """Calls between two attempts."""
+        self._loose: set[Unit] = set()
+        """Calls that were taken out of where they waited or ran, in this very step: what ends one may cancel the others."""
         self.broken: RunnerBroken | None = None
         self.is_closing = False
         self.is_cut = False
@@ -201,6 +203,8 @@ class Supervisor:
         assert plan is not None
         plan.failed += 1
         plan.late = None
+        if isinstance(call, Item):
+            call.flow.runs_alone(call)
         if delay:
             self.delayed.add(call)
             plan.timer = self.loop.call_later(delay, self._attempt, call)
@@ -236,7 +240,7 @@ class Supervisor:
             self.release(call)
             if call in self.delayed:
                 self._undelay(call)
-            else:
+            elif call not in self._loose:
                 self.dispatch.ended(call, call.queue)
             if self.on_idle is not None:
                 self.on_idle()
@@ -315,30 +319,24 @@ class Supervisor:
     def end_calls(self, member: Member, exitcode: int | None) -> bool:
         """Fail the calls that had begun, take back those that had not. Whether any had begun."""
         now = time.monotonic()
-        back: list[Unit] = []
-        again: list[tuple[Call | Item, float]] = []
         has_begun = False
+        # Until what becomes of it is settled, a call stays this worker's: retry_on and backoff may cancel any of them.
         for call in list(member.calls.values()):
             began = member.began(call)
             has_begun |= began is not None
-            member.take(call.call_id)
             begun_at, items = began or (now, 0)
             if isinstance(call, Batch):
-                again += self._lost_items(member, call, items, exitcode, now - begun_at)
-                self._return_rest(call, items)
-            elif call.done():
-                self.release(call)
-            elif began is not None or self.is_cut:
-                again += self._lost(member, call, exitcode, now - begun_at)
-            else:
-                back.append(call)
-        self._return(member, back, exitcode)
-        for lost, delay in again:
-            self.try_again(lost, delay)
+                self._lost_items(member, call, items, exitcode, now - begun_at)
+            elif not call.done() and (began is not None or self.is_cut):
+                delay = self._lost(member, call, exitcode, now - begun_at)
+                member.take(call.call_id)
+                if delay is not None:
+                    self.try_again(call, delay)
+        self._return(member, [member.take(call_id) for call_id in list(member.calls)], exitcode)
         return has_begun
 
-    def _lost(self, member: Member, call: Call | Item, exitcode: int | None, age: float) -> list[tuple[Call | Item, float]]:
-        """A call had begun in a worker that has died: it fails, or is given back with the delay of its next attempt."""
+    def _lost(self, member: Member, call: Call | Item, exitcode: int | None, age: float) -> float | None:
+        """A call had begun in a worker that has died: it fails, or there is a delay to its next attempt."""
         if self.is_cut:
             self.release(call)
             call.cut_off()
@@ -348,37 +346,39 @@ class Supervisor:
             delay, error = self.next_attempt(call.plan, death)
             if delay is not None and not call.done():
                 member.retried += 1
-                return [(call, delay)]
+                return delay
             self.release(call)
             if not call.done():
                 call.set_exception(error)
         member.done += 1
         member.failed += 1
-        return []
+        return None
 
-    def _lost_items(
-        self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float
-    ) -> list[tuple[Call | Item, float]]:
-        """As `_lost`, for the items of a batch, `items` of which had begun."""
-        again = []
+    def _lost_items(self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float) -> None:
+        """As `_lost`, for the items of a batch, `items` of which had begun; the others go back."""
         for index in batch.began(items):
             item = batch.item(index)
             batch.settle(index)
             if not item.done():
-                again += self._lost(member, item.renewed(), exitcode, age)
-        return again
-
-    def _return_rest(self, batch: Batch, items: int) -> None:
+                renewed = item.renewed()
+                delay = self._lost(member, renewed, exitcode, age)
+                if delay is not None and not item.done():
+                    self.try_again(renewed, delay)
+        member.take(batch.call_id)
         run = batch.rest(items)
         if run is not None:
             self.put_back(batch.flow, run)
 
     def _return(self, member: Member, back: list[Unit], exitcode: int | None) -> None:
         """Calls that a dead worker had not begun go to another one, if one will come."""
-        homeless = [call for call in back if self._is_hopeless() or call.kind == Kind.BESIDE]
-        for call in homeless:
-            self.release(call)
-            call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
+        self._loose.update(back)
+        for call in back:
+            if call.done():
+                self.release(call)
+            elif self._is_hopeless() or call.kind == Kind.BESIDE:
+                self.release(call)
+                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
+        self._loose.clear()
         self.dispatch.returned([(call, call.queue) for call in back if not call.done()])
 
     def _is_hopeless(self) -> bool:
@@ -390,8 +390,15 @@ class Supervisor:
         self.broken = error
         self.end_maps()
         self.end_delayed()
-        for call in self.dispatch.withdraw():
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """End what waits for a worker."""
+        calls = self.dispatch.withdraw()
+        self._loose.update(calls)
+        for call in calls:
             self.refuse(call)
+        self._loose.clear()
 
     def end_maps(self) -> None:
         """No more calls are taken: open maps pull no more."""
@@ -436,8 +443,7 @@ class Supervisor:
         if self.is_cut:
             return
         self.is_cut = True
-        for call in self.dispatch.withdraw():
-            self.refuse(call)
+        self._refuse_waiting()
         for member in self.members:
             for call in list(member.calls.values()):
                 if call.call_id in member.parked:
@@ -456,8 +462,7 @@ class Supervisor:
     def _expect_nobody(self) -> None:
         """No worker will be started any more, nor become ready: nothing waits for one."""
         self.end_delayed()
-        for call in self.dispatch.withdraw():
-            self.refuse(call)
+        self._refuse_waiting()
         self.pool.stop_timers()
 
     def kill_all(self) -> None:

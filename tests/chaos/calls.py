@@ -70,9 +70,9 @@ class _Worker:
 def serving(folder: str, per_key: int | None) -> Iterator[None]:
     """Tell the judge of this worker, and be ready for its signals."""
     asyncio.get_running_loop().slow_callback_duration = 60  # a loaded machine is the point of this load
+    faulthandler.disable()
     worker = percore.current_worker()
     os.write(1, f"born {worker.pid} {worker.index} {worker.generation}\n".encode())
-    faulthandler.disable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(EXIT, lambda *_: os._exit(0))
     signal.signal(LIBC_EXIT, lambda *_: ctypes.CDLL(None).exit(0))

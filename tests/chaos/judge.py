@@ -20,20 +20,24 @@ from tests.chaos.load import LIMIT
 from tests.chaos.nemesis import Fault, schedule
 from tests.faults import Program, Watch
 
-MEAN: Final = 0.1
-"""Seconds between two faults."""
-
 AT_MOST: Final = 400
 """Kills of one program: what it has written is compared when it has ended, and that has to fit into memory."""
 
 
 class Part(NamedTuple):
-    """A way to run the program, and its share of all kills. `dev`: with Python's development mode, warnings being errors."""
+    """A way to run the program.
+
+    Attributes:
+        dev: in Python's development mode, warnings being errors.
+        share: of all kills.
+        mean: seconds between two faults. A fresh interpreter takes its time to become a worker.
+    """
 
     loop: str
     method: str
     dev: bool
     share: float
+    mean: float = 0.1
 
     def __str__(self) -> str:
         return f"{self.loop}, {self.method}" + (", development mode" if self.dev else "")
@@ -41,9 +45,9 @@ class Part(NamedTuple):
 
 PARTS: Final = (
     Part("uvloop", "forkserver", dev=False, share=0.4),
-    Part("asyncio", "forkserver", dev=True, share=0.25),
+    Part("asyncio", "forkserver", dev=True, share=0.3),
     Part("asyncio", "forkserver", dev=False, share=0.2),
-    Part("uvloop", "spawn", dev=True, share=0.15),
+    Part("uvloop", "spawn", dev=True, share=0.1, mean=0.5),
 )
 
 SIGNALS: Final = {
@@ -61,11 +65,11 @@ _WITH_SERVER: Final = "with the fork server"
 class Nemesis:
     """Strikes at the processes of one program."""
 
-    def __init__(self, program: int, method: str) -> None:
+    def __init__(self, program: int, part: Part) -> None:
         self.kills = 0
         self.stops = 0
         self._program = program
-        self._method = method
+        self._part = part
         self._doomed: set[int] = set()
         self._stopped: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
@@ -85,7 +89,7 @@ class Nemesis:
         """Do it. False: there is nobody just now."""
         servers, workers = self._processes()
         kind = fault.kind
-        if kind == "fork server" and self._method != "forkserver":
+        if kind == "fork server" and self._part.method != "forkserver":
             kind = "all"
         candidates = servers if kind == "fork server" else workers
         if not candidates:
@@ -112,12 +116,14 @@ class Nemesis:
     def _processes(self) -> tuple[list[int], list[int]]:
         """Fork servers and workers that nobody has struck yet, in the order of their birth; those that are just being born too."""
         first = [pid for pid in _children(self._program) if pid not in self._doomed]
-        if self._method != "forkserver":
+        if self._part.method != "forkserver":
             return [], [pid for pid in first if pid not in self._stopped]
         workers = [pid for server in first for pid in _children(server)]
         return first, [pid for pid in workers if pid not in self._doomed and pid not in self._stopped]
 
     def _kill(self, pid: int, kind: str, signum: int | None = None) -> None:
+        if kind in ("segv", "abrt") and self._part.dev and pid not in self._known:
+            kind = "kill"  # in development mode it would print its stacks, until the lifespan forbids that
         self._everybody.add(pid)
         ns = time.monotonic_ns()
         if self._everybody.send(pid, SIGNALS[kind] if signum is None else signum):
@@ -178,7 +184,7 @@ class Trial:
         self._seed = seed
         self._wanted = kills
         self._folder = folder
-        self._faults = schedule(seed, MEAN)
+        self._faults = schedule(seed, part.mean)
         self._next = next(self._faults)
         self._rounds: list[Round] = []
         self._everybody = Watch()
@@ -213,7 +219,7 @@ class Trial:
         return verdict
 
     def _attend(self, program: Program, control: int) -> None:
-        nemesis = Nemesis(program.pid, self._part.method)
+        nemesis = Nemesis(program.pid, self._part)
         due = time.monotonic()
         self._ended = (0, due)
         is_told = False

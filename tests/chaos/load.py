@@ -86,7 +86,7 @@ def _keyed(fn: Callable[..., Any], key: str) -> Wish:
 
 
 MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
-    "tiny": (40, calls.tiny, 1500, {}),
+    "tiny": (40, calls.tiny, 1000, {}),
     "tiny_pair": (15, calls.tiny_pair, 500, {}),
     "tiny_failing": (8, calls.tiny_failing, 300, {}),
     "tiny_retried": (10, calls.tiny, 500, {"retries": _RETRIES}),
@@ -96,7 +96,7 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "large_item": (5, calls.large_result, 20, {}),
 }
 SHAPES: Final = {"list": 3, "pairs": 5, "stream": 4, "left": 2, "collected": 1, "cancelled": 1}
-UNITS: Final = {"single": 88, "map": 11, "broadcast": 1}
+UNITS: Final = {"single": 93, "map": 6, "broadcast": 1}
 
 
 class Load:

@@ -111,7 +111,8 @@ class Round:
             closing.cancel()
         done, _ = await asyncio.wait([closing], timeout=LIMIT)
         if not done:
-            raise TimeoutError(f"it did not close within {LIMIT:g} s")
+            members = [(member.index, member.generation, member.pid, member.life.state) for member in runner._supervisor.members]
+            raise TimeoutError(f"it did not close within {LIMIT:g} s; workers: {members}, {runner.statistics()}")
         if not closing.cancelled():
             closing.result()
 

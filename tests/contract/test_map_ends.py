@@ -320,6 +320,20 @@ async def test_a_map_that_waits_for_its_input_ends_when_the_runner_closes(make: 
             await anext(results)
 
 
+@pytest.mark.parametrize("kind", ["list", "stream"])
+@pytest.mark.parametrize("grace", [None, 0])
+async def test_a_map_that_begins_just_before_the_close_ends(make: MakeRunner, kind: str, grace: float | None) -> None:
+    runner = make()
+    await runner.start()
+    numbers = runner.map(jobs.add, itertools.count(), [1])
+    # In one turn of the loop: 1. the map begins, and its feeding task is made  2. the runner closes  3. that task would begin.
+    beginning = asyncio.create_task(numbers.collect() if kind == "list" else _all(numbers))
+    closing = asyncio.create_task(runner.aclose(grace=grace))
+    with pytest.raises(percore.RunnerClosed):
+        await asyncio.wait_for(beginning, 10)
+    await closing
+
+
 async def test_a_cut_map_raises_runner_closed(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make()
     await runner.start()
@@ -328,6 +342,23 @@ async def test_a_cut_map_raises_runner_closed(make: MakeRunner, log: Log, gate: 
     await runner.aclose(grace=0)
     with pytest.raises(percore.RunnerClosed):
         await task
+
+
+@pytest.mark.parametrize("key", [None, lambda *_: "key"], ids=["plain", "keyed"])
+async def test_a_cut_stream_that_nobody_reads_holds_nothing_up(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, key: Any
+) -> None:
+    runner = make(concurrency=1)
+    await runner.start()
+    gates = [gate.path, *[other_gate.path] * 5]
+    results = aiter(runner.map(jobs.await_, itertools.repeat(log.path), gates, range(6), key=key))
+    gate.open()
+    assert await anext(results) == 0
+    assert await log.take(2) == ["0", "1"]
+    # 1. items 2 to 5 are withdrawn  2. the end of item 2 fails the stream, which cancels those after it: they wait nowhere any more.
+    await asyncio.wait_for(runner.aclose(grace=0), 10)
+    with pytest.raises(percore.RunnerClosed):
+        await anext(results)
 
 
 async def test_an_input_that_is_cancelled_is_no_end(make: MakeRunner) -> None:

@@ -6,9 +6,8 @@ import select
 import shutil
 import signal
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -57,7 +56,9 @@ class Stage:
             self._fifos[name] = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)
         self._buffer = b""
         self.struck: list[int] = []
-        self._first = 1
+        self._first, self._last = 1, 0
+        self._read_to = {"ledger": 0, "outcomes": 0}
+        self._lines: dict[str, dict[int, list[list[str]]]] = {"ledger": {}, "outcomes": {}}
         self.program = Program(str(folder), loop, stderr=folder / "stderr", points=str(folder), module="tests.sweep.program")
         self._pidfds = Watch([self.program.pid])
         self.program.expect("ready")
@@ -87,12 +88,15 @@ class Stage:
     def told(self, word: str) -> Any:
         return self.program.told(word)
 
-    def open(self, workers: int, method: str = "forkserver", **more: Any) -> list[int]:
-        """A new runner: the pids of its workers."""
-        self.order("open", workers=workers, method=method, **more)
-        opened = self.told("opened")
-        assert opened["error"] == ""
-        pids: list[int] = opened["pids"]
+    def open(self, workers: int, method: str = "forkserver") -> None:
+        """A new runner."""
+        self.order("open", workers=workers, method=method)
+        assert self.told("opened")["error"] == ""
+
+    def pids(self) -> list[int]:
+        """Of the workers, by index."""
+        self.order("tell")
+        pids: list[int] = self.told("pids")
         return pids
 
     def plan(self, place: str, plan: str) -> None:
@@ -133,10 +137,11 @@ class Stage:
 
     # Judging
 
-    def judge(self, last: int, killers: set[int] | None, *, cut: bool = False) -> Counter[str]:
+    def judge(self, killers: set[int] | None, *, cut: bool = False) -> Counter[str]:
         """Compare what was told of the calls since the last time with the ledger. `killers`: who may have died; None: anybody."""
         ran, ends = self._read("ledger"), self._read("outcomes")
-        first, self._first = self._first, last + 1
+        first, last = self._first, self._last
+        self._first = last + 1
         kinds: Counter[str] = Counter()
         for uuid in range(first, last + 1):
             assert len(ends.get(uuid, [])) == 1, f"call {uuid} ended {len(ends.get(uuid, []))} times"
@@ -152,7 +157,7 @@ class Stage:
                 assert value == str(calls.answer(uuid)), f"call {uuid} has another call's outcome"
             case ["bytes", size, crc]:
                 assert ran, f"call {uuid} has a result and never ran"
-                assert int(crc) == zlib_of(uuid, int(size)), f"call {uuid} has another call's result"
+                assert int(crc) == zlib.crc32(calls.pattern(uuid, int(size))), f"call {uuid} has another call's result"
             case ["died", "1", pid, _]:
                 assert killers is None or int(pid) in killers, f"call {uuid} died with {pid}, and {killers} were struck"
                 assert not ran or ran[0][0] == pid, f"call {uuid} ran in {ran}, and died with {pid}"
@@ -162,11 +167,16 @@ class Stage:
                 pytest.fail(f"call {uuid} ended with {words}")
 
     def _read(self, name: str) -> dict[int, list[list[str]]]:
-        found: dict[int, list[list[str]]] = {}
-        path = self.folder / name
-        for line in path.read_text().splitlines() if path.exists() else []:
-            uuid, *words = line.split()
-            found.setdefault(int(uuid), []).append(words)
+        """Lines by call, as far as they are written."""
+        found, path = self._lines[name], self.folder / name
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(self._read_to[name])
+                lines = file.read().rpartition(b"\n")[0]
+            self._read_to[name] += len(lines) + bool(lines)
+            for line in lines.decode().splitlines():
+                uuid, *words = line.split()
+                found.setdefault(int(uuid), []).append(words)
         return found
 
     def killed(self, pid: int) -> None:
@@ -174,20 +184,25 @@ class Stage:
         with Watch([pid]) as it:
             assert it.wait_gone(LIMIT) == [], f"{pid} outlived its strike"
 
-    def end_cell(self, killers: set[int] | None) -> Counter[str]:
-        """Everything ends, it serves some more, and is whole again."""
+    def settle(self) -> list[Hit]:
+        """Everything ends, it serves some more, and is whole again: the hits that nobody has asked for yet."""
         self.order("end")
-        ended = self.told("ended")
-        assert (ended["held"], ended["arena"], ended["complaints"]) == (0, 0, []), ended
+        self.program.expect("ended")
+        hits = []
+        while (hit := self.hit(0)) is not None:
+            hits.append(hit)
         self.unplan()
-        if self.hit(0) is not None:
-            pytest.fail("a second hit")
-        return self.judge(ended["last"], killers)
+        self.order("serve")
+        served = self.told("served")
+        assert (served["held"], served["arena"], served["complaints"]) == (0, 0, []), served
+        self._last = served["last"]
+        return hits
 
     def close(self) -> None:
         """Close the runner: nothing is left of it but the program and its fork server."""
         self.order("close")
         closed = self.told("closed")
+        self._last = closed["last"]
         assert (closed["pending"], closed["left"], closed["complaints"]) == (0, [], [])
         assert len(processes_of(self.folder)) <= 2
 
@@ -197,12 +212,6 @@ class Stage:
         self.told("interrupts")
         assert self.program.end() == 0
         assert self.program.stderr == ""
-
-
-def zlib_of(uuid: int, size: int) -> int:
-    import zlib
-
-    return zlib.crc32(calls.pattern(uuid, size))
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -218,10 +227,3 @@ def processes_of(folder: Path) -> list[int]:
             if needle in environment + b"\0":
                 found.append(int(entry.name))
     return found
-
-
-@contextmanager
-def watching(pids: list[int]) -> Iterator[Watch]:
-    """These processes, which have to be gone when it ends."""
-    with Watch(pids) as watch:
-        yield watch

@@ -91,34 +91,43 @@ class Host:
         try:
             await self.runner.start()
         except percore.StartupFailed as error:
+            await asyncio.sleep(0)
             say("opened", {"error": str(error), "left": self._left()})
             return
         _points.observe = self.observe
-        say("opened", {"error": "", "pids": self.pids()})
+        say("opened", {"error": ""})
 
     async def fill(self, how: str) -> None:
         """Bring about the state: rings full, or slots taken, as far as this side can see to it."""
         kind, _, side = how.partition(" of ")
+        if kind == "busy":
+            for _ in range(2 * len(self.runner._supervisor.dispatch.seats)):
+                self._record(self.runner.submit(calls.hold, self.ledger, self._next(), f"{self.folder}/stay"))
+            say("filled", {})
+            return
         size = {"full": calls.INLINE, "slots": calls.STORED}[kind]
-        channels = [member.worker.channel for member in self.runner._supervisor.members]
+        supervisor = self.runner._supervisor
+        channels = [member.worker.channel for member in supervisor.members]
+        seats = len(supervisor.dispatch.seats)
+        # More than there is room for, but fewer than there are places: a few are left for what comes on top.
         if side == "worker":
             for channel in channels:  # nothing is heard of any worker until "on"
                 asyncio.get_running_loop().remove_reader(channel._bell.fileno())
             self.deaf = channels
-            for _ in range(16 * len(channels)):
+            for _ in range(10 * seats):
                 self._submit(calls.task, 0, size)
         else:
-            for _ in channels:
+            for _ in range(seats):
                 self._record(self.runner.submit(calls.block, self.ledger, self._next(), f"{self.folder}/stay"))
             await asyncio.sleep(0)
-            for _ in range(15 * len(channels)):
+            for _ in range(9 * seats if kind == "full" else 18):
                 self._submit(calls.task, 0, 0, size)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         arena = self.runner._shared.arena
         say(
             "filled",
-            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count], "pids": self.pids()},
+            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count], "seats": seats},
         )
 
     async def wave(self, how: str) -> None:
@@ -139,6 +148,10 @@ class Host:
             submit()
         self.background.append(asyncio.create_task(self._map(12)))
 
+    async def tell(self) -> None:
+        """Who the workers are."""
+        say("pids", [(m.index, m.pid, m.load, m.silence(), m.worker.channel.tx.written - m.worker.channel.tx.acknowledged, m.worker.channel.is_flushed()) for m in self.runner._supervisor.members] if os.environ.get("DBG") else self.pids())
+
     async def on(self) -> None:
         """Hear again what workers say."""
         loop = asyncio.get_running_loop()
@@ -148,18 +161,23 @@ class Host:
         self.deaf = []
 
     async def end(self) -> None:
-        """Wait for everything, serve some more, be whole again."""
+        """Wait until everything has ended and all workers are ready."""
         await asyncio.gather(*self.background)
         self.background = []
         while self.pending:
             await asyncio.wait(self.pending)
-        await self._map(SERVED)
         while any(worker.state != "ready" for worker in self.runner.statistics().workers):
-            await self.runner.run(calls.nothing)
+            with contextlib.suppress(percore.WorkerDied):  # the strike may still be to come
+                await self.runner.run(calls.nothing)
+        say("ended")
+
+    async def serve(self) -> None:
+        """Show that it is whole again."""
+        await self._map(SERVED)
         supervisor = self.runner._supervisor
         arena = self.runner._shared.arena
         say(
-            "ended",
+            "served",
             {
                 "last": self.last,
                 "pids": self.pids(),
@@ -244,7 +262,10 @@ class Host:
             return
         self.strikes += 1
         pid = pids[self.strikes % len(pids)]
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # the very one whose death is being dealt with
+            return
         try:
             signal.pidfd_send_signal(pidfd, signum)
             if signum == signal.SIGKILL:
@@ -276,6 +297,8 @@ async def main(folder: str) -> None:
     _points._ACTIONS["drain"] = partial(host.strike, signal.SIGTERM)
     orders = Orders(f"{folder}/orders")
     servers.join(host)  # the fork server outlives each runner
+    async with percore.Runner(1):  # from now on it is there
+        pass
     say("ready")
     while (order := await orders.next())["do"] != "leave":
         do: Callable[..., Awaitable[None]] = getattr(host, order.pop("do"))

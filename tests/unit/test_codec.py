@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._ipc.codec import decode, encode, is_inline, is_inline_value
+from percore._ipc.codec import decode, encode, is_inline, is_inline_value, weight_inline
 from percore._ipc.ring import BrokenFrame
 from tests.ids import steady
 
@@ -128,6 +128,57 @@ def test_many_arguments_are_not_inline() -> None:
     assert is_inline((1,) * 32)
     assert not is_inline((1,) * 33)
     assert is_inline(())
+
+
+# Many values at once
+
+
+VALUES = st.one_of(SCALARS, st.integers(), st.text(min_size=4090, max_size=4100), st.lists(st.none()), st.complex_numbers())
+
+
+@given(st.one_of(st.lists(VALUES, max_size=10), st.lists(st.integers()), st.lists(st.text()), st.lists(st.floats())))
+def test_many_values_are_judged_as_each_of_them(values: list[Any]) -> None:
+    weight = weight_inline(values)
+    assert (weight is not None) == all(map(is_inline_value, values))
+
+
+@given(st.lists(SCALARS, min_size=1, max_size=40))
+def test_no_value_takes_more_than_its_weight(values: list[Any]) -> None:
+    weight = weight_inline(values)
+    assert weight is not None
+    assert all(len(marshal.dumps(value, 2)) <= weight + 16 for value in values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2**255], ["é" * 4096, ""], [b"x" * 4096], ["\U0001f600" * 4096], ["\udcff" * 4096], [0.5, None, True], [1, "x" * 4096]],
+    ids=["ints", "text", "bytes", "wide", "surrogates", "plain", "mixed"],
+)
+def test_the_heaviest_values_are_within_their_weight(values: list[Any]) -> None:
+    weight = weight_inline(values)
+    assert weight is not None
+    assert max(len(marshal.dumps(value, 2)) for value in values) <= weight + 16
+
+
+@pytest.mark.parametrize(
+    ("values", "most"),
+    [([1, 2, 3], 64), (["a" * 10, "b"], 64), ([b"a" * 10], 64), ([True, False], 64), ([1.5, None], 64), ([], 64)],
+    ids=["ints", "text", "bytes", "bools", "plain", "none"],
+)
+def test_many_light_values_fit_a_batch(values: list[Any], most: int) -> None:
+    weight = weight_inline(values)
+    assert weight is not None
+    assert weight <= most
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2**256], [-(2**256), 1], ["x" * 4097], ["", b"x" * 4097], [1, []], [None, Text("x")], [Whole(1)], [True, Colour.RED]],
+    ids=["huge", "hugely negative", "long text", "long bytes", "list", "own text", "own int", "enum"],
+)
+def test_one_value_that_cannot_travel_as_it_is_is_enough(values: list[Any]) -> None:
+    assert weight_inline(values) is None
+    assert weight_inline(values[::-1]) is None
 
 
 def test_messages_share_nothing_by_reference() -> None:

@@ -627,7 +627,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestDispatch.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def dispatch_of(
@@ -904,6 +904,24 @@ def test_ten_thousand_calls_of_one_key_do_not_hold_up_the_others() -> None:
         end(dispatch, seat, seat.calls[0])
         seen += sent(dispatch, TASK)
     assert len(seen) <= 2 * len(others)
+
+
+def test_keys_of_each_worker_get_their_part_of_a_maps_turns() -> None:
+    # Another map takes every second place, and whenever this map has its turn both workers have one.
+    dispatch = dispatch_of((1, 0), (1, 0), concurrency=1)
+    keyed, other = map_of(dispatch, TASK), map_of(dispatch, TASK)
+    for number in range(200):
+        send(dispatch, Call(TASK, number, number % 20), None, keyed)
+        send(dispatch, Call(TASK, number), None, other)
+    keys_of: list[list[Hashable]] = [[], []]
+    for _ in range(10):
+        for seat in dispatch.seats:
+            end(dispatch, seat, seat.calls[0])
+        assert len([call for call in sent(dispatch, TASK) if call.key is not None]) == 1
+        for seat in dispatch.seats:
+            keys_of[seat.index] += [call.key for call in seat.calls if call.key is not None]
+    assert [len(keys) for keys in keys_of] == [5, 5]
+    assert [len(set(keys)) for keys in keys_of] == [5, 5]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 
 from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how, signal_of
-from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed
+from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
 
 EXAMPLES: list[PercoreError] = [
     PercoreError("anything", 3),
@@ -20,11 +20,12 @@ EXAMPLES: list[PercoreError] = [
     StartupFailed("worker 0 died", "Traceback …"),
     StartupFailed("worker 0 died"),
     RunnerClosed("the runner was closed"),
+    RunnerFull(1000),
     RemoteError("builtins.SystemExit", "3", "Traceback …"),
     RemoteError("builtins.SystemExit", ""),
     PayloadTooLarge(1024),
 ]
-PUBLIC = [PercoreError, WorkerDied, RunnerBroken, StartupFailed, RunnerClosed, RemoteError, PayloadTooLarge]
+PUBLIC = [PercoreError, WorkerDied, RunnerBroken, StartupFailed, RunnerClosed, RunnerFull, RemoteError, PayloadTooLarge]
 
 
 def ids(error: PercoreError) -> str:
@@ -77,6 +78,7 @@ def test_there_is_a_sentence(error: PercoreError) -> None:
         (RunnerBroken, [BrokenProcessPool]),
         (StartupFailed, [BrokenProcessPool]),
         (RunnerClosed, [RuntimeError]),
+        (RunnerFull, [RuntimeError]),
         (RemoteError, []),
         (PayloadTooLarge, [ValueError]),
     ],
@@ -165,6 +167,14 @@ def test_a_payload_too_large_says_what_to_do() -> None:
     assert error.limit == 1024
     assert "max_message=1024 bytes" in str(error)
     assert "larger max_message" in str(error)
+
+
+def test_a_full_runner_says_who_waits_and_who_does_not() -> None:
+    full = RunnerFull(1000)
+    assert full.limit == 1000
+    assert str(full) == (
+        "max_pending=1000 calls are accepted and not done: `await runner.run(...)` and maps wait for their turn, submit does not"
+    )
 
 
 def test_a_closed_runner() -> None:

@@ -51,6 +51,9 @@ class Flow:
     def plan(self) -> Plan:
         return Plan(self.policy)
 
+    def runs_alone(self, item: Item) -> None:
+        self.told.append((item.number, "alone"))
+
 
 def batch_of(count: int, flow: Flow | None = None, *, is_bare: bool = False) -> Batch:
     """Each of its items carries its number: bare, or as a pickle of as many bytes."""

@@ -42,7 +42,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_core.lifecycle": WORDS,
     "_core.restart": WORDS,
     "_core.flow": WORDS,
-    "_core.dispatch": WORDS | {"_core.lifecycle", "_core.restart", "_core.flow"},
+    "_core.keys": WORDS,
+    "_core.batches": WORDS | {"_core.flow"},
+    "_core.dispatch": WORDS | {"_core.batches", "_core.keys"},
+    "_policy": WORDS | {"_broken"},
+    "_results": WORDS,
     # bytes
     "_ipc": frozenset(),
     "_ipc.memory": VOCABULARY,
@@ -62,14 +66,20 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.context": VOCABULARY,
     "_worker.world": VOCABULARY,
     "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
-    "_worker.threads": VOCABULARY | BYTES | {"_worker.context"},
+    "_worker.threads": VOCABULARY,
     "_worker.eager": WORDS,
-    "_worker.serve": VOCABULARY | BYTES | {"_worker.eager", "_worker.threads"},
+    "_worker.terms": VOCABULARY | {"_ipc.pickles"},
+    "_worker.answers": VOCABULARY | BYTES,
+    "_worker.batches": VOCABULARY | BYTES | {"_worker.answers", "_worker.terms"},
+    "_worker.plain": VOCABULARY | FRAMES | {"_worker.answers", "_worker.batches", "_worker.terms", "_worker.threads"},
+    "_worker.serve": VOCABULARY
+    | FRAMES
+    | {"_worker.answers", "_worker.batches", "_worker.eager", "_worker.plain", "_worker.terms"},
     "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
     "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
     | BYTES
-    | {"_worker.context", "_worker.mainmodule", "_worker.threads", "_worker.serve", "_worker.lifespan", "_worker.logs"},
+    | {"_worker.context", "_worker.mainmodule", "_worker.plain", "_worker.serve", "_worker.lifespan", "_worker.logs"},
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
     # the parent's ways to start processes
@@ -81,33 +91,43 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers"},
     # _worker.logs: the size of the ring, and what is said about it and about levels.
     "_logs": VOCABULARY | FRAMES | {"_ipc.records", "_worker.logs"},
-    # _worker.main: the layout of what its workers are given at their start.
+    # _worker.main and _worker.plain: the layout of what its workers are given at their start.
     "_engines.process": LAUNCH
     | BYTES
-    | {"_broken", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
-    | {"_worker.main"},
+    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
+    | {"_worker.main", "_worker.plain"},
     # shell
-    "_calls": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
-    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots"},
-    "_outcomes": VOCABULARY | PICKLES | {"_broken", "_calls", "_member", "_ipc.ring"},
+    "_admission": VOCABULARY,
+    "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
+    "_inputs": VOCABULARY,
+    "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy"},
+    "_items": VOCABULARY | {"_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
+    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
+    "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
+    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes"},
     "_supervisor": VOCABULARY
-    | PICKLES
-    | {"_broken", "_calls", "_member", "_outcomes", "_engine", "_ipc.codec", "_ipc.slots"}
-    | {"_core.lifecycle", "_core.restart", "_core.flow", "_core.dispatch"},
-    "_closing": VOCABULARY | {"_calls", "_member", "_supervisor"},
+    | {"_admission", "_broken", "_calls", "_contexts", "_engine", "_items", "_member", "_policy", "_pool"}
+    | {"_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
+    "_closing": VOCABULARY | {"_supervisor"},
+    # maps
+    "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy"},
+    "_flow": VOCABULARY
+    | {"_calls", "_core.batches", "_core.dispatch", "_core.flow"}
+    | {"_inputs", "_items", "_policy", "_results", "_rows", "_supervisor"},
     # face
-    "_map": VOCABULARY | {"_calls", "_core.flow", "_supervisor"},
+    "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
+    "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
     "_runner": VOCABULARY
-    | PICKLES
-    | {"_broken", "_calls", "_closing", "_engine", "_engines.process", "_map", "_statistics", "_supervisor"}
-    | {"_worker.context"},
+    | {"_closing", "_contexts", "_engine", "_engines.process", "_policy", "_pool", "_statistics", "_supervisor", "_usage"}
+    | {"_ipc.pickles", "_verbs", "_worker.context"},
 }
 
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # the public names, told to type checkers; at run time they are looked up on first use
-    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_statistics", "_usage", "_worker.context"}),
-    # a part of the supervisor, handed its owner
-    "_outcomes": frozenset({"_supervisor"}),
+    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_statistics", "_usage", "_verbs", "_worker.context"}),
+    # parts of the supervisor, handed their owner
+    "_outcomes": frozenset({"_pool", "_supervisor"}),
+    "_pool": frozenset({"_supervisor"}),
 }
 
 # Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
@@ -119,6 +139,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.ring": SYSTEM,
     "_ipc.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
     "_ipc.codec": SYSTEM,
+    **dict.fromkeys(("_items", "_policy", "_results"), SYSTEM),
     **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_engine", "_worker"), PARENT_ONLY),
 }
 
@@ -127,7 +148,7 @@ GIVES_WAY = {
     # the GIL, to the worker's loop
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
-    "_map": ["asyncio.sleep(0)"],
+    "_flow": ["asyncio.sleep(0)"],
 }
 
 

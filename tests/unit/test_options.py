@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,18 @@ GOOD: dict[str, Any] = {
     "max_message": 2**30,
     "start_timeout": 60.0,
     "kill_after": 5.0,
+    "max_tasks_per_worker": None,
+    "retries": 0,
+    "per_key": None,
+    "contextvars": (),
+    "thread_initializer": None,
+    "max_pending": None,
 }
-NUMBERS = ["workers", "concurrency", "threads", "max_message"]
+BOUNDS = ["max_tasks_per_worker", "per_key", "max_pending"]
+NUMBERS = ["workers", "concurrency", "threads", "max_message", "retries", *BOUNDS]
 SECONDS = ["start_timeout", "kill_after"]
+USER: ContextVar[str] = ContextVar("user")
+TRACE: ContextVar[str] = ContextVar("trace")
 
 
 def options(**knobs: Any) -> Knobs:
@@ -46,6 +56,8 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given.start_method == default_start_method()
     assert given.lifespan is None
     assert given.loop_factory is None
+    assert (given.retries, given.contextvars, given.thread_initializer) == (0, (), None)
+    assert [getattr(given, name) for name in BOUNDS] == [None] * 3
 
 
 def test_the_default_threads_stay_within_32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +76,12 @@ def test_what_the_user_gives_is_kept() -> None:
         max_message=4096,
         start_timeout=1,
         kill_after=0.5,
+        max_tasks_per_worker=10,
+        retries=3,
+        per_key=2,
+        contextvars=[USER],
+        thread_initializer=test_the_defaults,
+        max_pending=1000,
     )
     assert given == Knobs(
         workers=3,
@@ -75,6 +93,12 @@ def test_what_the_user_gives_is_kept() -> None:
         max_message=4096,
         start_timeout=1.0,
         kill_after=0.5,
+        max_tasks_per_worker=10,
+        retries=3,
+        per_key=2,
+        contextvars=(USER,),
+        thread_initializer=test_the_defaults,  # type: ignore[arg-type]
+        max_pending=1000,
     )
 
 
@@ -85,7 +109,7 @@ def test_a_count_is_a_whole_number(name: str, value: object) -> None:
         options(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["concurrency", "max_message", *SECONDS])
+@pytest.mark.parametrize("name", ["concurrency", "max_message", "retries", *SECONDS])
 def test_none_is_no_default_where_there_is_a_number(name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be a "):
         options(**{name: None})
@@ -93,13 +117,22 @@ def test_none_is_no_default_where_there_is_a_number(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [("workers", 1, 1024), ("concurrency", 1, 10**6), ("threads", 1, 10_000), ("max_message", 1024, 2**36)],
+    [("workers", 1, 1024), ("concurrency", 1, 10**6), ("threads", 1, 10_000), ("max_message", 1024, 2**36), ("retries", 0, 10**6)],
 )
 def test_a_count_has_bounds(name: str, least: int, most: int) -> None:
     for value in (least, most):
         assert getattr(options(**{name: value}), name) == value
     for value in (least - 1, most + 1, -1, -(10**30), 10**30):
         with pytest.raises(ValueError, match=f"^{name} must be from {least} to {most}, not {value}$"):
+            options(**{name: value})
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_is_at_least_one(name: str) -> None:
+    for value in (1, 2, 10**30):
+        assert getattr(options(**{name: value}), name) == value
+    for value in (0, -1, -(10**30)):
+        with pytest.raises(ValueError, match=f"^{name} must be at least 1, not {value}$"):
             options(**{name: value})
 
 
@@ -122,7 +155,10 @@ def test_any_positive_number_of_seconds(name: str, value: float) -> None:
     assert getattr(options(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize(("name", "example"), [("lifespan", "open_session"), ("loop_factory", "asyncio.new_event_loop")])
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [("lifespan", "open_session"), ("loop_factory", "asyncio.new_event_loop"), ("thread_initializer", "open_connection")],
+)
 @pytest.mark.parametrize("value", [1, "name", [], object()], ids=steady)
 def test_what_is_called_must_be_callable(name: str, example: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"^{name} must be callable, such as {name}={example}, not "):
@@ -148,6 +184,27 @@ def test_the_fork_server_needs_its_system(monkeypatch: pytest.MonkeyPatch, lacki
     with pytest.raises(ValueError, match=r'^start_method="forkserver" needs .* use start_method="spawn"$'):
         options(start_method="forkserver")
     assert options(start_method="spawn").start_method == "spawn"
+
+
+# Context variables
+
+
+@pytest.mark.parametrize(
+    "given_as", [list, tuple, iter, lambda variables: dict.fromkeys(variables)], ids=["list", "tuple", "iter", "dict"]
+)
+def test_context_variables_may_come_in_anything(given_as: Any) -> None:
+    assert options(contextvars=given_as([USER, TRACE])).contextvars == (USER, TRACE)
+
+
+def test_one_context_variable_alone_is_told_what_is_right() -> None:
+    with pytest.raises(TypeError, match=r"^contextvars must be several, such as contextvars=\[user\], not one alone$"):
+        options(contextvars=USER)
+
+
+@pytest.mark.parametrize("value", [7, None, ["user"], "user", [USER, None]], ids=steady)
+def test_context_variables_are_context_variables(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^contextvars must be ContextVars, not "):
+        options(contextvars=value)
 
 
 # CPUs

@@ -191,6 +191,17 @@ def test_a_new_plan_counts_anew(done: list[str], folder: Path, hits: Callable[[]
     assert hits() == [f"a exit 2 - {os.getpid()}"]
 
 
+def test_the_same_plan_written_again_is_a_new_one(done: list[str], folder: Path, hits: Callable[[], list[str]]) -> None:
+    for turn in (1, 2):
+        (folder / "a").write_text("kill@2")
+        os.utime(folder / "a", ns=(turn, turn))
+        point("a")
+        assert len(done) == turn - 1
+        point("a")
+    assert done == ["kill", "kill"]
+    assert len(hits()) == 2
+
+
 def test_what_another_process_has_done_is_done(
     done: list[str], folder: Path, hits: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

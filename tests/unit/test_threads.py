@@ -137,42 +137,29 @@ def test_a_waiting_call_can_be_taken_back_once() -> None:
         threads.put(1, "runs")
         assert gate.begun.get() == 1
         threads.put(2, "waits")
-        assert threads.take_back(2)
-        assert not threads.take_back(2)
-        assert not threads.take_back(1)
-        assert not threads.take_back(99)
+        assert threads.take_back(2) == "waits"
+        assert threads.take_back(2) is None
+        assert threads.take_back(1) is None
+        assert threads.take_back(99) is None
         threads.put(3, "runs too")
         gate.opened.set()
         assert gate.begun.get() == 3
 
 
-def test_some_are_taken_back_the_newest_first() -> None:
+def test_what_waits_can_be_looked_at_in_the_order_it_came() -> None:
     gate = Gate()
     with pool(1, gate) as threads:
         threads.put(0, "runs")
         gate.begun.get()
-        for call_id in range(1, 7):
-            threads.put(call_id, "waits")
-        assert threads.take_back_some(0) == []
-        assert threads.take_back_some(2) == [6, 5]
-        assert threads.take_back(3)
-        assert threads.take_back_some(100) == [4, 2, 1]
-        assert threads.take_back_some(1) == []
+        for call_id in (3, 1, 2):
+            threads.put(call_id, f"waits {call_id}")
+        assert list(threads.waiting.items()) == [(3, "waits 3"), (1, "waits 1"), (2, "waits 2")]
+        for call_id in (2, 3):
+            threads.take_back(call_id)
         assert not threads.is_idle()
         gate.opened.set()
+        assert gate.begun.get() == 1
     assert threads.is_idle()
-
-
-def test_taking_back_some_stands_a_thread_that_takes_the_last() -> None:
-    # 1. the loop sees a call waiting; 2. a thread takes it; 3. the loop finds nothing.
-    class Snatched(dict[int, Any]):
-        def popitem(self) -> tuple[int, Any]:
-            self.clear()
-            return super().popitem()
-
-    with pool(1, Recorder()) as threads:
-        threads._waiting = Snatched({1: "item"})
-        assert threads.take_back_some(3) == []
 
 
 @pytest.mark.parametrize("limit", [1, 4])
@@ -180,15 +167,19 @@ def test_each_call_runs_or_is_taken_back_exactly_once(limit: int) -> None:
     count = 4000
     run = Recorder()
     back: list[int] = []
+
+    def take_back(call_ids: list[int]) -> None:
+        back.extend(call_id for call_id in call_ids if threads.take_back(call_id) is not None)
+
     with pool(limit, run) as threads:
         for call_id in range(count):
             threads.put(call_id, "item")
-            if call_id % 3 == 0 and threads.take_back(call_id - 1):
-                back.append(call_id - 1)
+            if call_id % 3 == 0:
+                take_back([call_id - 1])
             if call_id % 50 == 0:
-                back.extend(threads.take_back_some(5))
-        while threads._waiting:
-            back.extend(threads.take_back_some(7))
+                take_back(list(threads.waiting)[-5:])
+        while threads.waiting:
+            take_back(list(threads.waiting)[:7])
         ran = [call_id for call_id, _ in run.expect(count - len(back))]
     assert run.ran.empty()
     assert sorted([*ran, *back]) == list(range(count))
@@ -212,13 +203,134 @@ def test_taken_back_while_a_thread_reaches_for_it() -> None:
     run = Recorder()
     lying = Lying()
     with pool(1, run) as threads:
-        threads._waiting = lying
+        threads.waiting = lying
         threads.put(1, "both want it")
         lying.reached.wait()
-        assert threads.take_back(1)
+        assert threads.take_back(1) == "both want it"
         lying.go_on.set()
     assert run.ran.empty()
     assert threads.is_idle()
+
+
+def test_a_thread_is_free_while_it_has_no_call_whether_it_was_started_or_not() -> None:
+    gate = Gate()
+    with pool(3, gate) as threads:
+        assert threads.free() == 3
+        for call_id in (1, 2, 3):
+            threads.put(call_id, "runs")
+            gate.begun.get()
+            assert threads.free() == 3 - call_id
+        threads.run_beside(4, "takes no thread of the pool")
+        gate.begun.get()
+        assert threads.free() == 0
+        gate.opened.set()
+    assert threads.free() == 3
+
+
+# Beside
+
+
+def test_a_call_beside_waits_for_nobody() -> None:
+    gate = Gate()
+    with pool(1, gate) as threads:
+        threads.put(1, "runs")
+        assert gate.begun.get() == 1
+        threads.put(2, "waits")
+        for call_id in range(10, 15):
+            threads.run_beside(call_id, "beside")
+        assert sorted(gate.begun.get() for _ in range(5)) == list(range(10, 15))
+        assert list(threads.waiting) == [2]
+        assert len(threads._threads) == 1
+        gate.opened.set()
+    assert threads.is_idle()
+    assert threads._beside == {}
+
+
+def test_a_thread_beside_is_a_daemon_with_a_name_and_ends_with_its_call() -> None:
+    seen: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    with pool(1, lambda _call_id, _item: seen.put(threading.current_thread())) as threads:
+        threads.run_beside(7, "beside")
+        thread = seen.get()
+        assert (thread.name, thread.daemon) == ("percore-beside-7", True)
+        thread.join()
+        assert threads._threads == []
+
+
+def test_a_call_beside_runs_in_a_copy_of_the_context() -> None:
+    variable: ContextVar[str] = ContextVar("variable", default="unset")
+    context = copy_context()
+    context.run(variable.set, "of the pool")
+    seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run(_call_id: int, item: str) -> None:
+        seen.put(variable.get())
+        variable.set(item)
+
+    with pool(1, run, context) as threads:
+        threads.run_beside(1, "inside")
+        assert seen.get() == "of the pool"
+    assert context[variable] == "of the pool"
+
+
+def test_a_call_beside_counts_while_it_runs() -> None:
+    idle: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    gate = Gate()
+    with pool(1, gate) as threads:
+        threads.when_idle(lambda: idle.put(threads.is_idle()))
+        threads.run_beside(1, "beside")
+        gate.begun.get()
+        assert not threads.is_idle()
+        gate.opened.set()
+        assert idle.get() is True
+
+
+def test_a_call_beside_that_has_not_begun_can_be_taken_back() -> None:
+    run = Recorder()
+    lying = Lying()
+    with pool(1, run) as threads:
+        threads.waiting = lying
+        threads.run_beside(1, "both want it")
+        lying.reached.wait()
+        assert threads.take_back(1) == "both want it"
+        lying.go_on.set()
+    assert run.ran.empty()
+    assert threads.is_idle()
+
+
+# Threads that cannot be started
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_a_call_for_which_there_is_no_thread_is_nowhere() -> None:
+    threads = Threads(1, Recorder(), copy_context())
+    for put in (threads.put, threads.run_beside):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            put(1, "item")
+        assert threads.is_idle()
+        assert threads._beside == {}
+
+
+def test_where_one_thread_runs_the_lack_of_another_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gate = Gate()
+    with pool(2, gate) as threads:
+        threads.put(1, "runs")
+        gate.begun.get()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            threads.put(2, "runs later")
+        gate.opened.set()
+        assert gate.begun.get() == 2
 
 
 # Idle
@@ -239,7 +351,7 @@ def test_idle_is_nothing_waiting_and_nothing_running() -> None:
 def test_a_call_is_never_nowhere_between_waiting_and_running() -> None:
     lying = Lying()
     with pool(1, Recorder()) as threads:
-        threads._waiting = lying
+        threads.waiting = lying
         threads.put(1, "item")
         lying.reached.wait()
         assert not threads.is_idle()
@@ -266,11 +378,11 @@ def test_who_asked_while_a_thread_reached_for_a_call_taken_back_is_told() -> Non
     idle: queue.SimpleQueue[bool] = queue.SimpleQueue()
     lying = Lying()
     with pool(1, Recorder()) as threads:
-        threads._waiting = lying
+        threads.waiting = lying
         threads.put(1, "item")
         lying.reached.wait()
         threads.when_idle(lambda: idle.put(True))
-        assert threads.take_back_some(10) == [1]
+        assert threads.take_back(1) == "item"
         assert not threads.is_idle()
         lying.go_on.set()
         assert idle.get()
@@ -281,13 +393,13 @@ def test_nobody_is_told_while_something_runs() -> None:
     threads = Threads(2, lambda _call_id, _item: None, copy_context())
     threads.when_idle(lambda: told.append("idle"))
     threads._running[99] = None  # in another thread
-    threads._waiting[1] = "item"
+    threads.waiting[1] = "item"
     for call_id in (1, None):
         threads._ids.put(call_id)
     threads._work()
     assert told == []
     del threads._running[99]
-    threads._waiting[2] = "item"
+    threads.waiting[2] = "item"
     for call_id in (2, None):
         threads._ids.put(call_id)
     threads._work()

@@ -44,7 +44,8 @@ class Window:
         self.limit = min(most, LEAST if exact is None else exact)
         self._base = min(most, max(LEAST, min(MOST, 2 * room)))
         self.pulled = self.ended = self.handed_over = 0
-        self._argument_bytes = self._result_bytes = 0
+        self._argument_bytes = 0
+        self._result_bytes = 0.0
         self._mean = 0.0
         self._rated_at: float | None = None
         self._rated_ended = 0
@@ -83,7 +84,7 @@ class Window:
         if not self._is_exact:
             self._rate(now)
 
-    def hand_over(self, size: int, count: int = 1) -> None:
+    def hand_over(self, size: float, count: int = 1) -> None:
         """So many results, of `size` bytes together, are the user's now."""
         self.handed_over += count
         self._result_bytes -= size

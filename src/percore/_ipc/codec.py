@@ -52,8 +52,8 @@ def weight_inline(values: list[object]) -> int | None:
     if kinds in ({str}, {bytes}):
         longest = max(map(len, values))  # type: ignore[arg-type]
         return 4 * longest + 16 if longest <= _TEXT_LIMIT else None
-    if kinds <= _PLAIN and int not in kinds:
-        return 16
+    if kinds <= _PLAIN:
+        return 32 if int not in kinds or all(map(is_inline_value, values)) else None
     return 4 * _TEXT_LIMIT if all(map(is_inline_value, values)) else None
 
 

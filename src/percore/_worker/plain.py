@@ -100,10 +100,12 @@ class Plain:
         if wanted is None:
             return self.threads.take_back(call_id) is not None
         batch = self._batches.get(call_id)
-        if batch is not None and (count := batch.give_up(batch.end - wanted)):
-            # An empty batch must not wait on: its id, and the place of its start mark, are another call's soon.
-            if not wanted and self.threads.take_back(call_id) is not None:
-                del self._batches[call_id]
+        if batch is None:
+            return False
+        if wanted == 0 and batch.begun_at is None:
+            # It must not begin empty: its id, and the place of its start mark, are another call's soon.
+            self._take_back(call_id)
+        elif count := batch.give_up(batch.end - wanted):
             self._channel.send(RETURNED, call_id, count)
         return False
 

@@ -1,0 +1,399 @@
+"""The sweeps. Each test takes one place in one state through all deaths; see tests/sweep/__init__.py."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.faults import LIMIT, Watch
+from tests.sweep.judge import HARD, PATIENCE, Hit, Stage, processes_of
+from tests.sweep.places import BIRTHS, DEATHS, ENDS, SERVER, STATES, STEPS, SUPERVISOR_LIFE, SUPERVISOR_STEPS
+
+pytestmark = pytest.mark.timeout(240)
+
+NOTES = {"busy": "worker.call.running", "full": "worker.frame.written", "slots": "worker.outcome.stored"}
+"""Where a worker tells that it is in that state."""
+
+HOLDERS = 4
+"""Calls at most that hold a thread or a loop of a worker until they are let go."""
+
+NEEDS_AN_EAR = {"worker.slot.released"}
+"""Passed only when the supervisor has heard of something, so not while it hears nothing."""
+
+Count = Callable[[str, str, str, str], None]
+Start = Callable[..., AbstractContextManager[Stage]]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No core files; every warning is an error, in all processes."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, limits)
+
+
+@pytest.fixture
+def counted(record_property: Callable[[str, object], None]) -> Count:
+    """Count a hit, for the table."""
+
+    def add(sweep: str, place: str, death: str, state: str) -> None:
+        record_property("hit", json.dumps([sweep, place, death, state]))
+
+    return add
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    stages = count()
+
+    @contextmanager
+    def started(loop: str = "asyncio") -> Iterator[Stage]:
+        with Stage(tmp_path / f"stage{next(stages)}", loop) as stage:
+            yield stage
+
+    return started
+
+
+def loop_for(place: str, state: str) -> str:
+    """One of the two loops a test: which is as good as random, and always the same."""
+    return ("asyncio", "uvloop")[(len(place) + STATES.index(state)) % 2]
+
+
+def numbers(state: str) -> Iterator[int]:
+    """The passings to strike at, one after the other until there are not so many. Where there are hundreds, ever fewer of them."""
+    if state == "idle":
+        yield from count(1)
+    here, following = 1, 2
+    while True:
+        yield here
+        here, following = following, here + following
+
+
+def once(death: str) -> Iterator[int]:
+    """As `numbers`, where each process passes but once: that it does not a second time is seen with one death for all."""
+    yield from (1, 2) if death in ("kill", "term") else (1,)
+
+
+def workers_in(state: str) -> int:
+    return 1 if state == "idle" else 2
+
+
+# Parts of a cell
+
+
+def fill(stage: Stage, state: str, side: str, place: str = "") -> Hit | None:
+    """Bring about the state. The first hit that is heard: of the place itself, or that a worker is in that state."""
+    if state == "idle":
+        return None
+    has_note = side == "worker" and NOTES[state] != place
+    if has_note:
+        stage.plan(NOTES[state], f"tell~{state}")
+    stage.order("fill", how=f"{state} of {side}")
+    filled = stage.told("filled")
+    if side == "supervisor" and state == "full":
+        assert max(filled["full"]) > 0
+    elif side == "supervisor" and state == "slots":
+        assert filled["arena"][0] == filled["arena"][1]
+    if not has_note:
+        return None
+    hit = stage.hit()
+    assert hit is not None, f"no worker was ever {state} {filled} {stage.pids()}"
+    check_state(hit, state)
+    return hit
+
+
+def check_state(hit: Hit, state: str) -> None:
+    """The process that was struck was in that state; a full ring is seen by its counter."""
+    assert state in hit.states, hit
+    assert state != "full" or hit.full_count > 0, hit
+
+
+def go_on(stage: Stage) -> None:
+    stage.order("on")
+    stage.give("stay", HOLDERS)
+
+
+def strike_in_load(stage: Stage, plan: tuple[str, str], state: str, side: str) -> Hit | None:
+    """One cell: load, and the plan in it. The hit, if there was one; all has been heard and everything is whole again."""
+    place, what = plan
+    stage.plan(place, what)
+    hit = None
+    if state in ("full", "slots"):
+        hit = fill(stage, state, side, place)
+        if hit is not None and hit.place != place:
+            hit = None
+        stage.order("wave", how="burst")
+        if hit is None and place not in NEEDS_AN_EAR:
+            hit = stage.hit(5.0 if "@1~" in what else PATIENCE)
+        go_on(stage)
+    else:
+        stage.order("wave", how="one by one" if state == "idle" else "burst")
+    later = [one for one in stage.settle() if one.place == place]
+    assert len(later) <= (hit is None), "it is done once"
+    hit = later[0] if later else hit
+    if hit is not None:
+        check_state(hit, state)
+    return hit
+
+
+# Workers
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", STEPS)
+def test_a_worker_dies_at_a_step_of_a_call(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in DEATHS:
+            stage.open(workers_in(state))
+            for nth in numbers(state):
+                hit = strike_in_load(stage, (place, f"{death}@{nth}~{state}"), state, "worker")
+                if hit is None:
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    stage.judge(set())
+                    break
+                stage.killed(hit.pid)
+                stage.judge({hit.pid})
+                counted("worker dies", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", BIRTHS)
+def test_a_replacement_dies_at_a_step_of_its_birth(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in DEATHS:
+            stage.open(workers_in(state))
+            for nth in once(death):
+                hit = strike_in_life(stage, (place, f"{death}@{nth}"), state, signal.SIGKILL)
+                if hit is None:
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    break
+                counted("worker dies", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", ENDS)
+def test_a_worker_that_drains_dies_at_a_step_of_its_end(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in DEATHS:
+            stage.open(workers_in(state))
+            for nth in once(death):
+                if place == "worker.draining":
+                    hit = strike_where_it_drains(stage, f"{death}@{nth}~{state}", state)
+                else:
+                    hit = strike_in_life(stage, (place, f"{death}@{nth}"), state, signal.SIGTERM)
+                if hit is None:
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    break
+                counted("worker dies", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+def strike_in_life(stage: Stage, plan: tuple[str, str], state: str, trigger: int, *, others_die: bool = False) -> Hit | None:
+    """One cell: a worker is sent a signal, and where it, its replacement or the fork server passes the place, it waits at the gate
+    until the other worker is in the state, and then dies."""
+    place, what = plan
+    stage.plan(place, f"{what}!")
+    victim = stage.pids()[0]
+    if isinstance(victim, list):
+        victim = victim[1]
+    os.kill(victim, trigger)
+    hit = stage.hit(LIMIT if what.endswith("@1") else PATIENCE)
+    if hit is not None:
+        fill(stage, state, "worker")
+        stage.give("gate")
+        if not what.startswith("term"):
+            stage.killed(hit.pid)
+    if state != "idle":
+        stage.order("wave", how="burst")
+    go_on(stage)
+    if state == "idle":
+        stage.order("wave", how="one by one")
+    assert stage.settle() == []
+    stage.judge(None if others_die else {victim, hit.pid} if hit else {victim})
+    stage.killed(victim)
+    return hit
+
+
+def strike_where_it_drains(stage: Stage, what: str, state: str) -> Hit | None:
+    """One cell: a worker in that state is sent SIGTERM, and dies as it begins to drain."""
+    note = fill(stage, state, "worker")
+    victim = stage.pids()[0] if note is None else note.pid
+    stage.plan("worker.draining", what)
+    os.kill(victim, signal.SIGTERM)
+    hit = stage.hit(LIMIT if "@1~" in what else PATIENCE)
+    if hit is not None:
+        assert hit.pid == victim
+        check_state(hit, state)
+    stage.order("wave", how="one by one" if state == "idle" else "burst")
+    go_on(stage)
+    assert stage.settle() == []
+    stage.judge({victim} if hit else set())
+    stage.killed(victim)
+    return hit
+
+
+# The fork server
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", SERVER)
+def test_the_fork_server_dies_at_a_step(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in DEATHS:
+            stage.open(workers_in(state))
+            for nth in once(death):
+                hit = strike_in_life(stage, (place, f"{death}@{nth}"), state, signal.SIGKILL, others_die=True)
+                if hit is None:
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    break
+                counted("fork server dies", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+# SIGTERM
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", STEPS)
+def test_sigterm_at_a_step_of_a_call_loses_nothing(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        stage.open(workers_in(state))
+        for nth in numbers(state):
+            hit = strike_in_load(stage, (place, f"term@{nth}~{state}"), state, "worker")
+            stage.judge(set())
+            if hit is None:
+                assert nth > 1, f"{place} is not passed when {state}"
+                break
+            stage.killed(hit.pid)
+            counted("SIGTERM, and nothing is lost", place, "term", state)
+        stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", [*BIRTHS, *ENDS[1:]])
+def test_sigterm_at_a_step_of_a_life_loses_nothing(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        stage.open(workers_in(state))
+        for nth in once("term"):
+            hit = strike_in_life(stage, (place, f"term@{nth}"), state, signal.SIGTERM)
+            if hit is None:
+                assert nth > 1, f"{place} is not passed when {state}"
+                break
+            stage.killed(hit.pid)
+            counted("SIGTERM, and nothing is lost", place, "term", state)
+        stage.close()
+        stage.leave()
+
+
+# The supervisor stands, and a worker is struck
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", SUPERVISOR_STEPS)
+def test_a_worker_dies_while_the_supervisor_is_at_a_step(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        stage.open(workers_in(state))
+        for action in ("strike", "drain"):
+            for nth in numbers(state):
+                hit = strike_in_load(stage, (place, f"{action}@{nth}~{state}"), state, "supervisor")
+                stage.judge(set(stage.struck) if action == "strike" else set())
+                if hit is None:
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    break
+                counted("a worker is killed, or drained, while the supervisor is there", place, action, state)
+        stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", SUPERVISOR_LIFE)
+def test_a_worker_dies_while_the_supervisor_sees_to_another(place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        stage.open(2)
+        for action in ("strike", "drain"):
+            hit = strike_while_it_sees_to_another(stage, (place, f"{action}@1~{state}"), state)
+            assert hit is not None, f"{place} is not passed when {state}"
+            counted("a worker is killed, or drained, while the supervisor is there", place, action, state)
+        stage.close()
+        stage.leave()
+
+
+def strike_while_it_sees_to_another(stage: Stage, plan: tuple[str, str], state: str) -> Hit | None:
+    """One cell: a worker ends, and while the supervisor sees to that, or to the replacement, it is struck or strikes."""
+    place, _ = plan
+    stage.plan(*plan)
+    victim = stage.pids()[0]
+    if isinstance(victim, list):
+        victim = victim[1]
+    fill(stage, state, "supervisor")  # of "busy" there is more to come
+    os.kill(victim, signal.SIGTERM if place == "supervisor.worker.draining" else signal.SIGKILL)
+    hit = stage.hit(0.5 if state in ("full", "slots") else LIMIT)
+    go_on(stage)
+    stage.order("wave", how="one by one" if state == "idle" else "burst")
+    later = stage.settle()
+    hit = hit or (later[0] if later else None)
+    stage.judge({victim, *stage.struck})
+    if hit is not None:
+        check_state(hit, state)
+    return hit
+
+
+# The supervisor dies
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", [*SUPERVISOR_STEPS, *SUPERVISOR_LIFE])
+def test_the_supervisor_dies(place: str, state: str, start: Start, counted: Count) -> None:
+    for death, code in DEATHS.items():
+        for nth in numbers(state) if death == "kill" and place in SUPERVISOR_STEPS else [1]:
+            with start(loop_for(place, state)) as stage:
+                stage.open(2)
+                if not kill_supervisor(stage, (place, f"{death}@{nth}~{state}"), state, code):
+                    assert nth > 1, f"{place} is not passed when {state}"
+                    break
+                counted("supervisor dies, and nothing is left", place, death, state)
+
+
+def kill_supervisor(stage: Stage, plan: tuple[str, str], state: str, code: int) -> bool:
+    """One cell: whether it was hit. Then nothing of it is left."""
+    place, _ = plan
+    stage.plan(*plan)
+    victim = stage.pids()[0]
+    if isinstance(victim, list):
+        victim = victim[1]
+    if state != "idle":
+        stage.order("fill", how=f"{state} of supervisor")
+    stage.order("wave", how="one by one" if state == "idle" else "burst")
+    if place in SUPERVISOR_LIFE:
+        os.kill(victim, signal.SIGTERM if place == "supervisor.worker.draining" else signal.SIGKILL)
+    hit = stage.hit(PATIENCE)
+    stage.give("stay", HOLDERS)
+    if hit is None:
+        stage.order("end")
+        hit = stage.hit(LIMIT if "@1~" in plan[1] else 1.0)
+    if hit is None:
+        return False
+    assert hit.pid == stage.program.pid
+    check_state(hit, state)
+    with Watch([stage.program.pid]) as supervisor:
+        assert supervisor.wait_gone(LIMIT) == []
+    with Watch(processes_of(stage.folder)) as left:
+        assert left.wait_gone(HARD) == []
+    assert processes_of(stage.folder) == []
+    assert stage.program.end() == code
+    return True

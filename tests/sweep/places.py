@@ -1,0 +1,47 @@
+"""Every place where percore can be struck, and the deaths and states it is swept with."""
+
+from typing import Final
+
+STEPS: Final = (
+    "worker.bell.read",
+    "worker.call.marked",
+    "worker.call.unpickled",
+    "worker.call.running",
+    "worker.outcome.ready",
+    "worker.outcome.stored",
+    "worker.frame.written",
+    "worker.bell.rung",
+    "worker.slot.released",
+)
+"""Of a call, in its worker."""
+
+BIRTHS: Final = ("worker.forked", "worker.hello", "worker.lifespan.entered", "worker.ready")
+ENDS: Final = ("worker.draining", "worker.finished", "worker.lifespan.left", "worker.bye")
+
+SERVER: Final = ("forkserver.request", "forkserver.forked", "forkserver.born", "forkserver.reaped")
+
+SUPERVISOR_STEPS: Final = (
+    "supervisor.call.pickled",
+    "supervisor.call.stored",
+    "supervisor.frame.written",
+    "supervisor.bell.rung",
+    "supervisor.bell.read",
+    "supervisor.call.released",
+    "supervisor.outcome.delivered",
+    "supervisor.slot.released",
+)
+SUPERVISOR_LIFE: Final = (
+    "supervisor.worker.started",
+    "supervisor.worker.ready",
+    "supervisor.worker.draining",
+    "supervisor.worker.exited",
+    "supervisor.worker.buried",
+)
+
+ALL: Final = (*STEPS, *BIRTHS, *ENDS, *SERVER, *SUPERVISOR_STEPS, *SUPERVISOR_LIFE)
+
+DEATHS: Final = {"kill": -9, "segv": -11, "abrt": -6, "exit": 0, "libcexit": 0}
+"""Ways to die, and the exit code of each."""
+
+STATES: Final = ("idle", "busy", "full", "slots")
+"""One call at a time; many; more outcomes (or arguments) than the ring takes; no slot free."""
