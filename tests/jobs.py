@@ -709,3 +709,41 @@ def wait_then_fail(gate: str) -> NoReturn:
 def wait_then_fail_with(log: str, gate: str, value: Any) -> NoReturn:
     wait(log, gate, value)
     raise ValueError("at last")
+
+
+async def wait_or_fail_at(log: str, gate: str, index: int) -> None:
+    """Fail in one worker, when the others have begun to wait."""
+    here = percore.current_worker().index
+    if here == index:
+        raise ValueError(f"worker {here}")
+    await await_(log, gate, here)
+
+
+async def tell_async(log: str, value: Any) -> Any:
+    say(log, value)
+    return value
+
+
+# Threads
+
+_of_thread = threading.local()
+
+
+def say_thread(log: str) -> None:
+    say(log, f"initialized {threading.current_thread().name}")
+
+
+def wait_in_thread(log: str, gate: str) -> str:
+    name = threading.current_thread().name
+    say(log, f"runs {name}")
+    pass_gate(gate)
+    return name
+
+
+def open_connection() -> None:
+    assert not hasattr(_of_thread, "connection")
+    _of_thread.connection = "open"
+
+
+def connection(_: int) -> str:
+    return str(_of_thread.connection)

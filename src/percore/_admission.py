@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from percore._errors import RunnerFull
 
@@ -26,7 +27,11 @@ class Admission:
         self._inside += 1
 
     async def enter(self, most: int = 1) -> int:
-        """Wait until there is room, and let up to `most` calls in: how many. Cancelled: none."""
+        """Wait until there is room, and let up to `most` calls in: how many. Cancelled: none.
+
+        Raises:
+            Exception: what `refuse` gave.
+        """
         if self._waiters or self._inside >= self.limit:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
@@ -35,8 +40,8 @@ class Admission:
             except BaseException:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
-                elif not waiter.cancelled():  # 1. it is let in  2. it is cancelled before it runs: the room is another's
-                    self.leave()
+                elif not waiter.cancelled() and waiter.exception() is None:
+                    self.leave()  # 1. it is let in  2. it is cancelled before it runs: the room is another's
                 raise
             most -= 1
             count = 1
@@ -54,6 +59,13 @@ class Admission:
             if not waiter.done():
                 self._inside += 1
                 waiter.set_result(None)
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Let in none of those that wait: each gets an error of its own."""
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error())
 
     def left(self, _call: object) -> None:
         """As `leave`, as the callback of a future."""

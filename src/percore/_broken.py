@@ -44,7 +44,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         call: qualified name of the function.
         age: seconds since the call began there, or None when it had not.
         started: whether the call had begun there. False is only seen where no other worker will come to run it.
-        attempts: how many workers have begun this call.
+        attempts: how often this call has begun, anywhere. 0: it never has, and can be made again without a thought.
     """
 
     _fields = ("pid", "exitcode", "call", "age", "started", "attempts")

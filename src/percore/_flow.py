@@ -225,10 +225,16 @@ class Flow:
 
     async def _pull(self, most: int) -> Pulled:
         admission = self.owner.admission
+        if self._inputs.is_async:
+            # First the row: it may come from another map, which needs room itself, or not come for long.
+            pulled = await self._inputs.pull()
+            if admission is not None and pulled.rows and not self._is_fed:
+                self._admitted += await admission.enter()
+            return pulled
         if admission is not None:
-            most = await admission.enter(1 if self._inputs.is_async else most)
+            most = await admission.enter(most)
             self._admitted += most
-        pulled = await self._inputs.pull() if self._inputs.is_async else self._inputs.pull_now(most)
+        pulled = self._inputs.pull_now(most)
         if admission is not None and len(pulled.rows) < most and not self._is_closed:
             self._leave(most - len(pulled.rows))
         return pulled

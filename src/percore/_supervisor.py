@@ -205,7 +205,10 @@ class Supervisor:
         plan.late = None
         if isinstance(call, Item):
             call.flow.runs_alone(call)
-        if delay:
+        if self.is_cut or self.broken is not None or (delay and self.is_closing):
+            # It was worth another attempt before that, and its thread has only ended now.
+            self.refuse(call)
+        elif delay:
             self.delayed.add(call)
             plan.timer = self.loop.call_later(delay, self._attempt, call)
         else:
@@ -343,7 +346,9 @@ class Supervisor:
         else:
             attempts = 1 if call.plan is None else call.plan.failed + 1
             death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
-            delay, error = self.next_attempt(call.plan, death)
+            # Its thread may have run for too long: then that is what has failed, and now the thread has ended.
+            late = None if call.plan is None else call.plan.late
+            delay, error = self.next_attempt(call.plan, death) if late is None else (late, death)
             if delay is not None and not call.done():
                 member.retried += 1
                 return delay
@@ -377,8 +382,9 @@ class Supervisor:
                 self.release(call)
             elif self._is_hopeless() or call.kind == Kind.BESIDE:
                 self.release(call)
-                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=0))
-        self._loose.clear()
+                attempts = 0 if call.plan is None else call.plan.failed
+                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=attempts))
+        self._loose.difference_update(back)
         self.dispatch.returned([(call, call.queue) for call in back if not call.done()])
 
     def _is_hopeless(self) -> bool:
@@ -398,12 +404,14 @@ class Supervisor:
         self._loose.update(calls)
         for call in calls:
             self.refuse(call)
-        self._loose.clear()
+        self._loose.difference_update(calls)
 
     def end_maps(self) -> None:
-        """No more calls are taken: open maps pull no more."""
+        """No more calls are taken: open maps pull no more, and nobody waits to be let in."""
         for end in list(self.enders):
             end()
+        if self.admission is not None:
+            self.admission.refuse(self.refusal)
 
     # Broadcast
 

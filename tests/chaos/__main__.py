@@ -22,7 +22,7 @@ QUIET = 50
 def main() -> int:
     kills = int(os.environ.get("CHAOS_KILLS") or 1000)
     seed = os.environ.get("CHAOS_SEED") or str(int.from_bytes(os.urandom(3), "big"))
-    print(f"chaos: {kills} kills, CHAOS_SEED={seed}", flush=True)
+    tell(f"chaos: {kills} kills, CHAOS_SEED={seed}")
     began = time.monotonic()
     total = Verdict()
     for part, its_seed, count in trials(kills, seed):
@@ -32,29 +32,36 @@ def main() -> int:
         except (pytest.fail.Exception, AssertionError) as error:
             verdict = Verdict()
             verdict.breach("hung", str(error))
-        print(f"  {part}: {sum(verdict.kills.values())} kills, {verdict.calls} calls, {time.monotonic() - at:.0f} s", flush=True)
+        tell(f"  {part}: {sum(verdict.kills.values())} kills, {verdict.calls} calls, {time.monotonic() - at:.0f} s")
         total.add(verdict)
     report(total, time.monotonic() - began)
     for loop in ("asyncio", "uvloop"):
         alone = quiet(loop, QUIET)
-        print(f"  quiet, {loop}: {QUIET} kills, detection {spread(alone.detection)}, recovery {spread(alone.recovery)}")
+        tell(f"  quiet, {loop}: {QUIET} kills, detection {spread(alone.detection)}, recovery {spread(alone.recovery)}")
     return 0 if total.is_clean else 1
 
 
 def report(total: Verdict, seconds: float) -> None:
     """The figures."""
     taken_along = total.kills.pop("with the fork server", 0)
+    refused = total.outcomes.pop("unpulled", 0) + total.outcomes.pop("full", 0)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in total.kills.most_common())
     ends = ", ".join(f"{count} {name}" for name, count in total.outcomes.most_common())
-    print(f"  kills        {total.kills.total()} in {seconds:.0f} s: {by_kind}; {taken_along} more died with their fork server")
-    print(f"  calls        {total.calls} in {total.rounds} rounds: {ends}")
+    tell(f"  kills        {total.kills.total()} in {seconds:.0f} s: {by_kind}; {taken_along} more died with their fork server")
+    tell(f"  calls        {total.calls} in {total.rounds} rounds: {ends}; {refused} more never accepted")
     for breach in history.BREACHES:
-        print(f"  {breach:<12} {total.breaches[breach]}")
-    print(f"  blamed without having run: {total.unrun}")
-    print(f"  detection    {spread(total.detection)}")
-    print(f"  recovery     {spread(total.recovery)}")
+        tell(f"  {breach:<12} {total.breaches[breach]}")
+    tell(f"  blamed without having run: {total.unrun}")
+    tell(f"  detection    {spread(total.detection)}")
+    tell(f"  recovery     {spread(total.recovery)}")
     for sentence in total.sentences:
-        print(f"! {sentence}")
+        tell(f"! {sentence}")
+
+
+def tell(line: str) -> None:
+    """At once: it takes minutes."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def spread(seconds: list[float]) -> str:

@@ -18,12 +18,12 @@ LEAST: Final = 5
 
 
 class Kill(NamedTuple):
-    """What the judge did to one process. `index`: of a worker, -1 where it had not told."""
+    """What the judge did to one process. `slot`: index of a worker, -1 where it had not told."""
 
     ns: int
     kind: str
     pid: int
-    index: int
+    slot: int
     generation: int
 
 
@@ -126,7 +126,7 @@ class Verdict:
 
 def judge(one: Round) -> Verdict:
     """Compare. What the program has seen of itself counts too."""
-    verdict = Verdict(rounds=1, calls=one.told["last"], kills=Counter(kill.kind for kill in one.kills))
+    verdict = Verdict(rounds=1, kills=Counter(kill.kind for kill in one.kills))
     where = f"round {one.told['round']} (closed {one.told['closing']}, {one.told['settings']})"
     for left in one.told["left"]:
         verdict.breach("left behind", f"{left} after {where}")
@@ -179,6 +179,7 @@ class _Comparison:
         ran = self._entries.get(outcome.uuid, [])
         name = outcome.words[0]
         self._verdict.outcomes[name] += 1
+        self._verdict.calls += name not in ("unpulled", "full")
         if len(ran) > max(1, outcome.attempts):
             self._breach("twice", outcome, f"ran {len(ran)} times")
         if not is_right(outcome):
@@ -193,8 +194,8 @@ class _Comparison:
     def _look_at_death(self, outcome: Outcome, ran: list[Entry]) -> None:
         started, pid, attempts = outcome.words[1] == "1", int(outcome.words[2]), int(outcome.words[3])
         pids = {entry.pid for entry in ran}
-        if not started and ran and outcome.kind != "everywhere":
-            self._breach("wrong value", outcome, "had not started, says its error, and ran")
+        if not started and len(ran) > attempts and outcome.kind != "everywhere":
+            self._breach("wrong value", outcome, "had not begun so often, says its error")
         if started and pid not in self._killed:
             self._breach("wrong value", outcome, "was ended by a death that nobody caused")
         made_all = attempts == outcome.attempts or (attempts < outcome.attempts and "z" in outcome.flags)
@@ -215,8 +216,8 @@ class _Comparison:
         for place, kill in enumerate(self._round.kills):
             if kill.kind in _AT_ONCE and kill.pid in self._failed:
                 self._verdict.detection.append((self._failed[kill.pid] - kill.ns) / 1e9)
-            later = [ns for generation, ns in begun.get(kill.index, ()) if generation > kill.generation and ns > kill.ns]
-            again = [other.ns for other in self._round.kills[place + 1 :] if other.index == kill.index or other.index < 0]
+            later = [ns for generation, ns in begun.get(kill.slot, ()) if generation > kill.generation and ns > kill.ns]
+            again = [other.ns for other in self._round.kills[place + 1 :] if other.slot == kill.slot or other.slot < 0]
             if kill.kind in _AT_ONCE and later and (not again or min(later) < again[0]):
                 self._verdict.recovery.append((min(later) - kill.ns) / 1e9)
 

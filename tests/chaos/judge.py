@@ -283,7 +283,7 @@ def trials(kills: int, seed: str) -> Iterator[tuple[Part, str, int]]:
             number += 1
             share = min(rest, AT_MOST)
             rest -= share
-            yield part, f"{seed}/{part.loop}/{part.method}/{number}", share
+            yield part, f"{seed}/{part}/{number}", share
 
 
 @contextmanager

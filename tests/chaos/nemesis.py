@@ -40,6 +40,4 @@ def schedule(seed: str, mean: float) -> Iterator[Fault]:
     decide = random.Random(f"{seed}/faults")
     kinds, weights = list(KINDS), list(KINDS.values())
     while True:
-        yield Fault(
-            decide.expovariate(1 / mean), decide.choices(kinds, weights)[0], decide.random(), decide.uniform(0.002, 0.25)
-        )
+        yield Fault(decide.expovariate(1 / mean), decide.choices(kinds, weights)[0], decide.random(), decide.uniform(0.002, 0.25))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import percore
 from tests.chaos import calls
@@ -155,24 +155,24 @@ def _more(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {thing: count - before.get(thing, 0) for thing, count in now.items() if count > before.get(thing, 0)}
 
 
-async def _rounds(seed: str, folder: Path, control: str, method: str) -> None:
+async def _rounds(seed: str, folder: Path, control: BinaryIO, method: str) -> None:
     loop = asyncio.get_running_loop()
     loop.slow_callback_duration = 60  # the pickling of megabytes is the load, not a fault
     over = asyncio.Event()
-    with open(control, "rb", buffering=0) as file:
-        loop.add_reader(file, over.set)
-        number = 0
-        while not over.is_set():
-            number += 1
-            say("begins", number)
-            say("round", await Round(number, seed, folder, method).run(over.is_set))
-        loop.remove_reader(file)
+    loop.add_reader(control, over.set)
+    number = 0
+    while not over.is_set():
+        number += 1
+        say("begins", number)
+        say("round", await Round(number, seed, folder, method).run(over.is_set))
+    loop.remove_reader(control)
 
 
 def chaos(loop: str, method: str, seed: str, folder: str, control: str) -> None:
     """Rounds until `control` can be read, or ends."""
     logging.getLogger("percore").setLevel(logging.ERROR)
-    run(loop, _rounds(seed, Path(folder), control, method))
+    with open(control, "rb") as file:
+        run(loop, _rounds(seed, Path(folder), file, method))
     say("over")
 
 

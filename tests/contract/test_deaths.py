@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,32 @@ async def test_a_call_handed_back_to_a_broken_runner_ends(make: MakeRunner, log:
             await ahead
         gate.open()
         assert await running == 1
+
+
+async def test_a_repeated_call_that_nobody_will_run_tells_its_attempts(
+    make: MakeRunner, log: Log, gate: Gate, tmp_path: Path
+) -> None:
+    failed = asyncio.Event()
+
+    def has_failed(error: BaseException) -> bool:
+        failed.set()
+        return isinstance(error, OSError)
+
+    runner = make(threads=1)
+    await runner.start()
+    repeated = runner.options(retries=1, retry_on=has_failed).submit(jobs.fail_first, str(tmp_path), 1, OSError, 0)
+    holding = runner.submit(jobs.wait, log.path, gate.path, 1)
+    await log.next()
+    await failed.wait()  # its second attempt is behind the other call
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    _worker(runner).kill()
+    await closing
+    told = [repeated.exception(), holding.exception()]
+    assert [(type(error), vars(error)["started"], vars(error)["attempts"]) for error in told] == [
+        (percore.WorkerDied, False, 1),
+        (percore.WorkerDied, True, 1),
+    ]
 
 
 async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -256,7 +256,7 @@ async def test_the_default_window_begins_small_and_grows_with_the_results(make: 
             assert numbers.count == flow.LEAST
             gate.open()
             assert await first == 0
-            await numbers.reached(1 + 2 * 200)
+            await numbers.reached(2 * 200)
             await runner.run(jobs.aecho)
             assert numbers.count <= 1 + flow.MOST
 

@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, jobs.later_wait_fo
 async def _late(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their threads, to be attempted once more."""
     members = runner._supervisor.members
-    while sum(call.plan.late is not None for member in members for call in member.calls.values()) < count:  # noqa: ASYNC110
+    while sum(call.plan is not None and call.plan.late is not None for m in members for call in m.calls.values()) < count:
         await asyncio.sleep(0)
 
 
@@ -173,6 +173,7 @@ async def test_waiting_for_a_place_is_not_counted(
         with pytest.raises(TimeoutError):  # so long has passed, at least
             await plain
         gate.open()
+        other_gate.open()
         assert await asyncio.gather(*waiting) == [0, 1, 2]
         await asyncio.gather(*held)
 
@@ -207,11 +208,10 @@ async def test_an_item_that_times_out_fails_the_map(make: MakeRunner, log: Log, 
 async def test_a_coroutine_that_times_out_is_tried_again(make: MakeRunner, log: Log, gate: Gate, as_map: bool) -> None:
     async with make() as runner:
         view = runner.options(timeout=TINY, retries=2, retry_on=TimeoutError)
+        mapped = view.map(jobs.await_, [log.path], [gate.path], [7])
         with pytest.raises(TimeoutError):
-            if as_map:
-                await view.map(jobs.await_, [log.path], [gate.path], [7])
-            else:
-                await view.run(jobs.await_, log.path, gate.path, 7)
+            await (mapped if as_map else view.run(jobs.await_, log.path, gate.path, 7))
+        await mapped.aclose()
         assert log.rest() == ["7", "cancelled 7"] * 3
         assert runner.statistics().retried == 2
 

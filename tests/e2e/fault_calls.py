@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
@@ -92,6 +91,13 @@ def hold(wire: str, gate: str) -> tuple[int, int, int]:
 
 async def hold_in_task(wire: str, gate: str) -> tuple[int, int, int]:
     return await asyncio.to_thread(hold, wire, gate)
+
+
+def writable_memory() -> set[int]:
+    """Inodes of the shared memory that this worker can write."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        fields = [line.split(maxsplit=5) for line in maps if "/memfd:" in line]
+    return {int(inode) for _, permissions, _, _, inode, _ in fields if permissions.startswith("rw-s")}
 
 
 # Calls that die
@@ -313,58 +319,3 @@ async def hanging_at_the_end(wire: str) -> AsyncIterator[None]:
 async def dying_at_the_end() -> AsyncIterator[None]:
     yield
     os._exit(6)
-
-
-# The mixed load
-
-
-def _enter(ledger: str, uuid: int) -> None:
-    """The first thing a call does."""
-    worker = percore.current_worker()
-    append(ledger, f"{uuid} {worker.pid} {worker.generation}")
-
-
-def answer(uuid: int) -> int:
-    """What a call of that number has to give."""
-    return zlib.crc32(uuid.to_bytes(8, "little"))
-
-
-async def load_task(ledger: str, uuid: int) -> int:
-    _enter(ledger, uuid)
-    await asyncio.sleep(uuid % 7 / 1000)
-    return answer(uuid)
-
-
-def load_thread(ledger: str, uuid: int) -> int:
-    _enter(ledger, uuid)
-    zlib.crc32(bytes(200_000 * (uuid % 5)))
-    return answer(uuid)
-
-
-def load_large_result(ledger: str, uuid: int) -> bytes:
-    _enter(ledger, uuid)
-    return pattern(uuid, 1_000_000 + uuid % 1000)
-
-
-async def load_large_result_in_task(ledger: str, uuid: int) -> bytes:
-    return load_large_result(ledger, uuid)
-
-
-def load_large_argument(ledger: str, uuid: int, data: bytes) -> int:
-    _enter(ledger, uuid)
-    if data != pattern(uuid, len(data)):
-        return -1
-    return answer(uuid)
-
-
-async def load_error(ledger: str, uuid: int) -> int:
-    _enter(ledger, uuid)
-    raise LookupError(answer(uuid))
-
-
-@contextlib.contextmanager
-def announced() -> Iterator[None]:
-    """The worker's pid goes to standard output, where the judge reads it."""
-    asyncio.get_running_loop().slow_callback_duration = 60  # a loaded machine is the point of this load
-    os.write(1, f"born {os.getpid()}\n".encode())
-    yield

@@ -4,17 +4,13 @@ import asyncio
 import contextlib
 import faulthandler
 import json
-import logging
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import threading
-import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import percore
@@ -296,106 +292,7 @@ def deaf(story: str, loop: str) -> None:
     on_terminal(story, loop)
 
 
-# Mixed load under kills
-
-
-class Load:
-    """Calls of all kinds, kills among them, and a record of every outcome."""
-
-    def __init__(self, runner: percore.Runner, ledger: str, outcomes: str, seed: int) -> None:
-        self.runner = runner
-        self.ledger = ledger
-        self.outcomes = open(outcomes, "w", encoding="ascii")  # noqa: SIM115  # as long as the program
-        self.random = random.Random(seed)
-        self.last = 0
-        self.ended = 0
-        self.room = asyncio.Semaphore(120)
-        self.kills = 0
-        self.next_kill = 50
-        self.pending: set[asyncio.Future[Any]] = set()
-        self.wanted = 0
-
-    def submit(self) -> None:
-        self.last += 1
-        uuid = self.last
-        submit = partial(self._submit, uuid)
-        kind = self.random.choices(KINDS, WEIGHTS)[0]
-        if kind is calls.load_large_argument:
-            submit(kind, calls.pattern(uuid, 500_000 + self.random.randrange(1_000_000)))
-        else:
-            submit(kind)
-
-    def _submit(self, uuid: int, fn: Callable[..., Any], *more: object) -> None:
-        future: asyncio.Future[Any] = self.runner.submit(fn, self.ledger, uuid, *more)
-        future.add_done_callback(partial(self._done, uuid))
-        self.pending.add(future)
-        if self.random.random() < 0.08:
-            asyncio.get_running_loop().call_later(self.random.random() / 50, future.cancel)
-
-    def _done(self, uuid: int, future: asyncio.Future[Any]) -> None:
-        self.pending.discard(future)
-        self.outcomes.write(f"{uuid} {outcome(future)}\n")
-        self.ended += 1
-        self.room.release()
-        if self.ended >= self.next_kill and self.kills < self.wanted:
-            self.next_kill = self.ended + self.random.randrange(1, 60)
-            self._kill()
-
-    def _kill(self) -> None:
-        pids = [worker.pid for worker in self.runner.statistics().workers if worker.pid is not None]
-        if not pids:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(self.random.choice(pids))
-            try:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            finally:
-                os.close(pidfd)
-            self.kills += 1
-
-    async def run(self, kills: int) -> None:
-        self.wanted = kills
-        while self.kills < kills:
-            await self.room.acquire()
-            self.submit()
-        await asyncio.gather(*self.pending, return_exceptions=True)
-
-    async def end_abruptly(self) -> None:
-        """Close over calls of every kind, with a worker dying meanwhile."""
-        for _ in range(100):
-            self.submit()
-        self.wanted += 1
-        await asyncio.sleep(0)
-        self._kill()
-        await self.runner.aclose(grace=0)
-
-
-KINDS: list[Callable[..., Any]] = [
-    calls.load_task,
-    calls.load_thread,
-    calls.load_large_result,
-    calls.load_large_result_in_task,
-    calls.load_large_argument,
-    calls.load_error,
-]
-WEIGHTS = [40, 30, 6, 6, 6, 12]
-
-
-def outcome(future: asyncio.Future[Any]) -> str:
-    """What has become of a call, in a few words."""
-    if future.cancelled():
-        return "cancelled"
-    error = future.exception()
-    if isinstance(error, percore.WorkerDied):
-        return f"died {int(error.started)} {error.pid}"
-    if isinstance(error, LookupError):
-        return f"error {error.args[0]}"
-    if error is not None:
-        return f"{type(error).__name__} {error}".replace("\n", " ")
-    value = future.result()
-    if isinstance(value, bytes):
-        return f"bytes {len(value)} {zlib.crc32(value)}"
-    return f"value {value}"
+# For programs of other modules
 
 
 def fds() -> list[str]:
@@ -409,37 +306,6 @@ def fds() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return sorted(found)
-
-
-async def _kill_workers(ledger: str, outcomes: str, seed: int, kills: int, method: Any) -> None:
-    asyncio.get_running_loop().slow_callback_duration = 60  # the pickling of megabytes is the load, not a fault
-    before = fds()
-    runner = percore.Runner(2, threads=4, concurrency=20, lifespan=calls.announced, start_method=method)
-    await runner.start()
-    say("started")
-    load = Load(runner, ledger, outcomes, seed)
-    await load.run(kills)
-    in_use = runner._shared.arena.in_use
-    restarts = runner.statistics().restarts
-    await load.end_abruptly()
-    load.outcomes.close()
-    say(
-        "closed",
-        {
-            "kills": load.kills,
-            "calls": load.last,
-            "pending": len(load.pending),
-            "restarts": restarts,
-            "arena slots left": in_use,
-            "fds left": [fd for fd in fds() if fd not in before],
-            "threads": threading.active_count(),
-        },
-    )
-
-
-def kill_workers(ledger: str, outcomes: str, seed: str, kills: str, loop: str, method: str) -> None:
-    logging.getLogger("percore").setLevel(logging.ERROR)
-    run(loop, _kill_workers(ledger, outcomes, int(seed), int(kills), method))
 
 
 if __name__ == "__main__":

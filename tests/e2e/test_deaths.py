@@ -290,6 +290,16 @@ async def test_a_dead_worker_that_left_a_child_is_dead(wire: Wire) -> None:
             assert left.wait_gone(HARD) == []
 
 
+async def test_memory_that_a_dead_worker_could_write_is_not_used_again() -> None:
+    async with percore.Runner(1) as runner:
+        before = await runner.run(calls.writable_memory)
+        assert before
+        await died(runner.submit(calls.exit_with, 1))
+        after = await runner.run(calls.writable_memory)
+        assert after
+        assert not before & after
+
+
 async def test_cancelled_calls_of_a_dead_worker_stay_cancelled(wire: Wire) -> None:
     async with percore.Runner(1) as runner:
         future = runner.submit(calls.stay_stubborn, wire.path)

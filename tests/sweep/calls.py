@@ -15,8 +15,8 @@ import percore
 from percore import _points
 from percore._ipc.channel import Channel
 
-INLINE, STORED = 90_000, 150_000
-"""Sizes of payloads: the largest that travels in a frame, about, and one that lies in a slot."""
+INLINE, STORED = 60_000, 150_000
+"""Sizes of payloads: one that travels in a frame, and one that lies in a slot."""
 
 ERROR = -1
 
@@ -75,17 +75,20 @@ def item(ledger: str, uuid: int) -> int:
 async def block(ledger: str, uuid: int, gate: str) -> int:
     """Holds its worker's loop until the gate gives a byte."""
     enter(ledger, uuid)
-    with open(gate, "rb", buffering=0) as file:  # noqa: ASYNC230  # the point of it
-        file.read(1)
+    _pass(gate)
     return answer(uuid)
 
 
-def hold(ledger: str, uuid: int, gate: str) -> int:
-    """As `block`, for a thread alone."""
+async def hold(ledger: str, uuid: int, gate: str) -> int:
+    """As `block`, for itself alone."""
     enter(ledger, uuid)
+    await asyncio.to_thread(_pass, gate)
+    return answer(uuid)
+
+
+def _pass(gate: str) -> None:
     with open(gate, "rb", buffering=0) as file:
         file.read(1)
-    return answer(uuid)
 
 
 async def nothing() -> None:

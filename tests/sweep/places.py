@@ -11,6 +11,7 @@ STEPS: Final = (
     "worker.outcome.stored",
     "worker.frame.written",
     "worker.bell.rung",
+    "worker.slot.filled",
     "worker.slot.released",
 )
 """Of a call, in its worker."""
@@ -23,6 +24,7 @@ SERVER: Final = ("forkserver.request", "forkserver.forked", "forkserver.born", "
 SUPERVISOR_STEPS: Final = (
     "supervisor.call.pickled",
     "supervisor.call.stored",
+    "supervisor.slot.filled",
     "supervisor.frame.written",
     "supervisor.bell.rung",
     "supervisor.bell.read",
@@ -42,6 +44,13 @@ ALL: Final = (*STEPS, *BIRTHS, *ENDS, *SERVER, *SUPERVISOR_STEPS, *SUPERVISOR_LI
 
 DEATHS: Final = {"kill": -9, "segv": -11, "abrt": -6, "exit": 0, "libcexit": 0}
 """Ways to die, and the exit code of each."""
+
+IMPOSSIBLE: Final = {
+    ("supervisor.call.stored", "slots"): "when a call is submitted it gets a slot only while half of them are free",
+    ("worker.slot.filled", "idle"): "a result waits for a slot only where others have them all",
+    ("supervisor.slot.filled", "idle"): "arguments wait for a slot only where others have half of them",
+}
+"""Places that are not passed in that state, and why."""
 
 STATES: Final = ("idle", "busy", "full", "slots")
 """One call at a time; many; more outcomes (or arguments) than the ring takes; no slot free."""

@@ -19,6 +19,7 @@ from typing import Any
 import percore
 from percore import _points
 from percore._engines.servers import servers
+from percore._messages import Kind
 from tests.sweep import calls
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -95,40 +96,47 @@ class Host:
             say("opened", {"error": str(error), "left": self._left()})
             return
         _points.observe = self.observe
+        await self.runner.broadcast(calls.nothing)  # each has passed the last place of its birth
         say("opened", {"error": ""})
 
     async def fill(self, how: str) -> None:
         """Bring about the state: rings full, or slots taken, as far as this side can see to it."""
         kind, _, side = how.partition(" of ")
-        if kind == "busy":
-            for _ in range(2 * len(self.runner._supervisor.dispatch.seats)):
-                self._record(self.runner.submit(calls.hold, self.ledger, self._next(), f"{self.folder}/stay"))
-            say("filled", {})
-            return
-        size = {"full": calls.INLINE, "slots": calls.STORED}[kind]
         supervisor = self.runner._supervisor
         channels = [member.worker.channel for member in supervisor.members]
-        seats = len(supervisor.dispatch.seats)
-        # More than there is room for, but fewer than there are places: a few are left for what comes on top.
-        if side == "worker":
+        seats = list(supervisor.dispatch.seats)
+        size = {"busy": 0, "full": calls.INLINE, "slots": calls.STORED}[kind]
+        if kind == "busy":
+            self._until(3, seats, partial(self._hold, calls.hold))
+        elif side == "worker":
             for channel in channels:  # nothing is heard of any worker until "on"
                 asyncio.get_running_loop().remove_reader(channel._bell.fileno())
             self.deaf = channels
-            for _ in range(10 * seats):
-                self._submit(calls.task, 0, size)
+            self._until(12, seats, partial(self._submit, calls.task, 0, size))
         else:
-            for _ in range(seats):
-                self._record(self.runner.submit(calls.block, self.ledger, self._next(), f"{self.folder}/stay"))
+            for _ in seats:  # what a thread says is heard although its loop stands
+                self._submit(calls.thread, 0.03, calls.STORED)
+            self._until(1, seats, partial(self._hold, calls.block))
             await asyncio.sleep(0)
-            for _ in range(9 * seats if kind == "full" else 18):
+            self._until(12, seats, partial(self._submit, calls.task, 0, 0, size))
+            while kind == "slots" and self.runner._shared.arena.in_use < self.runner._shared.arena.count:
                 self._submit(calls.task, 0, 0, size)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         arena = self.runner._shared.arena
         say(
             "filled",
-            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count], "seats": seats},
+            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count]},
         )
+
+    def _until(self, count: int, seats: list[Any], submit: Callable[[], None]) -> None:
+        """Submit until every worker holds so many coroutines: more than it has room for, but fewer than it has places."""
+        for _ in range(16 * len(seats)):
+            if any(seat.load[Kind.TASK] < count for seat in seats):
+                submit()
+
+    def _hold(self, fn: Callable[..., Any]) -> None:
+        self._record(self.runner.submit(fn, self.ledger, self._next(), f"{self.folder}/stay"))
 
     async def wave(self, how: str) -> None:
         """Calls of every kind."""
@@ -140,17 +148,16 @@ class Host:
         if how == "one by one":
             self.background.append(asyncio.create_task(self._one_by_one(kinds)))
             return
-        for seconds in (0.002, 0):
-            for fn in (calls.task, calls.thread):
-                for _ in range(3):
-                    self._submit(fn, seconds)
         for submit in kinds:
             submit()
+        for seconds in (0.002, 0):
+            for fn in (calls.task, calls.thread):
+                self._submit(fn, seconds)
         self.background.append(asyncio.create_task(self._map(12)))
 
     async def tell(self) -> None:
         """Who the workers are."""
-        say("pids", [(m.index, m.pid, m.load, m.silence(), m.worker.channel.tx.written - m.worker.channel.tx.acknowledged, m.worker.channel.is_flushed()) for m in self.runner._supervisor.members] if os.environ.get("DBG") else self.pids())
+        say("pids", self.pids())
 
     async def on(self) -> None:
         """Hear again what workers say."""
@@ -174,6 +181,7 @@ class Host:
     async def serve(self) -> None:
         """Show that it is whole again."""
         await self._map(SERVED)
+        await self.runner.broadcast(calls.nothing)
         supervisor = self.runner._supervisor
         arena = self.runner._shared.arena
         say(
@@ -214,7 +222,7 @@ class Host:
         self._record(self.runner.submit(fn, self.ledger, uuid, seconds, size, *data), uuid)
 
     def _record(self, future: asyncio.Future[Any], uuid: int | None = None) -> None:
-        future.add_done_callback(partial(self._done, self.last if uuid is None else uuid))
+        future.add_done_callback(partial(self._done, uuid or self.last))
         self.pending.add(future)
 
     def _done(self, uuid: int, future: asyncio.Future[Any]) -> None:

@@ -176,6 +176,8 @@ class Channel:
             if ticket is not None:
                 ticket.stored(payload)
             body = payload
+            if POINTS:
+                point(f"{self._side}.slot.filled")
         (send or self.send)(op, call_id, body)
 
     def _retry_payload(self, op: int, call_id: int, body: Body, ticket: Ticket | None) -> bool:

@@ -99,15 +99,19 @@ class ForkServer:
         return self._fork(fds, *lifeline)
 
     def _fork(self, fds: list[int], lifeline: int, write_end: int) -> Birth | None:
+        # A worker that is told to end before it has handlers of its own does so once it has: here the signals are ignored.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             pid = _fork_process()
         except OSError as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _close((lifeline, write_end))
             self._refuse(fds, error.errno or errno.EAGAIN)
             return None
         if pid == 0:
             self._forget()
             return Birth(fds, lifeline)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _close((lifeline, *fds[1:]))
         if POINTS:
             point("forkserver.forked")

@@ -1,0 +1,193 @@
+"""broadcast: once in every ready worker, beside all other calls."""
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeWorker
+
+WHERE = pytest.mark.parametrize("fn", [jobs.where, jobs.awhere])
+HELD = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
+
+
+@WHERE
+async def test_results_are_by_index(make: MakeRunner, fn: Any) -> None:
+    async with make(3) as runner:
+        workers = await runner.broadcast(fn)
+        assert [worker.index for worker in workers] == [0, 1, 2]
+        assert [worker.pid for worker in workers] == [worker.pid for worker in runner.statistics().workers]
+        assert runner.statistics().done == 3
+
+
+@pytest.mark.parametrize("argument", [7, [7], bytes(300_000)])
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho, jobs.later])
+async def test_arguments_and_results(make: MakeRunner, fn: Any, argument: Any) -> None:
+    async with make(2) as runner:
+        assert await runner.broadcast(fn, argument) == [argument] * 2
+        assert await runner.broadcast(functools.partial(fn, argument)) == [argument] * 2
+        assert await runner.options(timeout=1e6).broadcast(jobs.aadd, 1, right=2, scale=10) == [30, 30]
+        assert runner._supervisor.arena.in_use <= 1  # the function itself may stay there
+
+
+@WHERE
+async def test_beside_a_full_worker(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make(2, concurrency=1, threads=1) as runner:
+        held = [runner.submit(job, log.path, gate.path, i) for i in range(14) for job in (jobs.wait, jobs.await_)]
+        await log.take(4)
+        assert [worker.index for worker in await runner.broadcast(fn)] == [0, 1]
+        assert log.rest() == []
+        gate.open()
+        await asyncio.gather(*held)
+
+
+@WHERE
+async def test_twenty_at_once(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make(2, concurrency=1, threads=1) as runner:
+        held = [runner.submit(job, log.path, gate.path, i) for i in range(2) for job in (jobs.wait, jobs.await_)]
+        await log.take(4)
+        results = await asyncio.gather(*(runner.broadcast(fn) for _ in range(20)))
+        assert [[worker.index for worker in workers] for workers in results] == [[0, 1]] * 20
+        gate.open()
+        await asyncio.gather(*held)
+
+
+@HELD
+async def test_twenty_that_wait(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make(2) as runner:
+        tasks = [asyncio.create_task(runner.broadcast(fn, log.path, gate.path, i)) for i in range(20)]
+        await log.take(2 * 16)  # so many are beside at once; the others wait for them
+        gate.open()
+        assert await asyncio.gather(*tasks) == [[i, i] for i in range(20)]
+
+
+# Failures
+
+
+async def test_the_first_failure_raises_and_cancels_the_others(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(3) as runner:
+        with pytest.raises(ValueError, match="worker 1"):
+            await runner.broadcast(jobs.wait_or_fail_at, log.path, gate.path, 1)
+        said = await log.take(4)
+        assert sorted(said) == ["0", "2", "cancelled 0", "cancelled 2"]
+        assert await runner.broadcast(jobs.aecho, 1) == [1] * 3
+
+
+async def test_a_failure_of_a_plain_function_raises(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        with pytest.raises(KeyError):
+            await runner.broadcast(jobs.fail, KeyError("x"))
+
+
+async def test_what_cannot_be_pickled_raises(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        with pytest.raises(ValueError, match="do not pickle me"):
+            await runner.broadcast(jobs.echo, jobs.RefusesPickle())
+        assert runner.statistics().running == 0
+
+
+@HELD
+async def test_a_worker_dies_during_it(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make(2) as runner:
+        task = asyncio.create_task(runner.broadcast(fn, log.path, gate.path, "x"))
+        assert await log.take(2) == ["x", "x"]
+        pid = worker_of(runner, 1).pid
+        worker_of(runner, 1).kill()
+        with pytest.raises(percore.WorkerDied) as caught:
+            await task
+        assert (caught.value.pid, caught.value.started, caught.value.attempts) == (pid, True, 1)
+        if fn is jobs.await_:
+            while "cancelled x" not in [await log.next(), *log.rest()]:
+                """The other one is cancelled."""
+        gate.open()
+        while runner.statistics().workers[1].state != "ready":  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        assert [worker.generation for worker in await runner.broadcast(jobs.awhere)] == [1, 2]
+
+
+async def test_a_worker_dies_before_it_begins(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2) as runner:
+        worker = worker_of(runner)
+        if isinstance(worker, FakeWorker):
+            worker.pause()
+            blocking = None
+        else:
+            blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+            assert await log.next() == "blocked"
+            if (await runner.run(jobs.awhere)).index == 0:
+                worker = worker_of(runner, 1)
+        task = asyncio.create_task(runner.broadcast(jobs.aecho, 1))
+        await asyncio.sleep(0)
+        worker.kill()
+        with pytest.raises(percore.WorkerDied) as caught:
+            await task
+        assert (caught.value.pid, caught.value.started) == (worker.pid, False)
+        if blocking is not None:
+            await asyncio.wait([blocking])
+            assert type(blocking.exception()) is percore.WorkerDied
+
+
+async def test_a_worker_that_is_gone_does_not_get_it(make: MakeRunner, log: Log, gate: Gate) -> None:
+    lifespan = functools.partial(jobs.others_behind, log.path, gate.path)
+    async with make(2, lifespan=lifespan) as runner:
+        await log.take(2)
+        worker_of(runner, 0).kill()
+        while await log.next() != "enter 2":
+            """A fake leaves its lifespan."""
+        assert [worker.index for worker in await runner.broadcast(jobs.awhere)] == [1]
+        gate.open()
+
+
+# Cancelling and closing
+
+
+@HELD
+async def test_cancelled(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make(2) as runner:
+        task = asyncio.create_task(runner.broadcast(fn, log.path, gate.path, "x"))
+        await log.take(2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if fn is jobs.await_:
+            assert await log.take(2) == ["cancelled x"] * 2
+        gate.open()
+        assert await runner.broadcast(jobs.echo, 1) == [1, 1]
+
+
+async def test_closed_before_and_meanwhile(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(2)
+    with pytest.raises(percore.RunnerClosed):
+        await runner.broadcast(jobs.aecho)
+    await runner.start()
+    tasks = [asyncio.create_task(runner.broadcast(jobs.await_, log.path, gate.path, i)) for i in range(20)]
+    await log.take(2 * 16)
+    await runner.aclose(grace=0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [percore.RunnerClosed] * 20
+    with pytest.raises(percore.RunnerClosed):
+        await runner.broadcast(jobs.aecho)
+
+
+async def test_a_close_waits_for_it(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(2)
+    await runner.start()
+    task = asyncio.create_task(runner.broadcast(jobs.await_, log.path, gate.path, "x"))
+    await log.take(2)
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    gate.open()
+    assert await task == ["x", "x"]
+    await closing
+
+
+async def test_neither_key_nor_retries(make: MakeRunner) -> None:
+    async with make() as runner:
+        for view in (runner.options(key="k"), runner.options(retries=1)):
+            with pytest.raises(TypeError, match="neither a key nor retries"):
+                await view.broadcast(jobs.aecho)

@@ -1,0 +1,32 @@
+"""A few of the kills of `make chaos`, and a runner with nothing else to do whose worker is killed. See tests/chaos."""
+
+import os
+
+import pytest
+
+from tests.chaos.__main__ import spread
+from tests.chaos.judge import PARTS, Part, quiet, trial
+
+KILLS = 20
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_kills_under_mixed_load_lose_nothing(part: Part, capfd: pytest.CaptureFixture[str]) -> None:
+    seed = os.environ.get("CHAOS_SEED") or "1"
+    verdict = trial(part, f"{seed}/{part}", KILLS)
+    assert verdict.sentences == []
+    assert verdict.is_clean
+    assert sum(verdict.kills.values()) >= KILLS
+    assert verdict.outcomes["value"] > 0
+    with capfd.disabled():
+        os.write(1, f"\n{part}: {dict(verdict.kills)}; {verdict.calls} calls: {dict(verdict.outcomes)}\n".encode())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_death_is_told_and_mended_at_once(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
+    verdict = quiet(loop, 10)
+    assert verdict.kills == {"kill": 10}
+    told = f"\n{loop}: detection {spread(verdict.detection)}, recovery {spread(verdict.recovery)}\n"
+    with capfd.disabled():
+        os.write(1, told.encode())

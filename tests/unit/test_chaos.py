@@ -1,0 +1,158 @@
+"""The judge of the chaos test sees what went wrong, and lets pass what is right; its schedule comes again with the seed."""
+
+import itertools
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos import calls
+from tests.chaos.history import Kill, Round, Verdict, judge
+from tests.chaos.judge import AT_MOST, PARTS, trials
+from tests.chaos.load import MAPS, SINGLE, words_of
+from tests.chaos.nemesis import KINDS, schedule
+
+SECOND = 10**9
+
+
+def judged(
+    folder: Path,
+    ledger: list[str],
+    outcomes: list[str],
+    *,
+    kills: list[Kill] | None = None,
+    last: int | None = None,
+    **told: Any,
+) -> Verdict:
+    """The verdict on a round of workers 100 (of slot 0, generation 1) and 101 (slot 0, generation 2)."""
+    (folder / "ledger").write_text("".join(f"{line}\n" for line in ledger))
+    (folder / "outcomes").write_text("".join(f"{line}\n" for line in outcomes))
+    one = Round(folder, kills=kills or [], born={100: (0, 1), 101: (0, 2)})
+    numbers = {line.split()[0] for line in outcomes}
+    one.told = {"round": 1, "last": len(numbers) if last is None else last, "hung": 0, "closing": "in order", "settings": {}}
+    one.told |= {"left": [], "wrong": [], **told}
+    return judge(one)
+
+
+def value(uuid: int) -> str:
+    return f"{uuid} task 1 5 - value {calls.answer(uuid)}"
+
+
+KILLED = [Kill(2 * SECOND, "kill", 100, 0, 1)]
+
+
+def test_what_is_right_passes(tmp_path: Path) -> None:
+    pattern = calls.pattern(2)
+    outcomes = [
+        value(1),
+        f"2 echo 1 5 - bytes {len(pattern)} {zlib.crc32(pattern)}",
+        f"3 failing 1 5 - error {calls.answer(3)}",
+        "4 task 1 5 c cancelled",
+        f"5 task 1 {2 * SECOND + 1_000_000} - died 1 100 1",
+        "6 slow 1 5 - timeout",
+        "7 task 1 5 z closed",
+        "8 tiny 1 5 - dropped",
+        "9 tiny 1 5 - unpulled",
+        f"10 flaky 4 5 - value {calls.answer(10)}",
+        "11 task 1 5 z died 0 100 0",
+        f"12 everywhere 2 5 - all {calls.answer(12)} {calls.answer(12)}",
+    ]
+    ran = [1, 2, 3, 5, 6, 8, 10, 10, 12, 12]
+    ledger = [f"{uuid} 100 1 5" for uuid in ran] + [f"10 101 2 {2 * SECOND + 40_000_000}"]
+    verdict = judged(tmp_path, ledger, outcomes, kills=KILLED)
+    assert verdict.sentences == []
+    assert verdict.is_clean
+    assert (verdict.calls, verdict.unrun) == (11, 0)
+    assert (verdict.detection, verdict.recovery) == ([0.001], [0.04])
+
+
+@pytest.mark.parametrize(
+    ("breach", "ledger", "outcomes"),
+    [
+        ("lost", ["1 100 1 5"], []),
+        ("twice", ["1 100 1 5", "1 101 2 9"], [value(1)]),
+        ("twice", ["1 100 1 5"], [value(1), value(1)]),
+        ("twice", ["1 100 1 5"], ["1 tiny 1 5 - unpulled"]),
+        ("twice", ["1 100 1 5"], ["1 task 1 5 - full"]),
+        ("twice", ["1 100 1 5"] * 5, [f"1 flaky 4 5 - value {calls.answer(1)}"]),
+        ("wrong value", ["1 100 1 5"], [f"1 task 1 5 - value {calls.answer(2)}"]),
+        ("wrong value", ["1 100 1 5"], [f"1 task 1 5 - error {calls.answer(1)}"]),
+        ("wrong value", ["13 100 1 5"], [f"13 tiny_failing 1 5 - value {calls.answer(13)}"]),
+        ("wrong value", ["1 100 1 5"], ["1 echo 1 5 - bytes 300000 7"]),
+        ("wrong value", [], [value(1)]),
+        ("wrong value", ["2 100 1 5"], []),
+        ("wrong value", [], ["1 task 1 5 - cancelled"]),
+        ("wrong value", [], ["1 task 1 5 - closed"]),
+        ("wrong value", ["1 100 1 5"], ["1 task 1 5 - timeout"]),
+        ("wrong value", ["1 100 1 5"], ["1 task 1 5 - OSError OSError(5)"]),
+        ("wrong value", [], ["1 task 1 5 - died 0 100 0"]),
+        ("wrong value", ["1 100 1 5"], ["1 task 1 5 z died 0 100 0"]),
+        ("wrong value", ["1 101 2 5"], ["1 task 1 5 - died 1 101 1"]),
+        ("wrong value", ["1 101 2 5"], ["1 task 1 5 - died 1 100 1"]),
+        ("wrong value", ["1 100 1 5"], ["1 retried 4 5 - died 1 100 1"]),
+    ],
+)
+def test_what_is_wrong_is_seen(breach: str, ledger: list[str], outcomes: list[str], tmp_path: Path) -> None:
+    last = max(int(line.split()[0]) for line in outcomes) if outcomes else 1
+    verdict = judged(tmp_path, ledger, outcomes, kills=KILLED, last=last)
+    assert verdict.breaches[breach]
+    assert not verdict.is_clean
+    assert any(sentence.startswith(breach) for sentence in verdict.sentences)
+
+
+@pytest.mark.parametrize(
+    ("breach", "told"),
+    [("hung", {"hung": 1, "last": 2}), ("left behind", {"left": ["a thread"]}), ("wrong value", {"wrong": ["it serves nobody"]})],
+)
+def test_what_the_program_says_of_itself_counts(breach: str, told: dict[str, Any], tmp_path: Path) -> None:
+    verdict = judged(tmp_path, ["1 100 1 5"], [value(1)], **told)
+    assert [kind for kind, count in verdict.breaches.items() if count] == [breach]
+
+
+def test_a_death_before_the_first_statement_is_counted(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, [], ["1 task 1 5 - died 1 100 1"], kills=KILLED)
+    assert (verdict.is_clean, verdict.unrun) == (True, 1)
+
+
+def test_figures_add_up(tmp_path: Path) -> None:
+    total = Verdict()
+    for ledger in (["1 100 1 5"], ["1 100 1 5", "1 100 1 6"]):
+        total.add(judged(tmp_path, ledger, [value(1)], kills=KILLED))
+    assert (total.rounds, total.calls, total.kills, total.outcomes) == (2, 2, {"kill": 2}, {"value": 2})
+    assert (total.breaches["twice"], len(total.sentences)) == (1, 1)
+
+
+def test_decisions_come_again_with_the_seed() -> None:
+    first, again, other = (list(itertools.islice(schedule(seed, 0.1), 1000)) for seed in ("7", "7", "8"))
+    assert first == again != other
+    assert {fault.kind for fault in first} == set(KINDS)
+    assert 0.08 < sum(fault.after for fault in first) / 1000 < 0.12
+
+
+def test_the_kills_are_shared_out() -> None:
+    for kills in (1, 50, 1000, 10_000):
+        planned = list(trials(kills, "7"))
+        assert kills <= sum(count for *_, count in planned) <= kills + len(PARTS)
+        assert {part for part, *_ in planned} == set(PARTS)
+        assert len({seed for _, seed, _ in planned}) == len(planned)
+        assert max(count for *_, count in planned) <= AT_MOST
+
+
+def test_every_kind_of_call_is_one_the_judge_knows(tmp_path: Path) -> None:
+    """What a call of this kind gives, when it is called here, is what the judge wants of it."""
+    for kind in ("tiny", "tiny_pair", "tiny_failing"):
+        assert kind in MAPS
+    words = {
+        "failing": words_of(LookupError(calls.answer(1))),
+        "large_result": words_of(calls.pattern(1)),
+        "echo": words_of(bytearray(calls.pattern(1))),
+        "tiny_pair": words_of((calls.answer(1), 1)),
+        "exiting": "remote SystemExit",
+        "unpicklable": "remote TypeError",
+        "large_item": words_of(calls.pattern(1)),
+    }
+    for kind in [*SINGLE, *MAPS]:
+        said = words.get(kind, words_of(calls.answer(1)))
+        verdict = judged(tmp_path, ["1 100 1 5"], [f"1 {kind} 1 5 - {said}"])
+        assert verdict.sentences == [], kind

@@ -1,0 +1,36 @@
+"""docs/guarantees.md: each promise names the tests that hold it, and these exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise ")]
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_promise_has_its_bound_and_its_test() -> None:
+    assert len(ROWS) > 30
+    for row in ROWS:
+        promise, bound, held_by = row.strip("|").split("|")
+        assert promise.strip(), row
+        assert bound.strip(), row
+        assert TEST.search(held_by), row
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(TEST.findall(PAGE))))
+def test_a_named_test_exists(path: str, name: str) -> None:
+    assert (ROOT / path).exists()
+    assert name in functions_of(ROOT / path)
+
+
+def test_every_mention_of_a_test_is_one_that_was_looked_at() -> None:
+    assert len(re.findall(r"::test_", PAGE)) == len(TEST.findall(PAGE))
