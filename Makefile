@@ -5,6 +5,7 @@
 #   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
 #   make test-fallbacks  the contract suite with each system call that others lack switched off
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
+#   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make lint       ruff and mypy --strict
 #   make bench      every benchmark                   BENCH_ARGS="--list" passes arguments on
 #   make clean      remove what the targets above made
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
+CHAOS_KILLS ?= 1000
 RUN    := $(VENV)/bin/python
 
 SOURCES := $(wildcard src tests examples benchmarks scripts)
@@ -24,7 +26,7 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 
-.PHONY: help demo test test-fallbacks test-all lint bench clean stale
+.PHONY: help demo test test-fallbacks test-all chaos lint bench clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -58,6 +60,9 @@ test-fallbacks: $(VENV)/.percore-test
 		echo "== without $$one"; \
 		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) --dist loadfile tests/contract || exit; \
 	done
+
+chaos: $(VENV)/.percore-test
+	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos
 
 lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff check $(SOURCES)

@@ -1,7 +1,7 @@
 """Map: one function over many inputs, as a list or as a stream."""
 
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -49,6 +49,7 @@ class Map(Generic[T]):
         self._spec = spec
         self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
         self._flow: Flow | None = None
+        self._stream: AsyncIterator[T] | None = None
         self._is_used = False
 
     # Using it
@@ -72,6 +73,12 @@ class Map(Generic[T]):
     def __aiter__(self) -> AsyncIterator[T]:
         self._use()
         return self._start().stream()
+
+    def __anext__(self) -> Awaitable[T]:
+        """The next result, for whoever does not ask for an iterator first, as tqdm.asyncio does not."""
+        if self._stream is None:
+            self._stream = aiter(self)
+        return anext(self._stream)
 
     async def __aenter__(self) -> Self:
         return self

@@ -201,14 +201,14 @@ def everywhere(uuid: int) -> int:
 async def keyed(uuid: int, key: str) -> int:
     value = _enter_alone(uuid)
     with _holding(key) as is_right:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.005)
     return value if is_right else -2
 
 
 def keyed_in_thread(uuid: int, key: str) -> int:
     value = _enter_alone(uuid)
     with _holding(key) as is_right:
-        time.sleep(0.0005)
+        time.sleep(0.003)
     return value if is_right else -2
 
 

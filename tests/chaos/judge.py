@@ -86,14 +86,15 @@ class Nemesis:
         self._known = one.born
 
     def strike(self, fault: Fault) -> bool:
-        """Do it. False: there is nobody just now."""
+        """Do it. False: no worker is up just now. Those that are coming up are struck only beside one that is: a runner whose
+        workers die ten times in a row before they begin a call gives up, as it has to."""
         servers, workers = self._processes()
+        if not any(pid in self._known for pid in workers):
+            return False
         kind = fault.kind
         if kind == "fork server" and self._part.method != "forkserver":
             kind = "all"
         candidates = servers if kind == "fork server" else workers
-        if not candidates:
-            return False
         victim = candidates[int(fault.target * len(candidates))]
         if kind == "fork server":
             self._kill_server(victim)
@@ -228,7 +229,7 @@ class Trial:
             if not is_told and time.monotonic() >= due and self._rounds:
                 if nemesis.strike(self._next):
                     self._next = next(self._faults)
-                due = max(due, time.monotonic() - 1.0) + self._next.after
+                due = time.monotonic() + self._next.after
             if not is_told and nemesis.kills >= self._wanted:
                 os.write(control, b".")
                 is_told = True

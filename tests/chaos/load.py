@@ -76,8 +76,8 @@ SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
             {"timeout": 0.005, "retries": _RETRIES, "retry_on": (TimeoutError, percore.WorkerDied)},
         ),
     ),
-    "keyed": (6, lambda decide, _: _keyed(calls.keyed, f"key{decide.randrange(5)}")),
-    "keyed_in_thread": (4, lambda decide, _: _keyed(calls.keyed_in_thread, f"key{decide.randrange(5)}")),
+    "keyed": (10, lambda decide, _: _keyed(calls.keyed, f"key{decide.randrange(3)}")),
+    "keyed_in_thread": (6, lambda decide, _: _keyed(calls.keyed_in_thread, f"key{decide.randrange(3)}")),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from percore import Runner
 from percore._platform import default_start_method
 from tests.contract.pipes import Gate, Log
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, FakeWorker
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 
@@ -112,6 +112,12 @@ def worker_of(runner: Runner, index: int = 0) -> Any:
     member = runner._supervisor.slots[index].current
     assert member is not None
     return member.worker
+
+
+async def threads_ended(worker: Any) -> None:
+    """Wait until what runs on in threads of a killed worker has ended. A process takes them along."""
+    if isinstance(worker, FakeWorker):
+        await asyncio.to_thread(worker._server.join)
 
 
 class WorkerLog:

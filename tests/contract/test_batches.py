@@ -14,7 +14,7 @@ import pytest
 import percore
 from percore._core.flow import Cost
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
 BATCH = 16
@@ -276,7 +276,7 @@ async def test_what_is_behind_a_heavy_item_finishes_elsewhere(
 # Deaths
 
 
-async def _runs(log: Log) -> Counter[int]:
+def _runs(log: Log) -> Counter[int]:
     return Counter(map(int, log.rest()))
 
 
@@ -296,7 +296,7 @@ async def test_a_death_in_a_batch_costs_what_had_begun(make_real: MakeRunner, si
     async with make_real(threads=1) as runner:
         task = await _started(runner, _map(runner, shape, jobs.die_at, (log.path, at), return_exceptions=True))
         results = await task
-        _check_death(results, await _runs(log), at)
+        _check_death(results, _runs(log), at)
         error = results[at]
         assert (error.call, error.started, error.attempts, error.exitcode) == ("die_at", True, 1, 3)
         died = sum(isinstance(result, percore.WorkerDied) for result in results)
@@ -308,12 +308,12 @@ async def test_a_death_in_a_batch_of_two_workers(make_real: MakeRunner, sixteen:
     async with make_real(2, threads=2) as runner:
         task = await _started(runner, _map(runner, "bare", jobs.die_at, (log.path, 20), return_exceptions=True))
         results = await task
-        runs = await _runs(log)
-        # Two threads of the worker had a batch each.
+        runs = _runs(log)
+        # Two threads of the worker had a batch each; the other may have died between the mark of an item and its word.
         died = {place for place, result in enumerate(results) if isinstance(result, percore.WorkerDied)}
         assert 20 in died
         assert [result for place, result in enumerate(results) if place not in died] == [p for p in range(COUNT) if p not in died]
-        assert runs == Counter(range(COUNT))
+        assert all(runs[place] == 1 or (place in died and not runs[place]) for place in range(COUNT))
 
 
 async def test_a_death_in_a_batch_raises(make_real: MakeRunner, sixteen: None, log: Log) -> None:
@@ -333,7 +333,7 @@ async def test_a_death_cancels_what_is_behind_it(make_real: MakeRunner, sixteen:
         assert await runner.run(jobs.echo, 1) == 1
         assert max(map(int, log.rest())) == 20
         assert await first == 0
-        with pytest.raises(percore.WorkerDied):  # noqa: PT012
+        with pytest.raises(percore.WorkerDied):
             async for _ in stream:
                 pass
 
@@ -344,7 +344,7 @@ async def test_a_stream_over_a_death_in_a_batch(make_real: MakeRunner, sixteen: 
         pairs = [pair async for pair in stream]
         assert [place for place, _ in pairs] == list(range(COUNT))
         _check_death_of_some([result for _, result in pairs], 20)
-        assert await _runs(log) == Counter(range(COUNT))
+        assert _runs(log) == Counter(range(COUNT))
 
 
 def _check_death_of_some(results: list[Any], at: int) -> None:
@@ -358,12 +358,14 @@ async def test_a_killed_worker_with_a_batch_that_waits(make: MakeRunner, sixteen
         assert await log.next() == "first"
         task = await _started(runner, runner.map(partial(jobs.tell, log.path), range(COUNT)))
         await runner.run(jobs.aecho)  # batches are queued ahead there
-        worker_of(runner).kill()
+        worker = worker_of(runner)
+        worker.kill()
         assert await task == list(range(COUNT))
         with pytest.raises(percore.WorkerDied):
             await blocking
         gate.open()
-        assert await _runs(log) == Counter(range(COUNT))
+        await threads_ended(worker)
+        assert _runs(log) == Counter(range(COUNT))
 
 
 # Drains

@@ -8,7 +8,7 @@ import pytest
 
 import percore
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 
@@ -96,8 +96,9 @@ async def test_a_worker_dies_during_it(make: MakeRunner, log: Log, gate: Gate, f
     async with make(2) as runner:
         task = asyncio.create_task(runner.broadcast(fn, log.path, gate.path, "x"))
         assert await log.take(2) == ["x", "x"]
-        pid = worker_of(runner, 1).pid
-        worker_of(runner, 1).kill()
+        worker = worker_of(runner, 1)
+        pid = worker.pid
+        worker.kill()
         with pytest.raises(percore.WorkerDied) as caught:
             await task
         assert (caught.value.pid, caught.value.started, caught.value.attempts) == (pid, True, 1)
@@ -105,6 +106,7 @@ async def test_a_worker_dies_during_it(make: MakeRunner, log: Log, gate: Gate, f
             while "cancelled x" not in [await log.next(), *log.rest()]:
                 """The other one is cancelled."""
         gate.open()
+        await threads_ended(worker)
         while runner.statistics().workers[1].state != "ready":  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
         assert [worker.generation for worker in await runner.broadcast(jobs.awhere)] == [1, 2]

@@ -148,7 +148,7 @@ async def test_a_value_that_cannot_be_pickled_fails_the_call(make: MakeRunner) -
         with pytest.raises(ValueError, match="do not pickle me"):
             await runner.run(jobs.aecho, bytes(300_000))
         with pytest.raises(ValueError, match="do not pickle me"):
-            runner.map(variables.read_for, range(3))
+            _ = runner.map(variables.read_for, range(3))
         with pytest.raises(ValueError, match="do not pickle me"):
             await runner.broadcast(variables.read)
         variables.name.reset(token)

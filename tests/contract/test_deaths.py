@@ -5,6 +5,7 @@ import functools
 import gc
 import signal
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,36 @@ async def test_a_repeated_call_that_nobody_will_run_tells_its_attempts(
         (percore.WorkerDied, False, 1),
         (percore.WorkerDied, True, 1),
     ]
+
+
+@pytest.mark.parametrize("key", [None, lambda _: "key"], ids=["plain", "keyed"])
+async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: MakeRunner, log: Log, gate: Gate, key: Any) -> None:
+    go_on, at_end = asyncio.Event(), asyncio.Event()
+
+    async def numbers() -> AsyncIterator[int]:
+        yield 0
+        await go_on.wait()
+        for number in range(1, 6):
+            yield number
+        at_end.set()
+
+    runner = make()
+    await runner.start()
+    results = aiter(runner.map(jobs.aecho, numbers(), key=key))
+    assert await anext(results) == 0
+    blocking = await _stop_reading(runner, log, gate)
+    go_on.set()
+    await at_end.wait()  # the others are sent, and unread
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    _worker(runner).kill()
+    # 1. items 1 to 5 have lost their worker  2. the end of item 1 fails the stream, which cancels those after it: they are nowhere.
+    await asyncio.wait_for(closing, 10)
+    with pytest.raises(percore.WorkerDied) as caught:
+        await anext(results)
+    assert (caught.value.started, caught.value.attempts) == (False, 0)
+    if blocking is not None:
+        assert isinstance(blocking.exception(), percore.WorkerDied)
 
 
 async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:

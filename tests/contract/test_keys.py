@@ -273,7 +273,7 @@ async def test_a_key_with_a_map_is_a_type_error(make: MakeRunner) -> None:
         view = runner.options(key="k")
         for verb in (view.map, view.map_items, view.starmap):
             with pytest.raises(TypeError, match="key=host_of"):
-                verb(jobs.aecho, [1])
+                _ = verb(jobs.aecho, [1])
 
 
 async def test_an_unhashable_key_is_a_type_error(make: MakeRunner) -> None:
@@ -306,4 +306,4 @@ async def test_a_key_function_that_raises_is_that_item_s_error(make: MakeRunner,
 async def test_a_key_that_is_no_function(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="key must be a function"):
-            runner.map(jobs.aecho, [1], key="host")  # type: ignore[arg-type]
+            _ = runner.map(jobs.aecho, [1], key="host")  # type: ignore[call-overload]

@@ -1,11 +1,15 @@
 """map: as a list and as a stream, over inputs of every kind, in a window."""
 
 import asyncio
+import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
+from tqdm.asyncio import tqdm
 
 from percore._core import flow
 from tests import jobs
@@ -326,3 +330,176 @@ async def test_a_run_beside_an_endless_map_has_its_turn(make: MakeRunner) -> Non
         for i in range(50):
             assert await anext(stream) == i
             assert await runner.run(jobs.aecho, "run") == "run"
+
+
+# Pairs, rows, keys
+
+
+@BOTH
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_pairs_of_item_and_result(make: MakeRunner, fn: Callable[..., Any], ordered: bool) -> None:
+    async with make(2) as runner:
+        items = [f"item {i}" for i in range(100)]
+        pairs = await runner.map_items(fn, items, ordered=ordered)
+        assert sorted(pairs) == sorted((item, item) for item in items)
+        assert not ordered or pairs == [(item, item) for item in items]
+        streamed = [pair async for pair in runner.map_items(fn, _arange(50), ordered=ordered)]
+        assert sorted(streamed) == [(i, i) for i in range(50)]
+
+
+async def test_an_item_of_a_pair_is_the_very_object(make: MakeRunner) -> None:
+    items = [["a"], ["b"]]
+    async with make() as runner:
+        pairs = await runner.map_items(jobs.aecho, items)
+        assert [item is items[place] for place, (item, _) in enumerate(pairs)] == [True, True]
+        assert [result == items[place] and result is not items[place] for place, (_, result) in enumerate(pairs)] == [True, True]
+
+
+@pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
+async def test_pairs_of_several_iterables(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        assert await runner.map_items(fn, [1, 2, 3], _arange(2)) == [((1, 0), 1), ((2, 1), 3)]
+
+
+@pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
+async def test_pairs_say_which_item_has_failed(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        for ordered in (True, False):
+            pairs = await runner.map_items(fn, [1, "a", 3], ordered=ordered, return_exceptions=True)
+            outcomes = {item: result if isinstance(result, int) else type(result) for item, result in pairs}
+            assert outcomes == {1: 1, "a": TypeError, 3: 3}
+        with pytest.raises(TypeError):
+            await runner.map_items(fn, [1, "a", 3])
+
+
+@pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
+@pytest.mark.parametrize("row", [tuple, list, iter])
+async def test_rows_of_arguments(make: MakeRunner, fn: Callable[..., Any], row: Callable[[Any], Any]) -> None:
+    async with make() as runner:
+        assert await runner.starmap(fn, [row((i, 10)) for i in range(50)]) == list(range(10, 60))
+        assert await runner.starmap(fn, [row((1,)), row((1, 2))]) == [1, 3]
+
+
+async def test_rows_from_anywhere(make: MakeRunner) -> None:
+    async def rows() -> AsyncIterator[tuple[int, int]]:
+        for i in range(5):
+            yield i, i
+
+    async with make() as runner:
+        assert await runner.starmap(jobs.add, zip(range(5), range(5), strict=True)) == [0, 2, 4, 6, 8]
+        assert await runner.starmap(jobs.aadd, rows()) == [0, 2, 4, 6, 8]
+        assert await runner.starmap(jobs.add, {"ab": 1, "cd": 2}) == ["ab", "cd"]
+        assert [value async for value in runner.starmap(jobs.echo, [()] * 3)] == [None] * 3
+        results = runner.starmap(jobs.aadd, [(1, 2), (3, 4)])
+        assert len(results) == 2
+        assert await results == [3, 7]
+
+
+def _failing_row() -> Iterator[int]:
+    yield 1
+    raise OSError("half a row")
+
+
+@pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
+async def test_rows_that_are_none(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make() as runner:
+        rows: list[Any] = [(1, 2), 5, (1, 2, 3, 4), _failing_row(), (), (3, 4)]
+        results = await runner.starmap(fn, rows, return_exceptions=True)
+        assert (results[0], results[5]) == (3, 7)
+        assert [type(result) for result in results[1:5]] == [TypeError, TypeError, OSError, TypeError]
+        seen = []
+        with pytest.raises(TypeError):  # noqa: PT012
+            async for value in runner.starmap(fn, [(1, 2), 5, (3, 4)]):
+                seen.append(value)  # noqa: PERF401  # what came before the error is what matters
+        assert seen == [3]
+
+
+async def test_rows_with_keys(make: MakeRunner) -> None:
+    keys: list[tuple[int, int]] = []
+
+    def key(left: int, right: int) -> int:
+        keys.append((left, right))
+        return left % 2
+
+    async with make(2) as runner:
+        rows = [(i, 1) for i in range(20)]
+        assert await runner.starmap(jobs.aadd, rows, key=key) == list(range(1, 21))
+        assert keys == rows
+        where = await runner.map(jobs.awhere_of, range(20), key=lambda i: i % 3)
+        assert all(len({where[i].index for i in range(20) if i % 3 == rest}) == 1 for rest in range(3))
+        assert await runner.map_items(jobs.aadd, range(3), range(3), key=lambda left, _right: left) == [
+            ((0, 0), 0),
+            ((1, 1), 2),
+            ((2, 2), 4),
+        ]
+
+
+# Maps over maps, and inside other programs
+
+
+@pytest.mark.parametrize("fns", [(jobs.aecho, jobs.echo), (jobs.echo, jobs.aecho), (jobs.echo, jobs.echo)])
+async def test_a_map_over_a_map(make: MakeRunner, fns: tuple[Any, Any]) -> None:
+    fetch, parse = fns
+    async with make(2) as runner:
+        assert await runner.map(parse, runner.map(fetch, range(300))) == list(range(300))
+        stages = runner.map(fetch, runner.map(parse, runner.map(fetch, range(100), ordered=False), ordered=False), ordered=False)
+        assert sorted([value async for value in stages]) == list(range(100))
+        pairs = runner.map_items(parse, runner.map_items(fetch, range(3)))
+        assert await pairs == [((i, i), (i, i)) for i in range(3)]
+
+
+async def test_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
+    numbers = Counting()
+    async with make() as runner, runner.map(jobs.aecho, runner.map(jobs.aecho, numbers, window=3), window=2) as results:
+        stream = aiter(results)
+        assert await anext(stream) == 0
+        await numbers.reached(6)
+        await runner.run(jobs.aecho)
+        await _settle()
+        assert numbers.count == 6
+
+
+async def test_inside_tqdm(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # a thread that stays
+    async with make() as runner:
+        out = io.StringIO()
+        with tqdm(runner.map(jobs.aecho, range(50)), file=out) as bar:
+            assert bar.total == 50
+            assert [value async for value in bar] == list(range(50))
+            assert bar.n == 50
+        mapped = runner.map(jobs.echo, range(50))
+        with tqdm(mapped, total=len(mapped), file=out) as bar:
+            assert [value async for value in bar] == list(range(50))
+        with tqdm(runner.map(jobs.aecho, _arange(5)), file=out) as bar:
+            assert bar.total is None
+            assert [value async for value in bar] == list(range(5))
+        with tqdm(runner.map(jobs.afail, [ValueError("x")]), file=out) as bar, pytest.raises(ValueError, match="x"):
+            await anext(bar)
+        assert "50/50" in out.getvalue()
+
+
+async def test_results_without_an_iterator(make: MakeRunner) -> None:
+    async with make() as runner:
+        results = runner.map(jobs.aecho, range(2))
+        assert [await anext(results), await anext(results)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(StopAsyncIteration):
+                await anext(results)
+        with pytest.raises(RuntimeError, match="used once"):
+            await results
+        other = runner.map(jobs.aecho, range(2))
+        assert await other == [0, 1]
+        with pytest.raises(RuntimeError, match="used once"):
+            await anext(other)
+
+
+async def test_inside_rich(make: MakeRunner) -> None:
+    out = io.StringIO()
+    async with make() as runner:
+        with Progress(console=Console(file=out, width=80), auto_refresh=False) as progress:
+            results = runner.map(jobs.echo, range(50))
+            task = progress.add_task("fetching", total=len(results))
+            async for _ in results:
+                progress.advance(task)
+            assert progress.finished
+    assert "100%" in out.getvalue()

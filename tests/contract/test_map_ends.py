@@ -200,6 +200,54 @@ async def test_aclose_cancels_the_rest_and_closes_generators(make: MakeRunner, l
         await results.aclose()
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+@KINDS
+async def test_aclose_while_another_task_iterates(make: MakeRunner, log: Log, gate: Gate, kind: str, ordered: bool) -> None:
+    source = Source()
+    async with make() as runner:
+        results = _waiting(runner, log, gate, source.open(kind), window=2, ordered=ordered)
+        seen: list[Any] = []
+        task = asyncio.create_task(_all(results, seen))
+        await log.take(2)
+        await results.aclose()
+        await task  # it comes to its end
+        assert seen == []
+        assert source.closed.is_set()
+        assert sorted(await log.take(2)) == ["cancelled 0", "cancelled 1"]
+        assert runner.statistics().queued == 0
+
+
+async def test_aclose_of_one_that_iterates_a_map_over_a_map(make: MakeRunner, log: Log, gate: Gate) -> None:
+    source = Source()
+    async with make() as runner:
+        inner = _waiting(runner, log, gate, source.numbers(), window=2)
+        outer = runner.map(jobs.aecho, inner)
+        task = asyncio.create_task(_all(outer))
+        await log.take(2)
+        await outer.aclose()
+        await task
+        await inner.aclose()
+        assert source.closed.is_set()
+        assert sorted(await log.take(2)) == ["cancelled 0", "cancelled 1"]
+
+
+async def test_an_error_of_an_inner_map_is_one_of_its_input(make: MakeRunner) -> None:
+    async with make() as runner:
+        seen: list[int] = []
+        with pytest.raises(ZeroDivisionError):
+            await _all(runner.map(jobs.echo, runner.map(_inverse, [1, 1, 0, 1])), seen)
+        assert seen == [1, 1]
+        with pytest.raises(ZeroDivisionError):
+            await runner.map(jobs.aecho, runner.map(_inverse, [1, 1, 0, 1]))
+        inner = runner.map(_inverse, [1, 0, 1], return_exceptions=True)
+        results = await runner.map(jobs.echo, inner)
+        assert [type(result) for result in results] == [int, ZeroDivisionError, int]
+
+
+def _inverse(value: int) -> int:
+    return 1 // value
+
+
 @KINDS
 async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()

@@ -105,14 +105,11 @@ async def test_a_replacement_that_cannot_start_leaves_the_old_one_working(make: 
     lifespan = functools.partial(jobs.first_generation_alone, log.path)
     async with make(max_tasks_per_worker=2, lifespan=lifespan) as runner:
         assert await log.next() == "enter 1"
-        for generation in (2, 3):  # it is tried again, by and by
-            while True:
-                assert (await runner.run(jobs.awhere)).generation == 1
-                assert (await runner.run(jobs.where)).generation == 1
-                said = log.rest()
-                if said:
-                    assert said == [f"enter {generation}"]
-                    break
+        said: list[str] = []
+        while "enter 3" not in said:  # it is tried again, by and by
+            assert (await runner.run(jobs.awhere)).generation == 1
+            assert (await runner.run(jobs.where)).generation == 1
+            said += log.rest()
         assert (await runner.map(jobs.echo, range(100))) == list(range(100))
         assert runner.statistics().failed == 0
 

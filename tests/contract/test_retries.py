@@ -13,7 +13,7 @@ import pytest
 import percore
 from percore._core.flow import Cost
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
 BOTH = pytest.mark.parametrize("fn", [jobs.fail_first, jobs.afail_first])
@@ -403,10 +403,12 @@ async def test_a_predicate_that_cancels_calls_of_a_dead_worker(make: MakeRunner,
         calls += [view.submit(jobs.await_, log.path, gate.path, i) for i in range(4)]
         calls += [view.submit(jobs.wait, log.path, gate.path, i) for i in range(4, 8)]
         assert sorted(await log.take(3)) == ["0", "1", "4"]
-        worker_of(runner).kill()
+        worker = worker_of(runner)
+        worker.kill()
         await asyncio.wait(calls)
         assert all(call.cancelled() for call in calls)
         gate.open()
+        await threads_ended(worker)
         assert await runner.run(jobs.echo, 1) == await runner.run(jobs.aecho, 1) == 1
         statistics = runner.statistics()
         assert (statistics.running, statistics.queued) == (0, 0)

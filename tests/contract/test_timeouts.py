@@ -8,10 +8,13 @@ import pytest
 
 import percore
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
 TINY = 0.02
+SHORT = 0.5
+"""For what has to be in time beside what is not."""
+
 LONG = 1e6
 BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, jobs.later_wait_for])
 
@@ -19,7 +22,7 @@ BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, jobs.later_wait_fo
 async def _late(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their threads, to be attempted once more."""
     members = runner._supervisor.members
-    while sum(call.plan is not None and call.plan.late is not None for m in members for call in m.calls.values()) < count:
+    while sum(call.plan is not None and call.plan.late is not None for m in members for call in m.calls.values()) < count:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -95,7 +98,7 @@ async def test_a_plain_function_s_caller_waits_no_longer(make: MakeRunner, log: 
     async with make(threads=1) as runner:
         with pytest.raises(TimeoutError):
             await runner.options(timeout=TINY).run(jobs.wait, log.path, gate.path, 7)
-        assert log.rest() == ["7"]
+        assert await log.next() == "7"
         # The thread is busy until it ends, and its loop is not.
         following = runner.submit(jobs.echo, 1)
         assert await runner.run(jobs.aecho, 2) == 2
@@ -148,10 +151,13 @@ async def test_a_death_after_the_timeout(make: MakeRunner, log: Log, gate: Gate)
     async with make(threads=1) as runner:
         with pytest.raises(TimeoutError):
             await runner.options(timeout=TINY, retries=3).run(jobs.wait, log.path, gate.path, 7)
-        worker_of(runner).kill()
+        assert await log.next() == "7"
+        worker = worker_of(runner)
+        worker.kill()
         assert await runner.run(jobs.aecho, 1) == 1
         gate.open()
-        assert log.rest() == ["7"]
+        await threads_ended(worker)
+        assert log.rest() == []
 
 
 # Waiting is not counted
@@ -162,7 +168,7 @@ async def test_waiting_for_a_place_is_not_counted(
     make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, first: Any, second: Any
 ) -> None:
     async with make(concurrency=2, threads=1) as runner:
-        view = runner.options(timeout=0.2)
+        view = runner.options(timeout=SHORT)
         held = [runner.submit(first, log.path, gate.path, i) for i in range(2 if first is jobs.await_ else 1)]
         await log.take(len(held))
         waiting = [view.submit(second, i) for i in range(3)]  # some of them are queued ahead, in the worker
@@ -186,7 +192,8 @@ async def test_items_of_a_map_time_out_alone(make: MakeRunner, log: Log, gate: G
     other_gate.open()
     gates = [gate.path if i % 4 == 1 else other_gate.path for i in range(12)]
     async with make(2, threads=4) as runner:
-        view = runner.options(timeout=0.2)
+        await runner.broadcast(jobs.aecho)  # importing is not what is timed here
+        view = runner.options(timeout=SHORT)
         results = await view.map(fn, itertools.repeat(log.path), gates, range(12), return_exceptions=True)
         assert [type(result) for result in results] == [TimeoutError if i % 4 == 1 else int for i in range(12)]
         gate.open()
@@ -220,7 +227,7 @@ async def test_a_coroutine_that_times_out_is_tried_again(make: MakeRunner, log: 
 @pytest.mark.parametrize("fn", [jobs.wait, jobs.wait_then_fail_with])
 async def test_no_attempt_begins_before_the_thread_has_ended(make: MakeRunner, log: Log, gate: Gate, as_map: bool, fn: Any) -> None:
     async with make(threads=2) as runner:
-        view = runner.options(timeout=0.2, retries=1, retry_on=TimeoutError)
+        view = runner.options(timeout=SHORT, retries=1, retry_on=TimeoutError)
         if as_map:
             mapped = view.map(fn, [log.path], [gate.path], [7])
             call: asyncio.Future[Any] = asyncio.ensure_future(mapped.collect())
@@ -254,12 +261,14 @@ async def test_cancelled_while_its_thread_has_not_ended(make: MakeRunner, log: L
 
 async def test_its_worker_dies_while_its_thread_has_not_ended(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
-        call = runner.options(timeout=0.2, retries=1, retry_on=TimeoutError).submit(jobs.wait, log.path, gate.path, 7)
+        call = runner.options(timeout=2 * SHORT, retries=1, retry_on=TimeoutError).submit(jobs.wait, log.path, gate.path, 7)
         await _late(runner)
         assert await log.next() == "7"
-        worker_of(runner).kill()
+        worker = worker_of(runner)
+        worker.kill()
         assert await runner.run(jobs.aecho, 1) == 1
         gate.open()
+        await threads_ended(worker)
         # It has failed by its timeout, which was worth another attempt; its thread has ended with its worker.
         assert await call == 7
         assert log.rest() == ["7"]

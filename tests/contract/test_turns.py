@@ -71,20 +71,20 @@ async def test_a_map_beside_single_calls_without_end(make: MakeRunner, fn: Any) 
         await asyncio.gather(*tasks)
 
 
-async def test_a_run_gets_the_first_free_place_but_one(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
-    gates = itertools.chain([gate.path], itertools.repeat(other_gate.path))
-    async with make(concurrency=2) as runner:
-        async with runner.map(jobs.await_, itertools.repeat(log.path), gates, itertools.count()) as results:
-            stream = aiter(results)
-            first = asyncio.ensure_future(anext(stream))
-            assert sorted(await log.take(2)) == ["0", "1"]
-            run = runner.submit(jobs.tell_async, log.path, "run")
-            await runner.run(jobs.echo)
-            assert log.rest() == []
-            gate.open()  # one place is free, again and again: the run and the map have it by turns
-            assert await run == "run"
-            assert await first == 0
-            assert len(log.rest()) <= 3
+async def test_of_two_free_places_a_run_gets_one(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    gates = itertools.chain([gate.path] * 2, itertools.repeat(other_gate.path))
+    async with (
+        make(concurrency=3) as runner,
+        runner.map(jobs.await_, itertools.repeat(log.path), gates, itertools.count()) as results,
+    ):
+        first = asyncio.ensure_future(anext(aiter(results)))
+        assert sorted(await log.take(3)) == ["0", "1", "2"]
+        run = runner.submit(jobs.tell_async, log.path, "run")
+        await runner.run(jobs.echo)
+        assert log.rest() == []  # all places are taken
+        gate.open()
+        assert await run == "run"  # those of the map that follow never end
+        assert await first == 0
 
 
 async def test_kinds_do_not_wait_for_each_other(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -92,12 +92,12 @@ async def test_kinds_do_not_wait_for_each_other(make: MakeRunner, log: Log, gate
         plain = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(30)]
         await log.take(1)
         assert await runner.map(jobs.aecho, range(100)) == list(range(100))
-        tasks = runner.submit(jobs.await_, log.path, gate.path, "task")
+        task = runner.submit(jobs.await_, log.path, gate.path, "task")
         assert await log.next() == "task"
         for call in plain[1:]:
             call.cancel()
         gate.open()
-        assert await asyncio.gather(tasks, plain[0]) == ["task", 0]
+        assert [await task, await plain[0]] == ["task", 0]
         assert await runner.map(jobs.echo, range(100)) == list(range(100))
 
 

@@ -135,6 +135,12 @@ class Stage:
                 return None
             self._buffer += os.read(self._fifos["hits"], 65536)
 
+    def hit_of(self, place: str, seconds: float) -> Hit | None:
+        """As `hit`, for this place alone."""
+        while (hit := self.hit(seconds)) is not None and hit.place != place:
+            pass
+        return hit
+
     # Judging
 
     def judge(self, killers: set[int] | None, *, cut: bool = False) -> Counter[str]:

@@ -96,38 +96,51 @@ class Host:
             say("opened", {"error": str(error), "left": self._left()})
             return
         _points.observe = self.observe
-        await self.runner.broadcast(calls.nothing)  # each has passed the last place of its birth
+        with contextlib.suppress(percore.WorkerDied):
+            await self.runner.broadcast(calls.nothing)  # each has passed the last place of its birth
         say("opened", {"error": ""})
 
     async def fill(self, how: str) -> None:
         """Bring about the state: rings full, or slots taken, as far as this side can see to it."""
         kind, _, side = how.partition(" of ")
         supervisor = self.runner._supervisor
-        channels = [member.worker.channel for member in supervisor.members]
         seats = list(supervisor.dispatch.seats)
         size = {"busy": 0, "full": calls.INLINE, "slots": calls.STORED}[kind]
         if kind == "busy":
             self._until(3, seats, partial(self._hold, calls.hold))
         elif side == "worker":
-            for channel in channels:  # nothing is heard of any worker until "on"
-                asyncio.get_running_loop().remove_reader(channel._bell.fileno())
-            self.deaf = channels
+            self._be_deaf()
             self._until(12, seats, partial(self._submit, calls.task, 0, size))
         else:
-            for _ in seats:  # what a thread says is heard although its loop stands
-                self._submit(calls.thread, 0.03, calls.STORED)
+            for _ in range(3 * len(seats)):  # what threads say is heard although their loop stands
+                self._submit(calls.thread, 0.03, calls.STORED, calls.STORED)
             self._until(1, seats, partial(self._hold, calls.block))
             await asyncio.sleep(0)
             self._until(12, seats, partial(self._submit, calls.task, 0, 0, size))
-            while kind == "slots" and self.runner._shared.arena.in_use < self.runner._shared.arena.count:
+            for _ in range(8 if kind == "slots" else 0):  # they get the slots when they are sent, or wait for one
                 self._submit(calls.task, 0, 0, size)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        arena = self.runner._shared.arena
-        say(
-            "filled",
-            {"full": [channel.full_count for channel in channels], "arena": [arena.in_use, arena.count]},
-        )
+        say("filled")
+
+    async def fill_and_release(self) -> None:
+        """Have workers, whose loops stand, fill their rings by threads, with a slot's release waiting for the loop to go on."""
+        seats = list(self.runner._supervisor.dispatch.seats)
+        for _ in seats:
+            self._submit(calls.thread, 0, calls.STORED)
+        first = set(self.pending)
+        for _ in range(9 * len(seats)):
+            self._submit(calls.thread, 0.03, calls.INLINE)
+        self._until(1, seats, partial(self._hold, calls.block))
+        await asyncio.wait(first)
+        self._be_deaf()
+        say("filled")
+
+    def _be_deaf(self) -> None:
+        """Nothing is heard of any worker until "on"."""
+        self.deaf = [member.worker.channel for member in self.runner._supervisor.members]
+        for channel in self.deaf:
+            asyncio.get_running_loop().remove_reader(channel._bell.fileno())
 
     def _until(self, count: int, seats: list[Any], submit: Callable[[], None]) -> None:
         """Submit until every worker holds so many coroutines: more than it has room for, but fewer than it has places."""
@@ -154,6 +167,7 @@ class Host:
             for fn in (calls.task, calls.thread):
                 self._submit(fn, seconds)
         self.background.append(asyncio.create_task(self._map(12)))
+        await asyncio.sleep(0)
 
     async def tell(self) -> None:
         """Who the workers are."""
@@ -241,7 +255,11 @@ class Host:
 
     async def _map(self, count: int) -> None:
         uuids = [self._next() for _ in range(count)]
-        results = await self.runner.map(calls.item, [self.ledger] * count, uuids, return_exceptions=True)
+        results: list[Any]
+        try:
+            results = await self.runner.map(calls.item, [self.ledger] * count, uuids, return_exceptions=True)
+        except percore.RunnerClosed as error:
+            results = [error] * count
         for uuid, result in zip(uuids, results, strict=True):
             self._write(uuid, result)
 
