@@ -64,6 +64,7 @@ class Member:
         self.load = [0, 0, 0]
         self._batched = 0
         self.recalling = self.gave_back = False
+        self.asked_at = 0
         self.told_pid: int | None = None
         self.done = 0
         self.failed = 0
@@ -133,9 +134,10 @@ class Member:
         else:
             self._send(number, call_id, body)
 
-    def ask_back(self, wanted: int) -> None:
+    def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask for so many calls that have not begun. Those with a key stay: their key is here."""
         self.recalling = True
+        self.asked_at = times_ahead
         calls = self.calls.items()
         stay = tuple(call_id for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD)
         self.worker.channel.send(RECALL, wanted, stay)

@@ -254,7 +254,7 @@ class Outcomes:
         if call_id == 0:  # a recall has been answered in full
             member.recalling = False
             if not member.gave_back:
-                supervisor.dispatch.nothing_is_ahead()  # what it holds waits for a slot: asking again would go on for ever
+                supervisor.dispatch.nothing_is_ahead(member.asked_at)  # what it holds waits for a slot: asking again would go on for ever
             member.gave_back = False
             return
         member.gave_back = True

@@ -8,9 +8,9 @@ POINTS is False unless PERCORE_POINTS is set, so a place costs one global look-u
 passings in that state, and with `!` not before the gate opens; all but the action may be left out. PERCORE_POINTS is either
 
     name=plan,name=plan     read once, at import. The environment carries it to the workers; every process carries out all of it.
-    /folder                 in which each plan is a file, called as its place and looked for at each passing: plans can be made while
-                            everything runs. Whoever carries a plan out takes the file away, so that happens once, and first says
-                            so with a line in the FIFO `hits`. The gate is the FIFO `gate`: a byte in it lets one through.
+    /folder                 in which each plan is a file, called as its place and looked for at each passing: plans can be made
+                            while everything runs. Whoever carries a plan out takes the file away, so that happens once, and first
+                            says so with a line in the FIFO `hits`. The gate is the FIFO `gate`: a byte in it lets one through.
 """
 
 import faulthandler

@@ -245,8 +245,7 @@ class Supervisor:
                 self._undelay(call)
             elif call not in self._loose:
                 self.dispatch.ended(call, call.queue)
-            if self.on_idle is not None:
-                self.on_idle()
+            self._look_idle()
         elif call.call_id in member.parked:
             self.release(member.take(call.call_id))
             self.advance()
@@ -271,14 +270,18 @@ class Supervisor:
             self.pool.recycle(self.options.max_tasks_per_worker)
         if not self.dispatch.is_quiet():
             self._dispatch()
-        if self.on_idle is not None:
+        self._look_idle()
+
+    def _look_idle(self) -> None:
+        """Let a closing look whether it can go on: not while calls are between two places, where it would not see them."""
+        if self.on_idle is not None and not self._loose:
             self.on_idle()
 
     def _dispatch(self) -> None:
         self.send_waiting(Kind.TASK)
         self.send_waiting(Kind.THREAD)
         if (recall := self.dispatch.recall()) is not None:
-            recall.seat.ask_back(recall.wanted)
+            recall.seat.ask_back(recall.wanted, self.dispatch.times_ahead)
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more, once the calls that are still under way have ended."""

@@ -403,7 +403,7 @@ async def test_a_cut_stream_that_nobody_reads_holds_nothing_up(
     gate.open()
     assert await anext(results) == 0
     assert await log.take(2) == ["0", "1"]
-    # 1. items 2 to 5 are withdrawn  2. the end of item 2 fails the stream, which cancels those after it: they wait nowhere any more.
+    # 1. items 2 to 5 are withdrawn  2. the end of item 2 fails the stream, which cancels those after it: they wait nowhere now.
     await asyncio.wait_for(runner.aclose(grace=0), 10)
     with pytest.raises(percore.RunnerClosed):
         await anext(results)

@@ -17,7 +17,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
         for name, value in report.user_properties:
             if name == "hit":
-                HITS[tuple(json.loads(str(value)))] += 1  # type: ignore[index]  # four words
+                HITS[tuple(json.loads(str(value)))] += 1
             elif name == "figures":
                 FIGURES.update(json.loads(str(value)))
 

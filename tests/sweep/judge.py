@@ -4,7 +4,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import time
 import zlib
 from collections import Counter
@@ -60,7 +59,6 @@ class Stage:
         self._read_to = {"ledger": 0, "outcomes": 0}
         self._lines: dict[str, dict[int, list[list[str]]]] = {"ledger": {}, "outcomes": {}}
         self.program = Program(str(folder), loop, stderr=folder / "stderr", points=str(folder), module="tests.sweep.program")
-        self._pidfds = Watch([self.program.pid])
         self.program.expect("ready")
 
     def __enter__(self) -> Self:
@@ -70,10 +68,9 @@ class Stage:
         try:
             self.program.__exit__(kind, error, trace)
         finally:
-            left = processes_of(self.folder)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            self._pidfds.__exit__()
+            with Watch(processes_of(self.folder)) as everybody:
+                left = everybody.wait_gone(HARD)
+                everybody.kill()
             for fd in self._fifos.values():
                 os.close(fd)
             if kind is None:

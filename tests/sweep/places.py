@@ -47,8 +47,10 @@ DEATHS: Final = {"kill": -9, "segv": -11, "abrt": -6, "exit": 0, "libcexit": 0}
 
 IMPOSSIBLE: Final = {
     ("supervisor.call.stored", "slots"): "when a call is submitted it gets a slot only while half of them are free",
-    **{("worker.slot.filled", state): "a result waits for a slot only where others have them all" for state in ("idle", "busy", "full")},
-    **{("supervisor.slot.filled", state): "as for results: half of the slots suffice here" for state in ("idle", "busy", "full")},
+    **dict.fromkeys(
+        ((f"{side}.slot.filled", state) for side in ("worker", "supervisor") for state in ("idle", "busy", "full")),
+        "a payload waits for a slot only where others have them",
+    ),
 }
 """Places that are not passed in that state, and why."""
 

@@ -83,11 +83,17 @@ class Host:
 
     # Orders
 
-    async def open(self, workers: int, method: Any, **more: Any) -> None:
+    async def open(self, workers: int, method: Any) -> None:
         """A new runner."""
         self.fds = fds()
         self.runner = percore.Runner(
-            workers, lifespan=calls.observed, concurrency=16, threads=2, max_message=2**36, start_method=method, kill_after=2.0, **more
+            workers,
+            lifespan=calls.observed,
+            concurrency=16,
+            threads=2,
+            max_message=2**36,
+            start_method=method,
+            kill_after=2.0,
         )
         try:
             await self.runner.start()
@@ -337,6 +343,7 @@ async def main(folder: str) -> None:
 def run(folder: str, name: str) -> int:
     """Run it, and on after each KeyboardInterrupt. How many there were."""
     interrupts = 0
+    loop: asyncio.AbstractEventLoop
     if name == "uvloop":
         import uvloop
 

@@ -535,7 +535,7 @@ class DispatchMachine(RuleBasedStateMachine):
                     call.run = call.run._replace(bodies=call.run.bodies[:half])
         seat.recalling = False
         if not given:
-            self.dispatch.nothing_is_ahead()
+            self.dispatch.nothing_is_ahead(self.dispatch.times_ahead)
 
     @rule()
     def withdraw(self) -> None:
@@ -1026,10 +1026,22 @@ def test_a_recall_is_asked_once() -> None:
     assert dispatch.recall() is not None
 
 
+def test_what_was_queued_ahead_since_a_worker_was_asked_is_asked_for_again() -> None:
+    # 1. the worker is asked  2. a call is queued ahead there  3. its answer, of before that, is that it has nothing
+    dispatch = dispatch_of((0, 0), (0, 9))
+    assert dispatch.recall() is not None
+    asked_at = dispatch.times_ahead
+    dispatch.seats[0].load[THREAD] = 2
+    send(dispatch, Call(THREAD), dispatch.seats[0])
+    dispatch.seats[0].load[THREAD] = 0
+    dispatch.nothing_is_ahead(asked_at)
+    assert dispatch.recall() is not None
+
+
 def test_who_had_nothing_to_give_is_asked_no_more_until_more_is_queued_ahead() -> None:
     dispatch = dispatch_of((0, 0), (0, 9))
     assert dispatch.recall() is not None
-    dispatch.nothing_is_ahead()
+    dispatch.nothing_is_ahead(dispatch.times_ahead)
     assert dispatch.recall() is None
     assert dispatch.is_quiet()
     for _ in range(2):

@@ -12,6 +12,7 @@ import pytest
 
 from percore import _points
 from percore._points import Plan, _parse, point, this_is_worker
+from tests.sweep import places
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_the_language(text: str, planned: dict[str, Plan]) -> None:
 
 @pytest.mark.parametrize("text", ["worker.ready", "worker.ready=", "worker.ready=explode", "a=kill,b=@2"])
 def test_an_unknown_action_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match=r"PERCORE_POINTS: .* known are: kill, segv, abrt, bus, stop, term, exit, libcexit, .*fail"):
+    with pytest.raises(ValueError, match=r"PERCORE_POINTS: .* known are: kill, segv, abrt, bus, stop, term, exit, .*"):
         _parse(text)
 
 
@@ -240,3 +241,29 @@ def test_nothing_happens_before_the_gate_opens(done: list[str], folder: Path, hi
         gate.write(b".")
         thread.join()
     assert done == ["kill"]
+
+
+# The places in the source
+
+
+def places_in_source() -> set[str]:
+    """Each name that is given to `point`; one side's and the other's where both pass the same line."""
+    found = set()
+    for path in Path(_points.__file__).parent.rglob("*.py"):
+        for arguments in re.findall(r"^ *point\((.*)\)$", path.read_text().partition('"""\n\n')[2], re.MULTILINE):
+            for name in re.findall(r'"([^"]+)"', arguments):
+                found |= {name.replace("{self._side}", side) for side in ("supervisor", "worker")}
+    return found
+
+
+def test_the_sweep_knows_every_place() -> None:
+    assert len(places.ALL) == len(set(places.ALL))
+    assert places_in_source() == set(places.ALL)
+
+
+def test_no_place_costs_anything_while_there_are_no_plans() -> None:
+    for path in Path(_points.__file__).parent.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if re.match(r" +point\(", line):
+                assert lines[number - 1].strip() == "if POINTS:", f"{path.name}:{number + 1}"

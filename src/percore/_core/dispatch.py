@@ -118,6 +118,8 @@ class Dispatch(Generic[C, S]):
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
         self._maps: dict[Queue[C, S], None] = {}
         self._is_ahead = False
+        self.times_ahead = 0
+        """How often something was queued ahead: who asks for it back notes when."""
         self.keys: Keys[C, S] = Keys(per_key)
         self.seats: list[S] = []
 
@@ -181,6 +183,8 @@ class Dispatch(Generic[C, S]):
                 return seats[0]
             seat = self._pick(kind)
             if seat is not None:
+                if seat.load[kind] >= self._places[kind]:
+                    self._note_ahead()
                 return seat
         if queue is None:
             queue = self.singles[kind]
@@ -226,9 +230,17 @@ class Dispatch(Generic[C, S]):
         for queue in self.keys.ended(call.key):
             self._list(queue)
 
-    def nothing_is_ahead(self) -> None:
-        """A worker that was asked had nothing to give back: ask no more until something is queued ahead again."""
-        self._is_ahead = False
+    def nothing_is_ahead(self, asked_at: int) -> None:
+        """A worker had nothing to give back when it was asked: ask no more until something is queued ahead again.
+
+        `asked_at`: `times_ahead` when it was asked; what was queued ahead since then it has not heard of.
+        """
+        if asked_at == self.times_ahead:
+            self._is_ahead = False
+
+    def _note_ahead(self) -> None:
+        self._is_ahead = True
+        self.times_ahead += 1
 
     def is_quiet(self) -> bool:
         """Whether nothing waits that could be sent and nothing is queued ahead: there is nothing to decide."""
@@ -288,6 +300,8 @@ class Dispatch(Generic[C, S]):
                 continue
             turns.rotate(-1)
             if found is not None:
+                if found[1].load[kind] >= self._places[kind]:
+                    self._note_ahead()
                 return found
         return None
 
@@ -314,7 +328,8 @@ class Dispatch(Generic[C, S]):
             queue.ended -= 1
         if queue.batches:
             batch = queue.batches.pop(len(self.seats))
-            self._is_ahead |= batch.size > 1
+            if batch.size > 1:
+                self._note_ahead()
             return batch, seat
         return None
 
@@ -359,7 +374,6 @@ class Dispatch(Generic[C, S]):
         best = self._least(kind, self._places[kind])
         if best is None and self._room[kind] > self._places[kind]:
             best = self._least(kind, self._room[kind])
-            self._is_ahead |= best is not None
         return best
 
     def _least(self, kind: int, limit: int) -> S | None:
