@@ -253,8 +253,8 @@ class Outcomes:
         supervisor = self._supervisor
         if call_id == 0:  # a recall has been answered in full
             member.recalling = False
-            if not member.gave_back:
-                supervisor.dispatch.nothing_is_ahead(member.asked_at)  # what it holds waits for a slot: asking again would go on for ever
+            if not member.gave_back:  # what it holds may wait for a slot: asking again would go on for ever
+                supervisor.dispatch.nothing_is_ahead(member.asked_at)
             member.gave_back = False
             return
         member.gave_back = True

@@ -6,7 +6,6 @@ import select
 import shutil
 import time
 import zlib
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -140,20 +139,34 @@ class Stage:
 
     # Judging
 
-    def judge(self, killers: set[int] | None, *, cut: bool = False) -> Counter[str]:
-        """Compare what was told of the calls since the last time with the ledger. `killers`: who may have died; None: anybody."""
+    def judge(self, struck: set[int] | None, *, code: int | None = None, cut: bool = False) -> None:
+        """Compare what was told of the calls since the last time with the ledger.
+
+        `struck`: who may have died; None: anybody. `code`: their exit code, if known. `cut`: the runner was closed meanwhile.
+        """
         ran, ends = self._read("ledger"), self._read("outcomes")
         first, last = self._first, self._last
         self._first = last + 1
-        kinds: Counter[str] = Counter()
         for uuid in range(first, last + 1):
             assert len(ends.get(uuid, [])) == 1, f"call {uuid} ended {len(ends.get(uuid, []))} times"
             assert len(ran.get(uuid, [])) <= 1, f"call {uuid} ran twice: {ran[uuid]}"
-            self._judge_call(uuid, ends[uuid][0], ran.get(uuid), killers, cut=cut)
-            kinds[ends[uuid][0][0]] += 1
-        return kinds
+            words = ends[uuid][0]
+            if words[0] == "died":
+                self._judge_death(uuid, words, ran.get(uuid), struck, cut=cut)
+                assert code is None or words[3] == str(code), f"call {uuid} died with exit code {words[3]}, not {code}"
+            else:
+                self._judge_end(uuid, words, ran.get(uuid), cut=cut)
 
-    def _judge_call(self, uuid: int, words: list[str], ran: list[list[str]] | None, killers: set[int] | None, *, cut: bool) -> None:
+    def _judge_death(self, uuid: int, words: list[str], ran: list[list[str]] | None, struck: set[int] | None, *, cut: bool) -> None:
+        _, started, pid, _ = words
+        assert struck is None or int(pid) in struck, f"call {uuid} died with {pid}, and {struck} were struck"
+        if started == "1":
+            assert not ran or ran[0][0] == pid, f"call {uuid} ran in {ran}, and died with {pid}"
+        else:
+            assert cut, f"call {uuid} had not started and was not sent to another worker"
+            assert not ran, f"call {uuid} had not started, says its error, and ran"
+
+    def _judge_end(self, uuid: int, words: list[str], ran: list[list[str]] | None, *, cut: bool) -> None:
         match words:
             case [("value" | "error"), value]:
                 assert ran, f"call {uuid} has an outcome and never ran"
@@ -161,11 +174,8 @@ class Stage:
             case ["bytes", size, crc]:
                 assert ran, f"call {uuid} has a result and never ran"
                 assert int(crc) == zlib.crc32(calls.pattern(uuid, int(size))), f"call {uuid} has another call's result"
-            case ["died", "1", pid, _]:
-                assert killers is None or int(pid) in killers, f"call {uuid} died with {pid}, and {killers} were struck"
-                assert not ran or ran[0][0] == pid, f"call {uuid} ran in {ran}, and died with {pid}"
-            case ["died", "0", _, _] | ["RunnerClosed", *_] if cut:
-                assert words[0] != "died" or not ran, f"call {uuid} had not started, says its error, and ran"
+            case ["RunnerClosed", *_] if cut:
+                pass
             case _:
                 pytest.fail(f"call {uuid} ended with {words}")
 

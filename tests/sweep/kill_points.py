@@ -183,7 +183,7 @@ def test_a_worker_dies_at_a_step_of_a_call(place: str, state: str, start: Start,
                     stage.judge(set())
                     break
                 stage.killed(hit.pid)
-                stage.judge({hit.pid})
+                stage.judge({hit.pid}, code=DEATHS[death])
                 counted("worker dies", place, death, state)
             stage.close()
         stage.leave()
