@@ -6,6 +6,7 @@ Async tests in tests/contract and tests/e2e run twice, under asyncio and under u
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ import pytest
 import pytest_asyncio
 
 from tests import leaks
+
+# A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 BOTH_LOOPS = (TESTS / "contract", TESTS / "e2e")

@@ -334,14 +334,17 @@ class Flow:
         _wake(self._result_waiter)
 
     def cancel_from(self, number: int) -> None:
-        """Cancel the items from this number on."""
+        """Cancel the items from this number on.
+
+        The last ones first: 1. a worker hears that what it runs is cancelled  2. it begins what is next  3. it hears of that.
+        """
         if self._batches is not None:
             self._batches.drop_from(number)
-        for item in [item for place, item in self._alive.items() if place >= number]:
+        for item in [item for place, item in reversed(self._alive.items()) if place >= number]:
             self._alive.pop(item.number, None)
             item.cancel()
         for member in self.owner.members:
-            for call in list(member.calls.values()):
+            for call in reversed(list(member.calls.values())):
                 if type(call) is Batch and call.flow is self:
                     call.cancel_from(number)
 

@@ -456,7 +456,7 @@ class Supervisor:
         self.is_cut = True
         self._refuse_waiting()
         for member in self.members:
-            for call in list(member.calls.values()):
+            for call in reversed(list(member.calls.values())):  # else what is next may begin before it is heard of
                 if call.call_id in member.parked:
                     self.refuse(member.take(call.call_id))
                 elif not call.done():

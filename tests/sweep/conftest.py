@@ -10,7 +10,6 @@ import pytest
 pytest.register_assert_rewrite("tests.sweep.judge")
 
 HITS: Counter[tuple[str, str, str, str]] = Counter()
-FIGURES: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -18,15 +17,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == "hit":
                 HITS[tuple(json.loads(str(value)))] += 1
-            elif name == "figures":
-                FIGURES.update(json.loads(str(value)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from tests.sweep import table
 
     if HITS:
-        text = table.render(HITS, FIGURES)
+        text = table.render(HITS)
         terminalreporter.write_sep("=", "hits, by place and state")
         terminalreporter.write(text)
         if path := os.environ.get("SWEEP_TABLE"):

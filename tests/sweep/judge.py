@@ -142,7 +142,7 @@ class Stage:
     def judge(self, struck: set[int] | None, *, code: int | None = None, cut: bool = False) -> None:
         """Compare what was told of the calls since the last time with the ledger.
 
-        `struck`: who may have died; None: anybody. `code`: their exit code, if known. `cut`: the runner was closed meanwhile.
+        `struck`: who may have died; None: anybody. `code`: their exit code, if known. `cut`: the runner was closed.
         """
         ran, ends = self._read("ledger"), self._read("outcomes")
         first, last = self._first, self._last

@@ -52,7 +52,8 @@ class Orders:
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
     def _read(self) -> None:
-        self._buffer += os.read(self._fd, 65536)
+        with contextlib.suppress(BlockingIOError):  # a loop that an interrupt has ended finds the same news twice
+            self._buffer += os.read(self._fd, 65536)
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             self._queue.put_nowait(json.loads(line))

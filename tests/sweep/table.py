@@ -2,16 +2,17 @@
 
 from collections import Counter
 
-from tests.sweep.places import ALL, DEATHS, STATES
+from tests.sweep.places import ALL, DEATHS, IMPOSSIBLE, STATES
 
 
-def render(hits: Counter[tuple[str, str, str, str]], figures: Counter[str]) -> str:
+def render(hits: Counter[tuple[str, str, str, str]]) -> str:
     """`hits` by sweep, place, death and state."""
     lines = []
     for sweep in dict.fromkeys(key[0] for key in sorted(hits)):
         ours = {key[1:]: count for key, count in hits.items() if key[0] == sweep}
         lines += [f"### {sweep}", "", *_table(ours), ""]
-    lines.append(f"{hits.total()} hits. " + ", ".join(f"{name}: {count}" for name, count in sorted(figures.items())))
+    lines.append(f"{hits.total()} hits in {len(hits)} cells. Not to be hit:")
+    lines += ["", *(f"- `{place}` when {state}: {why}" for (place, state), why in IMPOSSIBLE.items())]
     return "\n".join(lines) + "\n"
 
 
