@@ -145,6 +145,9 @@ class FakeWorker:
         else:
             self._die(-signum)
 
+    def spoke(self) -> None:
+        """It is started once."""
+
     def _drain(self) -> None:
         of_task.set(self._context)
         self._server.drain()

@@ -20,6 +20,9 @@ class Process(Protocol):
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal, never by a remembered number. Once the process is gone: nothing. Before the pid is known: on arrival."""
 
+    def spoke(self) -> None:
+        """It has said something through its memory: no other process may be given that."""
+
 
 class Launcher(Protocol):
     """A way to start processes."""
@@ -48,6 +51,9 @@ class Worker(Protocol):
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """As Process.kill."""
+
+    def spoke(self) -> None:
+        """As Process.spoke: it has told that it is ready."""
 
     def began(self, place: int, call_id: int) -> tuple[float, int] | None:
         """When this call had begun, by `time.monotonic`, and how many items of it, if it is a batch; None: it had not.

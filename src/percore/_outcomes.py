@@ -94,6 +94,7 @@ class Outcomes:
 
     def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
         member.told_pid = pid
+        member.worker.spoke()
         self._supervisor.pool.ready(slot, member)
 
     def _unready(self, member: Member, payload: Payload) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import percore
@@ -688,3 +689,31 @@ async def test_detection(wire: Wire, capfd: pytest.CaptureFixture[str]) -> None:
     assert max(took) < HARD
     with capfd.disabled():
         os.write(1, f"\n{figures('death to failed future', took)}\n".encode())
+
+
+async def test_a_worker_that_its_fork_server_could_not_tell_of_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, wire: Wire, tmp_path: Path
+) -> None:
+    # 1. the fork server forks, and stops  2. the worker is ready, and runs a call  3. the fork server dies, and so does the worker:
+    # who is made from the same request would find that call in its memory, and run it again.
+    monkeypatch.setenv("PERCORE_POINTS", "forkserver.forked=stop")
+    runner = percore.Runner(1, start_method="forkserver", lifespan=partial(calls.one_of_a_generation, str(tmp_path)))
+    await runner.start()
+    monkeypatch.delenv("PERCORE_POINTS")
+    future = runner.submit(calls.stay, wire.path)
+    index, generation, pid = (await wire.line()).split()
+    assert (index, generation) == ("0", "1")
+    os.kill(int(pid), signal.SIGSTOP)
+    wait_stopped(int(pid))
+    (server,) = [child for child in psutil.Process().children() if child.status() == psutil.STATUS_STOPPED]
+    unheard = [runner.submit(calls.who) for _ in range(3)]
+    await asyncio.sleep(0)  # they are sent
+    server.kill()
+    with pytest.raises(percore.WorkerDied) as caught:
+        await future
+    assert caught.value.started
+    assert [(await call)[1] for call in unheard] == [2, 2, 2]
+    again = runner.submit(calls.stay, wire.path)
+    assert (await wire.line()).split()[:2] == ["0", "2"]  # nobody else has told anything
+    again.cancel()
+    await runner.aclose()

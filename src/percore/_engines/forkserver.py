@@ -4,8 +4,9 @@ Every request carries an end of a socket of its own, and its answers come there:
 several threads share nothing but the lock around sending a request.
 
 A fork server that dies takes its workers along (it holds their lifelines). The next launch starts a new one; a request
-it had not answered is sent again unasked, once. One that was started under another user, other limits or in another
-cgroup than now gets no more requests and lives on until its workers are gone.
+it had not answered is sent again unasked, once, unless its worker was heard of already (the fork server died between
+the fork and its answer). One that was started under another user, other limits or in another cgroup than now gets no
+more requests and lives on until its workers are gone.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ class ForkedProcess(Watched):
         self._asked = 0
         self._wanted: int | None = None  # the signal of a kill that came before the pid
         self._is_late = False
+        self._has_spoken = False
         try:
             self._ask()
         except BaseException:
@@ -168,6 +170,10 @@ class ForkedProcess(Watched):
             let_go(self._request.lifeline)  # where the loop is closed, nobody hears of a birth any more
             if self._timer is None and not self._loop.is_closed():
                 self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
+
+    def spoke(self) -> None:
+        """As Process.spoke: the request is not sent again, whatever becomes of its fork server."""
+        self._has_spoken = True
 
     def _give_up(self) -> None:
         _logger.warning("the fork server does not answer; the next worker gets a new one")
@@ -221,8 +227,9 @@ class ForkedProcess(Watched):
                 self._finish(None)
             return
         # 1. the fork server dies  2. a request is sent to it  3. its sockets close: only now we know. Or a request
-        # kills fork servers: so once more, not for ever.
-        if self._asked > 1 or not self._launcher.is_open():
+        # kills fork servers: so once more, not for ever. And not where the worker has run, before its fork server could tell
+        # of it: another one would find its calls in the memory that is meant for it, and run them again.
+        if self._has_spoken or self._asked > 1 or not self._launcher.is_open():
             self._finish(None)
             return
         servers.done(self._server)

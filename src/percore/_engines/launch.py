@@ -162,6 +162,9 @@ class Watched:
         self._timer: asyncio.TimerHandle | None = None
         self._gone = False
 
+    def spoke(self) -> None:
+        """As Process.spoke. A process that was started once is not started again."""
+
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone: nothing."""
         # Closed already where the interpreter is about to end: so is the lifeline, which has killed the process.

@@ -131,6 +131,9 @@ class ProcessWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
+    def spoke(self) -> None:
+        self._process.spoke()
+
     def began(self, place: int, call_id: int) -> tuple[float, int] | None:
         return began(self._marks, place, call_id)
 

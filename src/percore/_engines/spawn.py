@@ -91,6 +91,9 @@ class ThreadWatchedProcess:
             self._reap(pid)
             raise OSError(errno.EAGAIN, "no thread could be started to wait for a worker") from error
 
+    def spoke(self) -> None:
+        """As Process.spoke. A process that was started once is not started again."""
+
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone: nothing."""
         with self._lock:
