@@ -31,23 +31,20 @@ _STEP: Final = 12
 class Flow:
     """The items of one map that are under way."""
 
+    function: "Function"
+    queue: Queue[Any, Any]
+    _batches: Batches[Batch] | None
+    _rows: Rows
+    _window: Window
+
     def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec, context: Any) -> None:
         self.owner = supervisor
         self._loop = supervisor.loop
+        self._fn = fn
         self._inputs = inputs
         self._spec = spec
         self._policy = spec.policy or supervisor.policy
         self._context = context
-        self.function: Function = supervisor.functions.hold(fn)
-        kind = self.function.kind
-        is_batched = kind == Kind.THREAD and bool(self.function.number) and spec.key is None
-        is_batched &= self._policy is None or self._policy.is_plain
-        self._batches = Batches(self._make_batch, self.function.cost) if is_batched else None
-        self.queue: Queue[Any, Any] = Queue(kind, self._batches)
-        self._rows = Rows(supervisor.functions, self.function, spec, self, is_single=inputs.is_single, is_batched=is_batched)
-        room = supervisor.dispatch.room_for(kind) * len(supervisor.slots)
-        most = sys.maxsize if supervisor.admission is None else supervisor.admission.limit
-        self._window = Window(spec.window, room, most)
         self._admitted = 0
         self._alive: dict[int, Item] = {}
         self._given: dict[int, Any] = {}
@@ -86,6 +83,8 @@ class Flow:
 
     async def stream(self) -> AsyncGenerator[Any]:
         """Results, one by one."""
+        if self._is_closed:  # before it was begun
+            return
         self._begin()
         ready = self._results.ready
         try:
@@ -135,11 +134,17 @@ class Flow:
         await self._result_waiter
 
     async def close(self) -> None:
-        """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent."""
+        """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent.
+
+        Cancelled: what is under way is cancelled all the same, and generators are closed; the input may not have ended yet.
+        """
         if self._is_closed:
             return
         self._is_closed = self._is_fed = self._is_stopped = True
         _wake(self._result_waiter)
+        feeder = self._feeder
+        if feeder is None:  # nothing was begun
+            return
         owner = self.owner
         owner.enders.discard(self._end)
         self.cancel_from(0)
@@ -148,22 +153,34 @@ class Flow:
             owner.admission.leave(self._admitted)
             self._admitted = 0
         owner.forget(self.function)
-        feeder = self._feeder
-        if feeder is not None and not feeder.done():
-            feeder.cancel()
-            await asyncio.wait([feeder])
-        await self._inputs.close()
+        try:
+            if not feeder.done():
+                feeder.cancel()
+                await asyncio.wait([feeder])
+        finally:  # also where whoever closes is cancelled
+            await self._inputs.close()
 
     # Feeding it
 
     def _begin(self) -> None:
+        """Take hold of the function and begin to pull. Not before the first result is asked for: then it is sure to be closed."""
+        owner, spec, inputs = self.owner, self._spec, self._inputs
+        self.function = function = owner.functions.hold(self._fn)
         try:
-            self._inputs.open()
+            inputs.open()
         except BaseException:
-            self.owner.forget(self.function)
+            owner.forget(function)
             raise
-        self.owner.dispatch.open(self.queue)
-        self.owner.enders.add(self._end)
+        is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
+        is_batched &= self._policy is None or self._policy.is_plain
+        self._batches = Batches(self._make_batch, function.cost) if is_batched else None
+        self.queue = Queue(function.kind, self._batches)
+        self._rows = Rows(owner.functions, function, spec, self, is_single=inputs.is_single, is_batched=is_batched)
+        room = owner.dispatch.room_for(function.kind) * len(owner.slots)
+        most = sys.maxsize if owner.admission is None else owner.admission.limit
+        self._window = Window(spec.window, room, most)
+        owner.dispatch.open(self.queue)
+        owner.enders.add(self._end)
         self._feeder = self._loop.create_task(self._feed(), name="percore-map")
 
     def _end(self) -> None:

@@ -474,3 +474,20 @@ async def test_a_map_that_is_used_after_the_close(make: MakeRunner) -> None:
         stream = runner.map(jobs.aecho, [1])
     with pytest.raises(percore.RunnerClosed, match="closed"):
         await stream
+
+
+async def test_an_iterator_that_is_dropped_or_closed_before_its_first_result_holds_nothing(make: MakeRunner) -> None:
+    large = b"x" * 300_000
+    async with make() as runner:
+        arena = runner._supervisor.arena
+        results = runner.map(lambda item: (item, large), [1, 2])
+        dropped = aiter(results)
+        del dropped
+        gc.collect()
+        assert arena.in_use == 0
+        results = runner.map(lambda item: (item, large), [1, 2])
+        iterator = aiter(results)
+        await results.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(iterator)
+        assert arena.in_use == 0
