@@ -34,16 +34,6 @@ def append(path: str, line: str) -> None:
         os.close(fd)
 
 
-@contextlib.asynccontextmanager
-async def one_of_a_generation(folder: str) -> AsyncIterator[None]:
-    """A lifespan that only the first worker of each generation gets into. Any other one can be seen at work, but never be ready."""
-    try:
-        os.close(os.open(f"{folder}/generation {percore.current_worker().generation}", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        await asyncio.Event().wait()
-    yield
-
-
 # Calls that stay
 
 

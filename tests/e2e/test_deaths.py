@@ -692,12 +692,12 @@ async def test_detection(wire: Wire, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_a_worker_that_its_fork_server_could_not_tell_of_is_not_made_again(
-    monkeypatch: pytest.MonkeyPatch, wire: Wire, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, wire: Wire
 ) -> None:
     # 1. the fork server forks, and stops  2. the worker is ready, and runs a call  3. the fork server dies, and so does the worker:
     # who is made from the same request would find that call in its memory, and run it again.
     monkeypatch.setenv("PERCORE_POINTS", "forkserver.forked=stop")
-    runner = percore.Runner(1, start_method="forkserver", lifespan=partial(calls.one_of_a_generation, str(tmp_path)))
+    runner = percore.Runner(1, start_method="forkserver")
     await runner.start()
     monkeypatch.delenv("PERCORE_POINTS")
     future = runner.submit(calls.stay, wire.path)
@@ -712,6 +712,7 @@ async def test_a_worker_that_its_fork_server_could_not_tell_of_is_not_made_again
     with pytest.raises(percore.WorkerDied) as caught:
         await future
     assert caught.value.started
+    assert caught.value.pid == int(pid)  # not that of another one, with the same memory
     assert [(await call)[1] for call in unheard] == [2, 2, 2]
     again = runner.submit(calls.stay, wire.path)
     assert (await wire.line()).split()[:2] == ["0", "2"]  # nobody else has told anything
