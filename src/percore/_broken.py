@@ -66,11 +66,12 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.started = started
         self.attempts = attempts
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
-        why = (
-            "the call was not repeated because it may have had effects: call again if that is safe"
-            if started
-            else "no other worker will come to run it"
-        )
+        if not started:
+            why = "no other worker will come to run it"
+        elif attempts > 1:
+            why = f"that was attempt {attempts}, and none is left"
+        else:
+            why = "the call was not repeated because it may have had effects: call again, or give it retries, if that is safe"
         super().__init__(f"worker {pid} died {how(exitcode)} {began}; {why}")
 
 

@@ -108,8 +108,13 @@ def test_a_death_by_signal() -> None:
     assert (died.call, died.age, died.started, died.attempts) == ("jobs.fetch", 1.25, True, 1)
     assert str(died) == (
         "worker 4242 died by SIGKILL (perhaps out of memory, or killed by an operator) while it ran jobs.fetch for 1.25 s; "
-        "the call was not repeated because it may have had effects: call again if that is safe"
+        "the call was not repeated because it may have had effects: call again, or give it retries, if that is safe"
     )
+
+
+def test_a_call_that_was_repeated_says_how_often() -> None:
+    death = WorkerDied(7, -9, "fetch", 1.5, attempts=3)
+    assert str(death).endswith("while it ran fetch for 1.5 s; that was attempt 3, and none is left")
 
 
 def test_a_death_before_the_call_began() -> None:
