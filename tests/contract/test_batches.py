@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -240,10 +240,17 @@ async def test_closing_cuts_a_batch_off(make: MakeRunner, sixteen: None, log: Lo
 
 
 async def test_closing_lets_batches_finish(make: MakeRunner, sixteen: None, log: Log, gate: Gate) -> None:
+    all_pulled = asyncio.Event()
+
+    def places() -> Iterator[int]:
+        yield from range(COUNT)
+        all_pulled.set()
+
     runner = make(threads=1)
     await runner.start()
-    task = await _started(runner, _map(runner, "bare", jobs.wait_at, (log.path, gate.path, 20)))
+    task = await _started(runner, runner.map(partial(jobs.wait_at, log.path, gate.path, 20), places()))
     await log.take(21)
+    await all_pulled.wait()  # a map that has more to pull ends with RunnerClosed
     closing = asyncio.create_task(runner.aclose())
     await asyncio.sleep(0)
     gate.open()

@@ -148,7 +148,7 @@ async def test_the_error_tells_everything_and_can_be_pickled(wire: Wire) -> None
         assert (error.call, error.started, error.attempts) == ("stay", True, 1)
         assert error.age is not None
         assert 0 < error.age < LIMIT
-        for words in (f"worker {pid} died by SIGKILL", "perhaps out of memory", "while it ran stay for", "call again if"):
+        for words in (f"worker {pid} died by SIGKILL", "perhaps out of memory", "while it ran stay for", "call again, or give it"):
             assert words in str(error)
         copy = pickle.loads(pickle.dumps(error))
         assert (str(copy), vars(copy)) == (str(error), vars(error))
