@@ -5,6 +5,7 @@
 #   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
 #   make test-fallbacks  the contract suite with each system call that others lack switched off
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
+#   make long       the tests that repeat one thing, with their full counts
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make lint       ruff and mypy --strict
@@ -27,7 +28,7 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 
-.PHONY: help demo test test-fallbacks test-all sweep chaos lint bench clean stale
+.PHONY: help demo test test-fallbacks test-all long sweep chaos lint bench clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -61,6 +62,9 @@ test-fallbacks: $(VENV)/.percore-test
 		echo "== without $$one"; \
 		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) --dist loadfile tests/contract || exit; \
 	done
+
+long: $(VENV)/.percore-test
+	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
 
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
