@@ -29,7 +29,7 @@ class Closing:
         supervisor.is_closing = True
         supervisor.on_idle = self._look
         supervisor.end_maps()
-        supervisor.end_delayed()
+        supervisor.attempts.end()
 
     def tighten(self, grace: float | None) -> None:
         """Give what runs `grace` seconds from now, unless it has less already."""

@@ -204,7 +204,7 @@ class Outcomes:
         if self._is_late(member, call_id, target):
             return
         if not target.done():
-            delay, error = self._supervisor.next_attempt(target.plan, error)
+            delay, error = self._supervisor.attempts.next(target.plan, error)
             if not target.done():  # user code may have cancelled it just now
                 if delay is not None:
                     self._try_again(member, call_id, target, delay)
@@ -228,14 +228,14 @@ class Outcomes:
         else:
             call = target
             member.take(call_id)
-        self._supervisor.try_again(call, delay)
+        self._supervisor.attempts.again(call, delay)
 
     def _timed_out(self, member: Member, call_id: int) -> None:
         """A plain function has run for too long. Its thread runs on, and no other attempt begins before that has ended."""
         call = member.calls.get(call_id)
         if call is None or call.done() or call.plan is None:
             return  # its outcome was on the way already
-        delay, error = self._supervisor.next_attempt(call.plan, TimeoutError())
+        delay, error = self._supervisor.attempts.next(call.plan, TimeoutError())
         if call.done():
             return
         if delay is None:
@@ -266,7 +266,7 @@ class Outcomes:
         member.take(call_id)
         if call.done():
             supervisor.release(call)
-        elif supervisor.is_cut or supervisor.broken is not None:
+        elif supervisor.is_over:
             supervisor.refuse(call)
         elif isinstance(call, Call) and call.kind == Kind.BESIDE:
             supervisor.unanswered(member, call)

@@ -11,15 +11,17 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 import asyncio
 import contextlib
 import os
-import time
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from percore._admission import Admission
+from percore._attempts import Attempts
 from percore._broken import RunnerBroken, WorkerDied
 from percore._calls import Call, Function, Functions
 from percore._contexts import Contexts
 from percore._core.batches import Run
 from percore._core.dispatch import BESIDE, Dispatch
+from percore._deaths import Deaths
 from percore._engine import Engine
 from percore._errors import RunnerClosed
 from percore._ipc.codec import is_inline
@@ -60,10 +62,9 @@ class Supervisor:
         self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
         self._beside = asyncio.Semaphore(BESIDE)
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
-        self.delayed: set[Call | Item] = set()
-        """Calls between two attempts."""
+        self.attempts = Attempts(self)
+        self.deaths = Deaths(self)
         self._loose: set[Unit] = set()
-        """Calls that were taken out of where they waited or ran, in this very step: what ends one may cancel the others."""
         self.broken: RunnerBroken | None = None
         self.is_closing = False
         self.is_cut = False
@@ -164,7 +165,7 @@ class Supervisor:
         """Items of a batch have come back: they go to other places, unless nobody will come."""
         batches = flow.queue.batches
         assert batches is not None
-        if self.is_cut or self.broken is not None:
+        if self.is_over:
             error = self.refusal()
             for number in range(run.start, run.start + len(run.bodies)):
                 flow.failed(number, error, 0)
@@ -178,59 +179,6 @@ class Supervisor:
         if not call.done():
             call.set_exception(WorkerDied(member.pid, None, call.function.name, None, started=False, attempts=0))
 
-    # Further attempts
-
-    def next_attempt(self, plan: Plan | None, error: BaseException) -> tuple[float | None, BaseException]:
-        """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
-
-        Runs user code: afterwards the call may have ended.
-        """
-        if plan is None or plan.failed >= plan.policy.retries or self.is_cut or self.broken is not None:
-            return None, error
-        try:
-            delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
-        except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
-            raised.__context__ = error
-            is_error = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            return None, raised if is_error else RuntimeError(f"retry_on or backoff raised {raised!r}")
-        if delay and self.is_closing:  # whoever waits for its next attempt ends when the runner closes
-            delay = None
-        return delay, error
-
-    def try_again(self, call: Call | Item, delay: float) -> None:
-        """Attempt a call once more, after so many seconds. It has left its worker; its bytes are the original ones."""
-        plan = call.plan
-        assert plan is not None
-        plan.failed += 1
-        plan.late = None
-        if isinstance(call, Item):
-            call.flow.runs_alone(call)
-        if self.is_cut or self.broken is not None or (delay and self.is_closing):
-            # It was worth another attempt before that, and its thread has only ended now.
-            self.refuse(call)
-        elif delay:
-            self.delayed.add(call)
-            plan.timer = self.loop.call_later(delay, self._attempt, call)
-        else:
-            self.accept(call)
-
-    def _attempt(self, call: Call | Item) -> None:
-        self._undelay(call)
-        self.accept(call)
-
-    def _undelay(self, call: Call | Item) -> None:
-        self.delayed.discard(call)
-        plan = call.plan
-        if plan is not None and plan.timer is not None:
-            plan.timer.cancel()
-            plan.timer = None
-
-    def end_delayed(self) -> None:
-        """Calls between two attempts end now: the runner closes."""
-        for call in list(self.delayed):
-            self._undelay(call)
-            self.refuse(call)
-
     def cancelled(self, call: Unit) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
         if os.getpid() != self._pid:  # a copy of the call, in a fork of this process: the worker is none of its
@@ -241,8 +189,8 @@ class Supervisor:
                 member.worker.channel.send(CANCEL, call.call_id, call.wanted)
         elif member is None:
             self.release(call)
-            if call in self.delayed:
-                self._undelay(call)
+            if call in self.attempts.delayed:
+                self.attempts.drop(call)
             elif call not in self._loose:
                 self.dispatch.ended(call, call.queue)
             self._look_idle()
@@ -293,7 +241,7 @@ class Supervisor:
     def _forget_retired(self) -> None:
         """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own."""
         needed = {id(call.function) for member in self.members for call in member.calls.values()}
-        needed |= {id(call.function) for call in self.delayed}
+        needed |= {id(call.function) for call in self.attempts.delayed}
         for function in self._retired:
             if id(function) in needed:
                 continue
@@ -314,100 +262,41 @@ class Supervisor:
         else:
             call.cut_off()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is begun, not even what was accepted."""
+        return self.is_cut or self.broken is not None
+
     def refusal(self) -> Exception:
         """A new instance of the reason why no call is taken."""
         if self.broken is not None:
             return RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
         return RunnerClosed("the runner was closed before this call could end")
 
-    # Deaths
-
-    def end_calls(self, member: Member, exitcode: int | None) -> bool:
-        """Fail the calls that had begun, take back those that had not. Whether any had begun."""
-        now = time.monotonic()
-        has_begun = False
-        # Until what becomes of it is settled, a call stays this worker's: retry_on and backoff may cancel any of them.
-        for call in list(member.calls.values()):
-            began = member.began(call)
-            has_begun |= began is not None
-            begun_at, items = began or (now, 0)
-            if isinstance(call, Batch):
-                self._lost_items(member, call, items, exitcode, now - begun_at)
-            elif not call.done() and (began is not None or self.is_cut):
-                delay = self._lost(member, call, exitcode, now - begun_at)
-                member.take(call.call_id)
-                if delay is not None:
-                    self.try_again(call, delay)
-        self._return(member, [member.take(call_id) for call_id in list(member.calls)], exitcode)
-        return has_begun
-
-    def _lost(self, member: Member, call: Call | Item, exitcode: int | None, age: float) -> float | None:
-        """A call had begun in a worker that has died: it fails, or there is a delay to its next attempt."""
-        if self.is_cut:
-            self.release(call)
-            call.cut_off()
-        else:
-            attempts = 1 if call.plan is None else call.plan.failed + 1
-            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
-            # Its thread may have run for too long: then that is what has failed, and now the thread has ended.
-            late = None if call.plan is None else call.plan.late
-            delay, error = self.next_attempt(call.plan, death) if late is None else (late, death)
-            if delay is not None and not call.done():
-                member.retried += 1
-                return delay
-            self.release(call)
-            if not call.done():
-                call.set_exception(error)
-        member.done += 1
-        member.failed += 1
-        return None
-
-    def _lost_items(self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float) -> None:
-        """As `_lost`, for the items of a batch, `items` of which had begun; the others go back."""
-        for index in batch.began(items):
-            item = batch.item(index)
-            batch.settle(index)
-            if not item.done():
-                renewed = item.renewed()
-                delay = self._lost(member, renewed, exitcode, age)
-                if delay is not None and not item.done():
-                    self.try_again(renewed, delay)
-        member.take(batch.call_id)
-        run = batch.rest(items)
-        if run is not None:
-            self.put_back(batch.flow, run)
-
-    def _return(self, member: Member, back: list[Unit], exitcode: int | None) -> None:
-        """Calls that a dead worker had not begun go to another one, if one will come."""
-        self._loose.update(back)
-        for call in back:
-            if call.done():
-                self.release(call)
-            elif self._is_hopeless() or call.kind == Kind.BESIDE:
-                self.release(call)
-                attempts = 0 if call.plan is None else call.plan.failed
-                call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=attempts))
-        self._loose.difference_update(back)
-        self.dispatch.returned([(call, call.queue) for call in back if not call.done()])
-
-    def _is_hopeless(self) -> bool:
-        """Whether no worker will come to run what waits."""
-        return self.broken is not None or (self.is_closing and not self.pool.is_expected())
+    # Ending
 
     def fail(self, error: RunnerBroken) -> None:
         """No worker can be started any more."""
         self.broken = error
         self.end_maps()
-        self.end_delayed()
+        self.attempts.end()
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
         """End what waits for a worker."""
         calls = self.dispatch.withdraw()
+        with self.loose(calls):
+            for call in calls:
+                self.refuse(call)
+
+    @contextlib.contextmanager
+    def loose(self, calls: Collection[Unit]) -> Iterator[None]:
+        """These calls are neither where they waited nor where they ran: what ends one may cancel the others."""
         self._loose.update(calls)
-        for call in calls:
-            self.refuse(call)
-        self._loose.difference_update(calls)
+        try:
+            yield
+        finally:
+            self._loose.difference_update(calls)
 
     def end_maps(self) -> None:
         """No more calls are taken: open maps pull no more, and nobody waits to be let in."""
@@ -439,11 +328,9 @@ class Supervisor:
                     if not call.cancel() and not call.cancelled():
                         call.exception()  # nobody will read it: it is not "never retrieved"
 
-    # Ending
-
     def waiting(self) -> int:
         """Calls that wait here: for a place, or for their next attempt."""
-        return self.dispatch.waiting() + len(self.delayed)
+        return self.dispatch.waiting() + len(self.attempts.delayed)
 
     def unfinished(self) -> bool:
         """Whether any call waits or runs, those included whose callers have gone."""
@@ -472,7 +359,7 @@ class Supervisor:
 
     def _expect_nobody(self) -> None:
         """No worker will be started any more, nor become ready: nothing waits for one."""
-        self.end_delayed()
+        self.attempts.end()
         self._refuse_waiting()
         self.pool.stop_timers()
 

@@ -23,7 +23,7 @@ FOR_EVER = 1e6
 
 async def _delayed(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their next attempt."""
-    while len(runner._supervisor.delayed) < count:  # noqa: ASYNC110  # there is no event for it
+    while len(runner._supervisor.attempts.delayed) < count:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
 
 

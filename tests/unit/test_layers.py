@@ -103,10 +103,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy"},
     "_items": VOCABULARY | {"_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
+    "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
+    "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
     "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes"},
     "_supervisor": VOCABULARY
-    | {"_admission", "_broken", "_calls", "_contexts", "_engine", "_items", "_member", "_policy", "_pool"}
+    | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_items", "_member", "_policy", "_pool"}
     | {"_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
     "_closing": VOCABULARY | {"_supervisor"},
     # maps
@@ -126,6 +128,8 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # the public names, told to type checkers; at run time they are looked up on first use
     "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_statistics", "_usage", "_verbs", "_worker.context"}),
     # parts of the supervisor, handed their owner
+    "_attempts": frozenset({"_supervisor"}),
+    "_deaths": frozenset({"_supervisor"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
 }

@@ -1,0 +1,71 @@
+"""Further attempts: whether a call that failed is worth one, and the time between two."""
+
+from typing import TYPE_CHECKING
+
+from percore._calls import Call
+from percore._items import Item
+from percore._policy import Plan
+
+if TYPE_CHECKING:
+    from percore._supervisor import Supervisor
+
+
+class Attempts:
+    """Between two attempts a call belongs to nobody else, and holds no place."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+        self.delayed: set[Call | Item] = set()
+
+    def next(self, plan: Plan | None, error: BaseException) -> tuple[float | None, BaseException]:
+        """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
+
+        Runs user code: afterwards the call may have ended.
+        """
+        if plan is None or plan.failed >= plan.policy.retries or self._supervisor.is_over:
+            return None, error
+        try:
+            delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
+        except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
+            raised.__context__ = error
+            is_error = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            return None, raised if is_error else RuntimeError(f"retry_on or backoff raised {raised!r}")
+        if delay and self._supervisor.is_closing:  # whoever waits for its next attempt ends when the runner closes
+            delay = None
+        return delay, error
+
+    def again(self, call: Call | Item, delay: float) -> None:
+        """Attempt a call once more, after so many seconds. It has left its worker; its bytes are the original ones."""
+        plan = call.plan
+        assert plan is not None
+        plan.failed += 1
+        plan.late = None
+        if isinstance(call, Item):
+            call.flow.runs_alone(call)
+        supervisor = self._supervisor
+        if supervisor.is_over or (delay and supervisor.is_closing):
+            # It was worth another attempt before that, and its thread has only ended now.
+            supervisor.refuse(call)
+        elif delay:
+            self.delayed.add(call)
+            plan.timer = supervisor.loop.call_later(delay, self._attempt, call)
+        else:
+            supervisor.accept(call)
+
+    def _attempt(self, call: Call | Item) -> None:
+        self.drop(call)
+        self._supervisor.accept(call)
+
+    def drop(self, call: Call | Item) -> None:
+        """There will be no further attempt."""
+        self.delayed.discard(call)
+        plan = call.plan
+        if plan is not None and plan.timer is not None:
+            plan.timer.cancel()
+            plan.timer = None
+
+    def end(self) -> None:
+        """Calls between two attempts end now: the runner closes."""
+        for call in list(self.delayed):
+            self.drop(call)
+            self._supervisor.refuse(call)
