@@ -6,6 +6,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from percore._core.flow import Cost
 
+_FEW: Final = 64
 _MERGED: Final = 4096
 _BYTES: Final = 65_536
 """Of a batch, about: it goes in one frame."""
@@ -28,14 +29,23 @@ class Run(NamedTuple):
     is_bare: bool
     weight: int
 
+    def precedes(self, other: "Run") -> bool:
+        """Whether the other may follow in one batch."""
+        return self.is_bare == other.is_bare and self.start + len(self.bodies) == other.start
+
 
 class Batches(Generic[B]):
-    """What waits of one map. A batch is cut when a worker takes it, not before: by then its items' cost is known best."""
+    """What waits of one map. A batch is cut when a worker takes it, not before: by then its items' cost is known best.
+
+    Each item is copied once on its way, into its batch: of the first run only a place is moved on.
+    """
 
     def __init__(self, make: Callable[[Run], B], cost: Cost | None = None) -> None:
         """`make` makes a batch of a run. `cost` is what is known of the function already."""
         self._make = make
         self._runs: deque[Run] = deque()
+        self._at = 0
+        """Items of the first run that have been taken."""
         self._count = 0
         self.cost = cost or Cost()
 
@@ -45,9 +55,10 @@ class Batches(Generic[B]):
     def append(self, run: Run) -> None:
         """More items, after all others."""
         self._count += len(run.bodies)
-        if self._runs:
+        # Few are merged, so that single ones are no runs of their own; many are not, since that would copy them once more.
+        if self._runs and len(run.bodies) < _FEW and not (self._at and len(self._runs) == 1):
             last = self._runs[-1]
-            if last.is_bare == run.is_bare and last.start + len(last.bodies) == run.start and len(last.bodies) < _MERGED:
+            if last.precedes(run) and len(last.bodies) < _MERGED:
                 last.bodies.extend(run.bodies)
                 self._runs[-1] = last._replace(weight=max(last.weight, run.weight))
                 return
@@ -55,6 +66,7 @@ class Batches(Generic[B]):
 
     def put_back(self, run: Run) -> None:
         """Items that were taken and have not begun, before all later ones."""
+        self._trim()
         self._count += len(run.bodies)
         place = 0
         while place < len(self._runs) and self._runs[place].start < run.start:
@@ -63,18 +75,38 @@ class Batches(Generic[B]):
 
     def pop(self, workers: int) -> B:
         """The next batch, for one of so many workers. There must be items."""
-        run = self._runs[0]
-        count = min(self.cost.batch(self._count, workers), max(1, _BYTES // max(1, run.weight)))
-        if count >= len(run.bodies):
-            self._runs.popleft()
-        else:
-            self._runs[0] = run._replace(start=run.start + count, bodies=run.bodies[count:])
-            run = run._replace(bodies=run.bodies[:count])
-        self._count -= len(run.bodies)
-        return self._make(run)
+        most = self.cost.batch(self._count, workers)
+        batch = self._cut(most, 0)
+        while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
+            more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))
+            if not more.bodies:
+                break
+            batch = Run(batch.start, batch.bodies + more.bodies, batch.is_bare, max(batch.weight, more.weight))
+        self._count -= len(batch.bodies)
+        return self._make(batch)
+
+    def _cut(self, most: int, weight: int, beside: int = 0) -> Run:
+        """Up to `most` items of the first run, to be one batch with `beside` others of some weight."""
+        run, at = self._runs[0], self._at
+        weight = max(run.weight, weight)
+        count = min(most, max(0 if beside else 1, _BYTES // max(1, weight) - beside))
+        if at + count < len(run.bodies):
+            self._at = at + count
+            return Run(run.start + at, run.bodies[at : at + count], run.is_bare, run.weight)
+        self._runs.popleft()
+        self._at = 0
+        return Run(run.start + at, run.bodies[at:], run.is_bare, run.weight) if at else run
+
+    def _trim(self) -> None:
+        """Let the first run begin with what has not been taken."""
+        if self._at:
+            run = self._runs[0]
+            self._runs[0] = run._replace(start=run.start + self._at, bodies=run.bodies[self._at :])
+            self._at = 0
 
     def drop_from(self, number: int) -> None:
         """Drop the items of this number and above."""
+        self._trim()
         kept: deque[Run] = deque()
         for run in self._runs:
             keep = min(len(run.bodies), max(0, number - run.start))

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from operator import length_hint
 from typing import Any, Final, cast
 
 from percore._ipc.codec import is_inline_value
@@ -25,9 +27,10 @@ KEEP: Final = 0.003
 """Seconds that a result may wait for others."""
 
 _KEEP_BYTES: Final = 32_768
-_MANY: Final = 100
-_LOOK_EVERY: Final = 8
-"""Items of a batch of many between two looks at the clock, which costs as much as a tiny call."""
+_STEPS: Final = 32
+_LONGEST_STEP: Final = 32
+"""A batch is made for a millisecond, and run in so many steps: between two of them one looks at the clock, and marks what begins,
+which both cost as much as a tiny call."""
 
 _MARSHAL: Final = 2
 _SCALARS: Final = frozenset({int, float, bool, type(None)})
@@ -41,7 +44,7 @@ def item_id(call_id: int, index: int) -> int:
 class Batch:
     """The items that are left, and how they are called."""
 
-    __slots__ = ("begun_at", "end", "function", "is_bare", "items", "results", "terms")
+    __slots__ = ("begun", "begun_at", "end", "function", "is_bare", "items", "results", "terms")
 
     def __init__(self, function: Function, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
         self.function = function
@@ -49,6 +52,8 @@ class Batch:
         self.is_bare = is_bare
         self.terms = terms
         self.end = len(bodies)
+        self.begun = 0
+        """Items that the thread has taken, step by step."""
         self.begun_at: float | None = None
         self.results: Results | None = None
         """While it runs."""
@@ -66,37 +71,44 @@ class Batch:
         return count
 
     def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
-        """Run what is left, in this thread. Before each item the number of those begun is marked in this word. Never raises."""
+        """Run what is left, in this thread. This word tells how many have begun, those of a step all at once. Never raises."""
         self.results = results
-        step = _LOOK_EVERY if self.end > _MANY else 1
-        start = 1
-        while self._run_some(range(start, start + step), results, fn, marks, word):
-            start += step
+        step = min(_LONGEST_STEP, max(1, self.end // _STEPS))
+        if POINTS:
+            fn = _at_point(fn)
+        while self.items:
+            marks[word] = begun = self.begun + step
+            if not self._run_some(begun, results, fn):
+                break
             results.look()
         results.flush()
 
-    def _run_some(self, counts: range, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> bool:
-        """Run as many items as there are counts. Whether there were so many."""
+    def _run_some(self, begun: int, results: "Results", fn: Callable[..., Any]) -> bool:
+        """Run the items up to this number. Whether there were so many."""
         take, is_bare, keep = self.items.popleft, self.is_bare, results.values.append
-        for count in counts:
+        for _ in (left := repeat(None, begun - self.begun)):
             try:
                 body = take()
             except IndexError:  # that was all, or the loop has taken the rest
                 return False
-            marks[word] = count
             try:
-                if POINTS:
-                    point("worker.call.running")
                 result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
                 if type(result) in _SCALARS:
                     keep(result)
                 else:
-                    results.add(count - 1, result)
-                    keep = results.values.append
+                    results.add(begun - 1 - length_hint(left), result)
             except BaseException as error:
-                results.fail(count - 1, error)
-                keep = results.values.append
+                results.fail(begun - 1 - length_hint(left), error)
+        self.begun = begun
         return True
+
+
+def _at_point(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        point("worker.call.running")
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
