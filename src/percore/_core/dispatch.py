@@ -175,9 +175,10 @@ class Dispatch(Generic[C, S]):
         key = call.key
         if key is not None:
             return self._submitted_keyed(call, key, self.singles[kind] if queue is None else queue)
+        home = self.singles[kind] if queue is None else queue
         turns = self._turns[kind]
-        # Lanes may wait for one worker while others have room.
-        if not turns or not any(waiting.calls or waiting.batches for waiting in turns):
+        # Lanes are nobody before it: they may wait for one worker while others have room.
+        if not home.calls and (not turns or not any(waiting.calls or waiting.batches for waiting in turns)):
             seats = self.seats
             if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
                 return seats[0]
@@ -186,11 +187,9 @@ class Dispatch(Generic[C, S]):
                 if seat.load[kind] >= self._places[kind]:
                     self._note_ahead()
                 return seat
-        if queue is None:
-            queue = self.singles[kind]
-        queue.calls.append(call)
-        if not queue.is_listed:
-            self._list(queue)
+        home.calls.append(call)
+        if not home.is_listed:
+            self._list(home)
         return None
 
     def _submitted_keyed(self, call: C, key: Hashable, queue: Queue[C, S]) -> S | None:
