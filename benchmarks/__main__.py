@@ -1,73 +1,139 @@
-"""The command: `python -m benchmarks [row ...] [--list] [--quick] [--json FILE] [--plots FOLDER]`. Without rows: all."""
+"""The command: `python -m benchmarks [row ...]`. Without rows: all. `--help` tells the rest."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib
 import json
-import pkgutil
-from dataclasses import asdict
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvloop
-
-from benchmarks import _machine, _table, rows
-from benchmarks._harness import Result, Row, Verdict, judge, measure
+from benchmarks import _docs, _machine, _plan, _table
+from benchmarks._regression import changes, other_machine, settings_of
+from benchmarks._results import from_json, to_text
+from benchmarks._runs import Request, RowFailed, row_names, row_of, run_row, title_of
+from benchmarks._verdicts import judge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import ModuleType
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from benchmarks._harness import Result, Row
+    from benchmarks._results import Json
+
+MINUTES, QUICK_MINUTES = 30.0, 5.0
+CHECK_SECONDS = 60.0
 
 
-def row_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(rows.__path__))
+def main() -> int:
+    arguments = parsed_arguments()
+    if arguments.list:
+        show(map(title_of, arguments.row))
+    elif arguments.docs:
+        show([_docs.write(read(_docs.RECORD))])
+    elif arguments.check:
+        return check(read(_docs.RECORD))
+    else:
+        return run_all(arguments)
+    return 0
 
 
-def row_module(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.rows.{name}")
+def run_all(arguments: argparse.Namespace) -> int:
+    """Runs the rows, prints them, and writes what was asked for; 1 where a row failed."""
+    began = time.monotonic()
+    machine = _machine.describe()
+    show(_table.machine_lines(machine))
+    if _machine.is_busy():
+        show(["", "This machine is busy with something else: the figures will say little."])
+    made = [(name, row_of(name, quick=arguments.quick)) for name in arguments.row]
+    figures: dict[str, Json] = {}
+    failed: dict[str, str] = {}
+    for number, (name, row) in enumerate(made):
+        left = began + arguments.minutes * 60 - time.monotonic()
+        share = _plan.share_of([one.seconds for _, one in made[number:]], left)
+        if share is None:
+            failed[name] = f"the {arguments.minutes:g} minutes were over before its turn"
+            continue
+        try:
+            figures[name] = run_row(name, Request(share.seconds, share.limit, quick=arguments.quick))
+        except RowFailed as error:
+            failed[name] = str(error)
+            show(["", title_of(name), f"  FAILED: {error}"])
+        else:
+            show(lines_of(name, row, from_json(figures[name]), quick=arguments.quick))
+    seconds = time.monotonic() - began
+    show(["", f"{len(figures)} rows in {seconds / 60:.1f} minutes", *(f"{name} failed: {why}" for name, why in failed.items())])
+    whole = {"machine": machine, "seconds": round(seconds, 1), "rows": figures, "failed": failed}
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(to_text(whole))
+    if arguments.plots:
+        show(draw_all(made, figures, arguments.plots))
+    return 1 if failed else 0
 
 
-def title_of(name: str) -> str:
-    """The name and the first line of the row's docstring."""
-    return f"{name}: {(row_module(name).__doc__ or '').splitlines()[0]}"
+def lines_of(name: str, row: Row, result: Result, *, quick: bool) -> Iterable[str]:
+    title = f"{title_of(name)} (--quick: fewer calls, no figures to rely on)" if quick else title_of(name)
+    return _table.row_lines(title, result, judge(row.targets, result), row.words)
 
 
-def as_json(result: Result, verdicts: list[Verdict]) -> dict[str, object]:
-    """A row's raw samples and its verdicts, for a later reader's own arithmetic."""
-    return {
-        "samples": {name: [dict(sample) for sample in samples] for name, samples in result.samples.items()},
-        "left out": result.absent,
-        "targets": [{**asdict(verdict), "reached": verdict.is_reached} for verdict in verdicts],
-    }
-
-
-def write_json(path: Path, machine: Mapping[str, str], figures: Mapping[str, object]) -> None:
-    path.write_text(json.dumps({"machine": machine, "rows": figures}, indent=1) + "\n")
+def draw_all(made: Sequence[tuple[str, Row]], figures: Mapping[str, Json], folder: Path) -> Iterable[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, row in made:
+        if row.draw is not None and name in figures:
+            yield draw(row, from_json(figures[name]), folder / f"{name}.png")
 
 
 def draw(row: Row, result: Result, path: Path) -> str:
     """Make the row's plot, where there is matplotlib; a line that tells."""
     if row.draw is None:
-        return "  no plot: this row has none"
+        return "no plot: this row has none"
     try:
         row.draw(result, path)
     except ModuleNotFoundError as error:
-        return f"  no plot: {error}"
-    return f"  plot: {path}"
+        return f"no plot: {error}"
+    return f"plot: {path}"
 
 
-async def measured(name: str, *, quick: bool, plots: Path | None) -> dict[str, object]:
-    """Runs one row and prints it; returns what the JSON file has of it."""
-    row: Row = row_module(name).row(quick=quick)
-    result = await measure(row)
-    verdicts = judge(row.targets, result)
-    title = f"{title_of(name)} (--quick: fewer calls, no figures to rely on)" if quick else title_of(name)
-    show(_table.row_lines(title, result, verdicts, row.words))
-    if plots is not None:
-        show([draw(row, result, plots / f"{name}.png")])
-    return as_json(result, verdicts)
+def check(record: Json | None) -> int:
+    """Runs the cheap rows and compares them with the record: 1 where one is worse, twice in a row, beyond both spreads."""
+    if record is None:
+        show([f"No run is on record yet ({_docs.RECORD.name}): nothing to compare with. `make bench-record` makes one."])
+        return 0
+    show(f"other machine than the record's: {line}" for line in other_machine(record["machine"], _machine.describe()))
+    rows = {name: row for name in row_names() if name in record["rows"] and (row := row_of(name, quick=False)).is_cheap}
+    worse = 0
+    for name, row in rows.items():
+        before = record["rows"][name]
+        found = compared(name, row, before, CHECK_SECONDS / len(rows))
+        if found:  # what only happened once happened to the machine
+            found &= compared(name, row, before, CHECK_SECONDS / len(rows))
+        worse += len(found)
+    show([f"{worse} figures are worse than on record" if worse else f"{len(rows)} rows: no figure is worse than on record"])
+    return 1 if worse else 0
+
+
+def compared(name: str, row: Row, before: Json, seconds: float) -> set[str]:
+    """Runs those contestants of a row that its targets name, with the settings on record; the questions that came out worse."""
+    named = {rival for target in row.targets for rival in names_of(target)}
+    request = Request(seconds, 4 * seconds + 20, only=tuple(sorted(named)), settings=settings_of(before))
+    try:
+        now = run_row(name, request)
+    except RowFailed as error:
+        show([f"FAILED     {name}: {error}"])
+        return {name}
+    found = changes(before, now)
+    show(f"{name}: {change.line}" for change in found)
+    return {change.question for change in found if change.is_worse}
+
+
+def names_of(target: object) -> set[str]:
+    """The contestants that a target or a limit is about."""
+    return {getattr(target, "contestant", ""), getattr(target, "ours", ""), *getattr(target, "rivals", ())} - {""}
+
+
+def read(path: Path) -> Json | None:
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def show(lines: Iterable[str]) -> None:
@@ -80,33 +146,20 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="percore against what people use today")
     parser.add_argument("row", nargs="*", help=f"any of: {', '.join(names)} (default: all)")
     parser.add_argument("--list", action="store_true", help="tell what the rows measure, and run none")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller rounds: does it run, not how fast")
+    parser.add_argument("--quick", action="store_true", help="smaller rounds, no settings tried: does it run, not how fast")
+    parser.add_argument("--minutes", type=float, help=f"the whole run's time (default {MINUTES:g}, with --quick {QUICK_MINUTES:g})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw there what a row has to draw")
+    parser.add_argument("--check", action="store_true", help="run the cheap rows and compare them with the run on record")
+    parser.add_argument("--docs", action="store_true", help="fill the tables of docs/performance.md from the run on record")
     arguments = parser.parse_args()
     unknown = set(arguments.row) - set(names)
     if unknown:
         parser.error(f"no such row: {', '.join(sorted(unknown))} (there are {', '.join(names)})")
     arguments.row = arguments.row or names
+    arguments.minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
     return arguments
 
 
-def main() -> None:
-    arguments = parsed_arguments()
-    if arguments.list:
-        show(map(title_of, arguments.row))
-        return
-    if arguments.plots:
-        arguments.plots.mkdir(parents=True, exist_ok=True)
-    machine = _machine.describe()
-    show(_table.machine_lines(machine))
-    figures = {}
-    for name in arguments.row:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures[name] = runner.run(measured(name, quick=arguments.quick, plots=arguments.plots))
-    if arguments.json:
-        write_json(arguments.json, machine, figures)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

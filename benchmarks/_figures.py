@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +43,14 @@ class Spread:
         return cls(quantile(values, 0.25), quantile(values, 0.5), quantile(values, 0.75))
 
 
+def latencies(seconds: Sequence[float]) -> dict[str, float]:
+    """A latency row's sample: p50, p99, the mean, and p99.9 where there are enough values to tell one in a thousand."""
+    sample = {"p50": quantile(seconds, 0.5), "p99": quantile(seconds, 0.99), "mean": fmean(seconds)}
+    if len(seconds) >= 1000:
+        sample["p99.9"] = quantile(seconds, 0.999)
+    return sample
+
+
 def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """The ratios round by round. Raises ValueError where the rounds are not the same number."""
     return [above / below for above, below in zip(numerators, denominators, strict=True)]
@@ -49,30 +58,42 @@ def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row set itself: contestant `ours` against contestant `theirs`, in one of the row's metrics (seconds).
+    """What a row set itself: contestant `ours` against `theirs`, in one of the row's metrics, of which less is better.
 
-    `at_least=1.8`: ours is 1.8 times as fast, or better. `at_most=1.4`: ours takes 1.4 times as long, or less.
-    Exactly one of the two is given, else ValueError.
+    `theirs` may be several: then the best of them, by its median. `at_least=1.8`: ours is 1.8 times as fast, or better.
+    `at_most=1.4`: ours takes 1.4 times as much, or less. Exactly one of the two is given, else ValueError. `towards` is
+    where it should go when that is reached.
     """
 
     ours: str
-    theirs: str
+    theirs: str | tuple[str, ...]
     metric: str
     at_least: float | None = None
     at_most: float | None = None
+    towards: float | None = None
 
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError("a target has either at_least or at_most")
 
     @property
+    def rivals(self) -> tuple[str, ...]:
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+
+    @property
+    def question(self) -> str:
+        """What is compared; a run finds it again in another one by this."""
+        theirs = self.theirs if isinstance(self.theirs, str) else "the best of the others"
+        return f"{self.ours} / {theirs}, {self.metric}"
+
+    @property
     def wording(self) -> str:
         if self.at_least is not None:
             return f"at least {self.at_least:g} x as fast"
-        return f"at most {self.at_most:g} x the time"
+        return f"at most {self.at_most:g} x"
 
     def ratios(self, ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-        """Round by round: how many times as fast (at_least) or how many times the time (at_most)."""
+        """Round by round: how many times as fast (at_least) or how many times as much (at_most)."""
         if self.at_least is not None:
             return paired_ratios(theirs, ours)
         return paired_ratios(ours, theirs)
@@ -90,6 +111,11 @@ class Limit:
     contestant: str
     metric: str
     at_most: float
+    towards: float | None = None
+
+    @property
+    def question(self) -> str:
+        return f"{self.contestant}, {self.metric}"
 
     def is_reached(self, value: float) -> bool:
         return value <= self.at_most
@@ -112,3 +138,7 @@ def in_times(ratio: float) -> str:
 
 def in_items(count: float) -> str:
     return f"{count:.0f} items"
+
+
+def in_percent(share: float) -> str:
+    return f"{share:.2%}"

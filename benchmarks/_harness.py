@@ -1,20 +1,22 @@
-"""What a row is, and how it is run: all contestants open at once, warmed up, then interleaved rounds."""
+"""What a row is, and how it is played: settings tried, contestants opened and warmed up, then interleaved rounds."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from benchmarks._figures import Limit, Spread, Target
+from benchmarks._figures import Limit, Target, quantile
+from benchmarks._pinning import Pin
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Sample = Mapping[str, float]
-"""What one round of one contestant gave, by the name of the metric: seconds, unless the row says otherwise."""
+"""What one round of one contestant gave, by the name of the metric: seconds, unless the row says otherwise; less is better."""
 
 Round = Callable[[], Awaitable[Sample]]
 """Does the work once and tells how long it took. It checks its results: a wrong one raises, it is never only slow."""
@@ -22,58 +24,72 @@ Round = Callable[[], Awaitable[Sample]]
 Contestant = Callable[[], AbstractAsyncContextManager[Round]]
 """Starts what it needs, yields its round, and ends and reaps what it started."""
 
+Settings = Mapping[str, Contestant]
+"""One contestant in several settings, by what they are called: the fastest one plays."""
+
+OURS = "percore"
+"""The names of our own contestants begin so. Their failure fails the row; a peer that fails is left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement.
 
     The contestants are opened in the order given and closed in the reverse one. The first of their metrics is the one
-    that matters most. `words` tells how a metric is written that is not in seconds; `draw` makes a plot of the result
-    in a file, with matplotlib.
+    that matters most, and by which settings are chosen, unless `choose_by` names another. Those named in `anew` are
+    opened and warmed up for each of their rounds alone: they do something even when they have nothing to do. `seconds`
+    is what the row wants of a whole run's time: it stops after `rounds` rounds, or when that is used up. `words` tells
+    how a metric is written that is not in seconds; `derive` adds to the samples what takes several contestants to tell;
+    `draw` makes a plot of the result in a file, with matplotlib.
     """
 
-    contestants: Mapping[str, Contestant]
+    contestants: Mapping[str, Contestant | Settings]
     targets: Sequence[Target | Limit]
     rounds: int = 9
+    seconds: float = 60.0
     warm_ups: int = 1
+    anew: frozenset[str] = frozenset()
+    pin: Pin = Pin.NOTHING
+    choose_by: str | None = None
+    is_cheap: bool = False
     words: Mapping[str, Callable[[float], str]] = field(default_factory=dict)
+    derive: Callable[[Result], None] | None = None
     draw: Callable[[Result, Path], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The setting that a contestant plays with, and what the trial of each gave, in the metric that decides."""
+
+    setting: str
+    tried: Mapping[str, float]
 
 
 @dataclass(slots=True)
 class Result:
-    """The samples of a row, by contestant, one a round, and why a contestant was left out."""
+    """The samples of a row, by contestant, one a round; why a contestant was left out; the settings chosen; the time it took."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return max(map(len, self.samples.values()), default=0)
 
     def values(self, contestant: str, metric: str) -> list[float]:
         return [sample[metric] for sample in self.samples[contestant]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target and what was measured: None where a contestant was left out, else ratios, or a limit's own values."""
+class Wanted:
+    """How much of a row is played: how long, who, and with which settings (those not named are tried, unless `untried`)."""
 
-    target: Target | Limit
-    measured: Spread | None
-
-    @property
-    def is_reached(self) -> bool:
-        return self.measured is not None and self.target.is_reached(self.measured.median)
-
-
-def judge(targets: Sequence[Target | Limit], result: Result) -> list[Verdict]:
-    """Each target with the spread of its paired ratios, each limit with that of its metric."""
-    return [Verdict(target, _measured(target, result)) for target in targets]
-
-
-def _measured(target: Target | Limit, result: Result) -> Spread | None:
-    names = [target.contestant] if isinstance(target, Limit) else [target.ours, target.theirs]
-    if not all(name in result.samples for name in names):
-        return None
-    values = [result.values(name, target.metric) for name in names]
-    return Spread.of(values[0] if isinstance(target, Limit) else target.ratios(*values))
+    seconds: float | None = None
+    only: frozenset[str] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    untried: bool = False
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -82,25 +98,102 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-async def measure(row: Row) -> Result:
-    """Runs the row. A contestant whose library is not installed is left out; any other failure is raised.
+async def measure(row: Row, wanted: Wanted | None = None, *, clock: Callable[[], float] = time.perf_counter) -> Result:
+    """Plays the row: at least one round, then as many as there are and as the time allows.
 
-    Whatever was started has ended when it returns, raises or is cancelled.
+    A peer that is not installed or fails is left out; a failure of percore's is raised. Whatever was started has ended when
+    it returns, raises or is cancelled.
     """
-    result = Result()
-    async with AsyncExitStack() as stack:
-        rounds: dict[str, Round] = {}
-        for name, contestant in row.contestants.items():
-            try:
-                rounds[name] = await stack.enter_async_context(contestant())
-            except ModuleNotFoundError as error:
-                result.absent[name] = str(error)
-        for _ in range(row.warm_ups):
-            for once in rounds.values():
-                await once()
-        result.samples = {name: [] for name in rounds}
-        for number in range(row.rounds):
-            for name in rotated(list(rounds), number):
-                gc.collect()  # or the garbage of one contestant is collected in the time of the next
-                result.samples[name].append(await rounds[name]())
-    return result
+    return await _Play(row, wanted or Wanted(), clock).play()
+
+
+class _Play:
+    def __init__(self, row: Row, wanted: Wanted, clock: Callable[[], float]) -> None:
+        self._row = row
+        self._wanted = wanted
+        self._clock = clock
+        self._result = Result()
+        self._playing: dict[str, Round] = {}
+        self._anew: dict[str, Contestant] = {}
+
+    async def play(self) -> Result:
+        began = self._clock()
+        async with AsyncExitStack() as stack:
+            for name, contestant in self._row.contestants.items():
+                if self._wanted.only is None or name in self._wanted.only:
+                    await self._trying(name, self._enter(name, contestant, stack))
+            await self._rounds(began)
+        self._result.seconds = self._clock() - began
+        if self._row.derive is not None:
+            self._row.derive(self._result)
+        return self._result
+
+    async def _trying(self, name: str, doing: Awaitable[None]) -> None:
+        """What a peer cannot do leaves it out, from the beginning on: rounds without a partner compare nothing."""
+        try:
+            await doing
+        except Exception as error:
+            if name.startswith(OURS) and not isinstance(error, ModuleNotFoundError):
+                raise
+            is_missing = isinstance(error, ModuleNotFoundError)
+            self._result.absent[name] = str(error) if is_missing else f"it failed: {type(error).__name__}: {error}"
+            self._playing.pop(name, None)
+            self._anew.pop(name, None)
+            self._result.samples.pop(name, None)
+
+    async def _enter(self, name: str, contestant: Contestant | Settings, stack: AsyncExitStack) -> None:
+        opened = await self._chosen(name, contestant) if isinstance(contestant, Mapping) else contestant
+        if name in self._row.anew:
+            self._anew[name] = opened
+        else:
+            self._playing[name] = await stack.enter_async_context(opened())
+            await self._warm_up(self._playing[name])
+        self._result.samples[name] = []
+
+    async def _chosen(self, name: str, settings: Settings) -> Contestant:
+        tried: dict[str, float] = {}
+        best = self._wanted.settings.get(name, next(iter(settings)))
+        if name not in self._wanted.settings and not self._wanted.untried:
+            for setting, contestant in settings.items():
+                tried[setting] = await self._trial(contestant)
+            best = min(tried, key=tried.__getitem__)
+        self._result.choices[name] = Choice(best, tried)
+        return settings[best]
+
+    async def _trial(self, contestant: Contestant) -> float:
+        """The better of two rounds: what disturbs one of them is not the setting's fault."""
+        async with contestant() as once:
+            await self._warm_up(once)
+            samples = [await self._timed(once) for _ in range(2)]
+        return min(sample[self._row.choose_by or next(iter(sample))] for sample in samples)
+
+    async def _warm_up(self, once: Round) -> None:
+        for _ in range(self._row.warm_ups):
+            await once()
+
+    async def _timed(self, once: Round) -> Sample:
+        self._row.pin.apply()
+        gc.collect()  # or the garbage of one contestant is collected in the time of the next
+        return await once()
+
+    async def _rounds(self, began: float) -> None:
+        for number in range(self._row.rounds):
+            started = self._clock()
+            names = [name for name in self._result.samples if name in self._playing or name in self._anew]
+            for name in rotated(names, number):
+                await self._trying(name, self._once(name))
+            now = self._clock()
+            if self._wanted.seconds is not None and now + (now - started) > began + self._wanted.seconds:
+                break
+
+    async def _once(self, name: str) -> None:
+        if name in self._playing:
+            self._result.samples[name].append(await self._timed(self._playing[name]))
+            return
+        async with self._anew[name]() as once:
+            await self._warm_up(once)
+            self._result.samples[name].append(await self._timed(once))
+
+
+def median_of(result: Result, contestant: str, metric: str) -> float:
+    return quantile(result.values(contestant, metric), 0.5)

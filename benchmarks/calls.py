@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +23,21 @@ async def same(value: T) -> T:
 
 def same_plainly(value: T) -> T:
     return value
+
+
+async def page_of(url: str) -> str:
+    """A coroutine that gives 1,000 characters for a URL."""
+    return text_of(url)
+
+
+def text_of(url: str) -> str:
+    return (url * (1 + 1000 // len(url)))[:1000]
+
+
+def pid_after(seconds: float) -> int:
+    """Which process this is, told so late that a second call at the same time goes to another one."""
+    time.sleep(seconds)
+    return os.getpid()
 
 
 def work(steps: int) -> int:
@@ -77,6 +93,20 @@ async def page_async(item: int, steps: int) -> int:
     await asyncio.sleep(PAUSE)
     work(steps)
     return item
+
+
+class Bits:
+    """An object with a method to map and a dict that is bound to it: the binary string of each int, about 40 MB of them."""
+
+    def __init__(self, entries: int) -> None:
+        self._strings = {number: f"{number:b}" for number in range(entries)}
+
+    def __len__(self) -> int:
+        return len(self._strings)
+
+    def ones(self, number: int) -> int:
+        """How many ones the string of this number has."""
+        return self._strings[number].count("1")
 
 
 def steps_for(seconds: float) -> int:

@@ -261,6 +261,10 @@ class Wire:
         """Let so many that wait to read this go on."""
         os.write(self._fd, b"." * count)
 
+    def write(self, line: str) -> None:
+        """Tell a line to whoever reads this."""
+        os.write(self._fd, line.encode())
+
     def close(self) -> None:
         os.close(self._fd)
 

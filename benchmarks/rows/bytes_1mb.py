@@ -15,8 +15,8 @@ from statistics import fmean
 import percore
 from benchmarks._figures import Target
 from benchmarks._harness import Round, Row, Sample
-from benchmarks._peers import on_pool, process_pool
 from benchmarks.calls import same, same_plainly
+from benchmarks.peers import executors
 
 SIZE = 1_000_000
 
@@ -35,7 +35,8 @@ def row(*, quick: bool) -> Row:
             Target("percore, coroutine", "ProcessPoolExecutor", "a call", at_least=7),
             Target("percore, plain function", "ProcessPoolExecutor", "a call", at_least=7),
         ],
-        rounds=3 if quick else 15,
+        rounds=2 if quick else 15,
+        seconds=6 if quick else 25,
     )
 
 
@@ -47,8 +48,8 @@ async def _percore(calls: int, function: Callable[[bytes], object]) -> AsyncIter
 
 @asynccontextmanager
 async def _process_pool(calls: int) -> AsyncIterator[Round]:
-    async with process_pool(1) as pool:
-        yield partial(_round, calls, on_pool(pool, same_plainly))
+    async with executors.calling(executors.processes, 1, same_plainly) as call:
+        yield partial(_round, calls, call)
 
 
 async def _round(calls: int, echo: Echo) -> Sample:

@@ -6,7 +6,7 @@ workers at the same moment: the sum of what the calls of this round have used, b
 is the time from the map's start to its end over that, and so whatever percore adds is in it, too.
 
 The costs are spread evenly over the magnitudes, and the same in every round: as many of about 10 us as of about 10 ms.
-Beside the map stands ProcessPoolExecutor with one item in a message, which is what balances best there, and the costs
+Beside the map stand the pools with several chunks, few items in a message being what balances best there, and the costs
 dealt out by hand to two processes that do nothing else: so much of the distance is the machine's.
 """
 
@@ -21,28 +21,41 @@ from typing import TYPE_CHECKING
 
 import percore
 from benchmarks._figures import Limit, in_times
-from benchmarks._harness import Round, Row, Sample
-from benchmarks._peers import process_pool
+from benchmarks._harness import Contestant, Round, Row, Sample, Settings
 from benchmarks.calls import spin, spin_all
+from benchmarks.peers import distex, executors, mpire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from benchmarks.peers import OpenMap
+
 WORKERS = 2
 LEAST, MOST = 1e-6, 0.1
 OVER = "over balance"
+CHUNKS = (1, 4, 16)
 
 
 def row(*, quick: bool) -> Row:
-    costs = costs_of(100 if quick else 1000)
+    costs = costs_of(100 if quick else 600)
+    contestants: dict[str, Contestant | Settings] = {
+        "percore": partial(_percore, costs),
+        "dealt out by hand": partial(_by_hand, costs),
+    }
+    pools = {
+        "ProcessPoolExecutor": partial(executors.mapping, executors.processes, WORKERS),
+        "loky": partial(executors.mapping, executors.loky, WORKERS),
+        "distex": partial(distex.mapping, WORKERS, 2),
+        "mpire": partial(mpire.mapping, WORKERS),
+    }
+    for name, pool in pools.items():
+        contestants[name] = {f"chunks of {chunk}": partial(_pool, costs, partial(pool, chunk, spin)) for chunk in CHUNKS}
     return Row(
-        contestants={
-            "percore": partial(_percore, costs),
-            "ProcessPoolExecutor, one by one": partial(_process_pool, costs),
-            "dealt out by hand": partial(_by_hand, costs),
-        },
-        targets=[Limit("percore", OVER, at_most=1.10)],
-        rounds=2 if quick else 5,
+        contestants=contestants,
+        targets=[Limit("percore", OVER, at_most=1.10, towards=1.03)],
+        rounds=1 if quick else 5,
+        seconds=10 if quick else 110,
+        anew=frozenset({"mpire"}),
         words={OVER: in_times},
     )
 
@@ -60,15 +73,15 @@ async def _percore(costs: Sequence[float]) -> AsyncIterator[Round]:
 
 
 @asynccontextmanager
-async def _process_pool(costs: Sequence[float]) -> AsyncIterator[Round]:
-    async with process_pool(WORKERS) as pool:
-        yield partial(_round, costs, partial(asyncio.to_thread, lambda: list(pool.map(spin, costs))))
+async def _pool(costs: Sequence[float], open_map: OpenMap) -> AsyncIterator[Round]:
+    async with open_map() as run:
+        yield partial(_round, costs, lambda: run(costs))
 
 
 @asynccontextmanager
 async def _by_hand(costs: Sequence[float]) -> AsyncIterator[Round]:
     parts = dealt(costs)
-    async with process_pool(WORKERS) as pool:
+    async with executors.opened(executors.processes, WORKERS) as pool:
 
         def run() -> list[float]:
             return [used for part in pool.map(spin_all, parts) for used in part]

@@ -40,6 +40,7 @@ def row(*, quick: bool) -> Row:
         },
         targets=[],
         rounds=1 if quick else 3,
+        seconds=6 if quick else 60,
         warm_ups=0,
         words={in_words(seconds): in_items for seconds in durations},
         draw=_draw,

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from percore._calls import Call
+from percore._errors import as_error
 from percore._items import Item
 from percore._policy import Plan
 
@@ -28,8 +29,7 @@ class Attempts:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
         except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
             raised.__context__ = error
-            is_error = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            return None, raised if is_error else RuntimeError(f"retry_on or backoff raised {raised!r}")
+            return None, as_error(raised, "retry_on or backoff")
         if delay and self._supervisor.is_closing:  # whoever waits for its next attempt ends when the runner closes
             delay = None
         return delay, error

@@ -132,7 +132,10 @@ class Functions:
             return function
         function = Function(fn, kind_of(fn))
         if len(self.known) < _REMEMBERED and is_by_reference(fn):
-            self._number(function)
+            try:
+                self._number(function)
+            except Exception:  # a class whose metaclass has a reducer that fails; it does so again for each call, and fails that
+                return function
             self.known[id(fn)] = function
         return function
 
@@ -157,6 +160,11 @@ class Functions:
         """No call will name this held function again."""
         self._slots.discard(function.payload)
         function.payload = b""
+
+    def discard(self, body: tuple[Any, ...] | Payload) -> None:
+        """What a call was to carry is of no use: its slot, if it has one, is free."""
+        if type(body) is int:
+            self._slots.discard(body)
 
     def _is_scarce(self) -> bool:
         """Whether one slot more would be in use than half of them.

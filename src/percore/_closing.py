@@ -10,6 +10,7 @@ Driven by events: outcomes, exits and three timers. Whoever awaits it only waits
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from percore._patience import Patience
 from percore._supervisor import Supervisor
 
 
@@ -23,7 +24,7 @@ class Closing:
         self._loop = supervisor.loop
         self._gone = self._loop.create_future()
         self._grace_timer: asyncio.TimerHandle | None = None
-        self._kill_timer: asyncio.TimerHandle | None = None
+        self._kill_timer: Patience | None = None
         self._is_finishing = False
         self._last: asyncio.Task[None] | None = None
         supervisor.is_closing = True
@@ -89,7 +90,7 @@ class Closing:
 
     def _arm_kill(self) -> None:
         if self._kill_timer is None:
-            self._kill_timer = self._loop.call_later(self._supervisor.options.kill_after, self._supervisor.kill_all)
+            self._kill_timer = Patience(self._loop, self._supervisor.options.kill_after, self._supervisor.kill_all)
 
     def _stop_timers(self) -> None:
         for timer in (self._grace_timer, self._kill_timer):

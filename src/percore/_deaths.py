@@ -81,6 +81,7 @@ class Deaths:
         supervisor = self._supervisor
         with supervisor.loose(back):
             for call in back:
+                assert not isinstance(call, Batch)  # of these the items have gone back
                 if call.done():
                     supervisor.release(call)
                 elif self._is_hopeless() or call.kind == Kind.BESIDE:

@@ -102,5 +102,24 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.text.rstrip()}\n"""'
 
 
+def shown(error: BaseException) -> str:
+    """`repr(error)`. Never raises, whatever its own `__repr__` does."""
+    try:
+        return repr(error)
+    except BaseException:
+        return f"a {type.__repr__(type(error))} whose repr() failed"
+
+
+def as_error(error: BaseException, whose: str) -> Exception:
+    """What the user's code has raised, as a future can carry it: itself, unless it would end the program of whoever awaits it.
+
+    `whose`: what raised it, for the sentence that it is told with otherwise.
+    """
+    kind = type(error)  # not isinstance(), which asks the user's class
+    if issubclass(kind, Exception) and not issubclass(kind, StopIteration):
+        return error  # type: ignore[return-value]
+    return RuntimeError(f"{whose} raised {shown(error)}")
+
+
 for _class in (PercoreError, RunnerClosed, RunnerFull, RemoteError, PayloadTooLarge):
     _class.__module__ = "percore"

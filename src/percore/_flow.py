@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
 from percore._core.flow import Window
-from percore._errors import RunnerClosed
+from percore._errors import RunnerClosed, shown
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
 from percore._messages import Kind
@@ -171,6 +171,9 @@ class Flow:
         except BaseException:
             owner.forget(function)
             raise
+        if self._is_closed:  # both have run user code, which has closed the map
+            owner.forget(function)
+            return
         is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
         is_batched &= self._policy is None or self._policy.is_plain
         self._batches = Batches(self._make_batch, function.cost) if is_batched else None
@@ -198,13 +201,13 @@ class Flow:
         except asyncio.CancelledError as error:
             # Raised by the input, or by whoever ends the map: then there is a failure already, or nobody who looks.
             if self._failure is None:
-                self._failure = RuntimeError(f"the input raised {error!r}")
+                self._failure = RuntimeError(f"the input raised {shown(error)}")
                 self._failure.__cause__ = error
         except Exception as error:  # no fault of the input, whose errors come with what was pulled
             self._error = error
             self._is_stopped = True
         except BaseException as error:  # taken for the terminal's: it goes on, and what was pulled is not all there was
-            self._failure = RuntimeError(f"pulling the inputs was ended by {error!r}")
+            self._failure = RuntimeError(f"pulling the inputs was ended by {shown(error)}")
             raise
         finally:
             self._is_fed = True
@@ -229,7 +232,8 @@ class Flow:
             pulled = await self._pull(min(space, chunk))
             if self._is_fed:  # a call has failed while the input was waited for
                 return
-            self._submit(pulled.rows)
+            if not self._submit(pulled.rows):
+                return
             if pulled.is_end:
                 self._failure = pulled.error
                 return
@@ -264,16 +268,24 @@ class Flow:
 
     # Submitting
 
-    def _submit(self, rows: list[Any]) -> None:
+    def _submit(self, rows: list[Any]) -> bool:
+        """Whether all of them are under way, or have failed; else there is a failure already, or nobody who looks."""
         if not rows:
-            return
+            return True
         number = self._window.pulled
         if self._spec.pairs:
             self._given.update(enumerate(rows, number))
-        self._rows.submit(number, rows)
-        if self._batches is not None:
+        taken = self._rows.submit(number, rows)
+        if self._batches is not None and not self._is_closed:
             self.owner.dispatch.appended(self.queue)
             self.owner.send_waiting(Kind.THREAD)
+        if taken < len(rows) and not self._is_closed:
+            self._leave(len(rows) - taken)
+        return taken == len(rows)
+
+    def is_done(self) -> bool:
+        """As Taker."""
+        return self._is_fed or self.owner.is_over
 
     def take_run(self, run: Run, size: int) -> None:
         """As Taker."""

@@ -7,6 +7,8 @@ from inspect import isasyncgen, isgenerator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from percore._errors import shown
+
 
 class Pulled(NamedTuple):
     """What came of a pull.
@@ -83,6 +85,6 @@ class Inputs:
 
 def _disguised(error: BaseException) -> Exception:
     """Not to be taken for the end of the input, nor for a cancellation of whoever uses the map."""
-    failure = RuntimeError(f"the input raised {error!r}")
+    failure = RuntimeError(f"the input raised {shown(error)}")
     failure.__cause__ = error
     return failure

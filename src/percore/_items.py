@@ -4,7 +4,7 @@ They are no futures: nobody awaits one of them. Whatever ends one tells its map 
 """
 
 import marshal
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Final, Protocol
 
 from percore._calls import Function, Owner
@@ -232,15 +232,11 @@ class Batch:
         back = self.run.bodies[first : self.wanted]
         return self.run._replace(start=self.run.start + first, bodies=back) if back else None
 
-    def cut_off(self) -> None:
-        """End what has not ended by the closing of the runner."""
-        self.set_exception(RunnerClosed(_CUT))
-
-    def set_exception(self, error: BaseException) -> None:
-        """End what has not ended with this error."""
+    def refuse(self, refusal: Callable[[], BaseException]) -> None:
+        """End what has not ended, each item with an error of its own."""
         for index in self.began(self.size):
             if index < self.wanted:
-                self.flow.failed(self.run.start + index, error, self._arguments(index, index + 1))
+                self.flow.failed(self.run.start + index, refusal(), self._arguments(index, index + 1))
         self.wanted = 0
 
     def _arguments(self, first: int, end: int) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from percore._engine import Worker
     from percore._ipc.ring import RingWriter
     from percore._messages import Body
+    from percore._patience import Patience
 
 
 Unit: TypeAlias = Call | Item | Batch
@@ -74,7 +75,7 @@ class Member:
         self.started_at = self._waiting_since = turn.loop.time()
         self._heard = 0
         self.killed_why = ""
-        self.late: asyncio.TimerHandle | None = None
+        self.late: Patience | None = None
         """While it has to become ready."""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
         self.stride = places_for(dispatch.room)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from percore._calls import Call
-from percore._errors import RemoteError
+from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
+from percore._ipc.rebuild import type_name_of
 from percore._ipc.ring import BrokenFrame
 from percore._items import Batch, BatchItem, Item
 from percore._member import Member
@@ -191,7 +192,8 @@ class Outcomes:
                 target.set_exception(_unloadable(failure))
         self._release(member, payload)
         self._ended(member, call_id, failed=failure is not None)
-        if isinstance(failure, KeyboardInterrupt):  # taken for the terminal's: to swallow that would be worse than one worker less
+        # Taken for the terminal's: to swallow that would be worse than one worker less.
+        if failure is not None and issubclass(type(failure), KeyboardInterrupt):
             raise failure
 
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
@@ -233,7 +235,7 @@ class Outcomes:
     def _timed_out(self, member: Member, call_id: int) -> None:
         """A plain function has run for too long. Its thread runs on, and no other attempt begins before that has ended."""
         call = member.calls.get(call_id)
-        if call is None or call.done() or call.plan is None:
+        if call is None or call.done() or call.plan is None or isinstance(call, Batch):
             return  # its outcome was on the way already
         delay, error = self._supervisor.attempts.next(call.plan, TimeoutError())
         if call.done():
@@ -320,8 +322,8 @@ def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
 
 def _unloadable(error: BaseException) -> Exception:
     """What a caller gets whose result could not be unpickled here."""
-    failure = RemoteError(type(error).__qualname__, f"the result could not be unpickled here: {error!r}")
-    failure.__cause__ = error if isinstance(error, Exception) else None
+    failure = RemoteError(type_name_of(error), f"the result could not be unpickled here: {shown(error)}")
+    failure.__cause__ = error if issubclass(type(error), Exception) else None
     return failure
 
 

@@ -6,7 +6,7 @@ max_tasks_per_worker  ─▶ its replacement starts; when that is ready the old 
 """
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from percore._broken import RunnerBroken, StartupFailed, how
 from percore._core.lifecycle import Event, State
@@ -15,14 +15,14 @@ from percore._errors import RunnerClosed
 from percore._member import Member, Turn
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
+from percore._patience import Patience
 from percore._points import POINTS, point
+from percore._reports import report
 
 if TYPE_CHECKING:
     import asyncio
 
     from percore._supervisor import Supervisor
-
-logger: Final = logging.getLogger("percore")
 
 
 class Slot:
@@ -97,7 +97,7 @@ class Pool:
         else:
             slot.next = member
         self.members.add(member)
-        member.late = self._loop.call_later(self._options.start_timeout, self._late, member)
+        member.late = Patience(self._loop, self._options.start_timeout, lambda: self._late(member))
         member.worker.channel.open(
             self._outcomes.receiver(slot, member),
             lambda error: self._kill(member, f"its channel broke: {error!r}"),
@@ -137,7 +137,7 @@ class Pool:
             failure.__cause__ = error
             self._starting.set_exception(failure)
         else:
-            logger.warning("worker %d could not start: %s", member.index, text or error)
+            report(logging.WARNING, "worker %d could not start: %s", member.index, text or error)
 
     # Taking over
 
@@ -149,7 +149,9 @@ class Pool:
             slot = self.slots[member.index]
             if slot.next is None and slot.timer is None and slot.current is member and member.given() >= limit:
                 slot.restarts += 1
-                logger.debug("worker %d (pid %s) has had %d calls; its replacement starts", member.index, member.pid, limit)
+                report(
+                    logging.DEBUG, "worker %d (pid %s) has had %d calls; its replacement starts", member.index, member.pid, limit
+                )
                 self._spawn(slot)
 
     def _retire(self, member: Member) -> None:
@@ -170,7 +172,7 @@ class Pool:
         if slot.current is None:
             slot.restarts += 1
             slot.stop_timer()
-            logger.info("worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
+            report(logging.INFO, "worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
             self._spawn(slot)
 
     # Deaths
@@ -179,8 +181,7 @@ class Pool:
         if not member.life.is_gone:
             member.killed_why = why
             # A second Ctrl-C may well hit a channel while it reads.
-            log = logger.debug if self._supervisor.is_closing else logger.warning
-            log("worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            report(self._level(), "worker %d (pid %s) is killed: %s", member.index, member.pid, why)
             member.worker.kill()
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
@@ -207,8 +208,7 @@ class Pool:
         if POINTS:
             point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
-            log = logger.debug if self._supervisor.is_closing else logger.warning
-            log("worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
+            report(self._level(), "worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
         if began:
             slot.budget.began()
         if slot.next is member:
@@ -259,10 +259,11 @@ class Pool:
         slot.is_failed = True
         if all(other.is_failed for other in self.slots):
             error = RunnerBroken(LIMIT, exitcode, self._last_report)
-            logger.error("%s", error)
+            report(logging.ERROR, "%s", error)
             self._supervisor.fail(error)
         else:
-            logger.warning(
+            report(
+                logging.WARNING,
                 "worker %d died %d times in a row before it began a call; the runner goes on without it. %s",
                 slot.index,
                 LIMIT,
@@ -271,7 +272,11 @@ class Pool:
 
     def _report(self, text: str) -> None:
         self._last_report = text
-        logger.warning("%s", text)
+        report(logging.WARNING, "%s", text)
+
+    def _level(self) -> int:
+        """How much a death matters."""
+        return logging.DEBUG if self._supervisor.is_closing else logging.WARNING
 
     # Ending
 

@@ -1,12 +1,12 @@
 """From what a map pulls to what is sent: rows of arguments become items, or runs of items for batches."""
 
-import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from percore._calls import Function, Functions
 from percore._core.batches import Run
+from percore._errors import as_error
 from percore._ipc.codec import is_inline, weight_inline
 from percore._items import size_of
 from percore._policy import Policy
@@ -41,6 +41,9 @@ class Spec:
 class Taker(Protocol):
     """Who takes what rows have become, in order."""
 
+    def is_done(self) -> bool:
+        """Whether it takes no more."""
+
     def take_run(self, run: Run, size: int) -> None:
         """Items for batches; `size`: bytes of their pickled arguments."""
 
@@ -65,22 +68,29 @@ class Rows:
         self._is_bare = is_single and not spec.star
         self._is_batched = is_batched
 
-    def submit(self, number: int, rows: list[Any]) -> None:
-        """Rows of which the first has this number."""
+    def submit(self, number: int, rows: list[Any]) -> int:
+        """Rows of which the first has this number. How many were taken.
+
+        Pickling one may end the map, or the runner, in any way: then the others are of no use.
+        """
         weight = weight_inline(rows) if self._is_batched and self._is_bare else None
         if weight is not None:
             self._taker.take_run(Run(number, rows, True, weight), 0)
-            return
-        for row_number, row in enumerate(rows, number):
+            return len(rows)
+        for place, row in enumerate(rows):
             try:
-                self._submit_row(row_number, row)
-            except (KeyboardInterrupt, asyncio.CancelledError):  # taken for the terminal's, or the map's own end
+                is_taken = not self._taker.is_done() and self._submit_row(number + place, row)
+            except KeyboardInterrupt:  # taken for the terminal's
                 raise
             except BaseException as error:  # user code: its failure is this item's
-                is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                self._taker.take_failure(error if is_error else RuntimeError(f"pickling raised {error!r}"))
+                if is_taken := not self._taker.is_done():
+                    self._taker.take_failure(as_error(error, "pickling"))
+            if not is_taken:
+                return place
+        return len(rows)
 
-    def _submit_row(self, number: int, row: Any) -> None:
+    def _submit_row(self, number: int, row: Any) -> bool:
+        """Whether it was taken."""
         args = tuple(row) if self._spec.star else (row,) if self._is_single else row
         key = None
         if self._spec.key is not None:
@@ -88,9 +98,13 @@ class Rows:
             hash(key)
         is_scalar = bool(self._function.number) and is_inline(args)
         body = args if is_scalar else self._functions.pickle(self._function, args, {})
+        if self._taker.is_done():
+            self._functions.discard(body)
+            return False
         size = size_of(body)
         if not self._is_batched or type(body) is int or size > _SMALL:
             self._taker.take_item(body, key)
-            return
+            return True
         weight = size or 16 + 4 * sum(len(value) for value in args if isinstance(value, str | bytes))
         self._taker.take_run(Run(number, [body], False, weight), size)
+        return True

@@ -207,6 +207,8 @@ class Runner(Verbs):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and os.getpid() != self._pid:  # a fork of the program that ends, by sys.exit perhaps
+            return
         await self.aclose(grace=None if kind is None else 0)
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ from percore._core.batches import Run
 from percore._core.dispatch import BESIDE, Dispatch
 from percore._deaths import Deaths
 from percore._engine import Engine
-from percore._errors import RunnerClosed
+from percore._errors import RunnerClosed, as_error
 from percore._ipc.codec import is_inline
 from percore._ipc.slots import SlotWriter
 from percore._items import Batch, Flow, Item
@@ -119,6 +119,13 @@ class Supervisor:
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
+        # Pickling has run user code, which may have closed the runner, or ended the worker that was meant.
+        if self.is_closing or self.broken is not None:
+            self.refuse(call)
+            return False
+        if member is not None and member not in self.dispatch.seats:
+            self.unanswered(member, call)
+            return False
         return True
 
     def _prepare(
@@ -134,21 +141,12 @@ class Supervisor:
         if not self._plan(call, policy, member):
             self.release(call)
             return False
-        # Pickling runs user code, which may have closed the runner, or ended the worker that was meant.
-        if self.is_closing or self.broken is not None:
-            self.refuse(call)
-            return False
-        if member is not None and member not in self.dispatch.seats:
-            self.unanswered(member, call)
-            return False
         return True
 
     def _unpicklable(self, call: Call, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
+        if issubclass(type(error), KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
             raise error
-        # A future must not carry what would end the program of whoever awaits it, nor a StopIteration.
-        is_error = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        call.set_exception(error if is_error else RuntimeError(f"pickling raised {error!r}"))
+        call.set_exception(as_error(error, "pickling"))
 
     def accept(self, call: Call | Item) -> None:
         """Send a call, or let it wait."""
@@ -166,9 +164,8 @@ class Supervisor:
         batches = flow.queue.batches
         assert batches is not None
         if self.is_over:
-            error = self.refusal()
             for number in range(run.start, run.start + len(run.bodies)):
-                flow.failed(number, error, 0)
+                flow.failed(number, self.refusal(), 0)
         else:
             batches.put_back(run)
             self.dispatch.appended(flow.queue)
@@ -257,7 +254,9 @@ class Supervisor:
         self.release(call)
         if call.done():
             return
-        if self.broken is not None:
+        if isinstance(call, Batch):
+            call.refuse(self.refusal)
+        elif self.broken is not None:
             call.set_exception(self.refusal())
         else:
             call.cut_off()
@@ -354,6 +353,7 @@ class Supervisor:
 
         What still waits does so for workers that have died meanwhile and are not replaced any more.
         """
+        self.is_cut = True  # from now on nothing is begun
         self._expect_nobody()
         self.pool.finish()
 

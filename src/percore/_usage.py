@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +91,24 @@ class UsageMeter:
         self._before: dict[Process, tuple[float, float]] = {}
 
     async def read(self, roles: Mapping[int, str]) -> Usage:
-        """The usage of these processes, by pid and role, in their order; read in a thread of the loop's executor.
+        """The usage of these processes, by pid and role, in their order; read in a thread of its own.
 
         A process that has ended, ends meanwhile, or may not be looked at is left out. Cancelled: returns at once; the thread
         finishes its reading, a matter of milliseconds, and this one counts as the previous reading.
         """
-        return await asyncio.to_thread(self._read, dict(roles))
+        reading: Future[Usage] = Future()
+        # Not by the loop's executor: the user may have filled it with calls that never end.
+        threading.Thread(target=self._read_into, args=(reading, dict(roles)), name="percore-usage", daemon=True).start()
+        return await asyncio.wrap_future(reading)
+
+    def _read_into(self, reading: "Future[Usage]", roles: Mapping[int, str]) -> None:
+        if reading.set_running_or_notify_cancel():
+            try:
+                usage = self._read(roles)
+            except BaseException as error:
+                reading.set_exception(error)
+            else:
+                reading.set_result(usage)
 
     def _read(self, roles: Mapping[int, str]) -> Usage:
         with self._lock:

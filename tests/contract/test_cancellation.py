@@ -31,7 +31,7 @@ def _count_messages(runner: percore.Runner) -> Counter[int]:
     return sent
 
 
-async def test_cancelling_the_future_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c2_cancelling_the_future_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         sent = _count_messages(runner)
         future = runner.submit(jobs.await_, log.path, gate.path, 1)
@@ -64,7 +64,7 @@ async def test_a_timeout_cancels_the_coroutine(make: MakeRunner, log: Log, gate:
         assert await log.take(2) == ["1", "cancelled 1"]
 
 
-async def test_a_task_group_cancels_its_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c5_a_task_group_cancels_its_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     async def fail_when(line: str) -> None:
         assert await log.next() == line
         raise KeyError("sibling")
@@ -78,7 +78,7 @@ async def test_a_task_group_cancels_its_calls(make: MakeRunner, log: Log, gate: 
         assert await log.next() == "cancelled 1"
 
 
-async def test_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c1_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(concurrency=1) as runner:
         running = runner.submit(jobs.await_, log.path, gate.path, "first")
         waiting = runner.submit(jobs.await_, log.path, gate.path, "second")
@@ -91,7 +91,7 @@ async def test_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, gat
         assert log.rest() == ["third"]
 
 
-async def test_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_peers_15_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         running = runner.submit(jobs.wait, log.path, gate.path, "first")
         ahead = [runner.submit(jobs.wait, log.path, gate.path, f"ahead {i}") for i in range(3)]
@@ -104,7 +104,7 @@ async def test_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log:
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_calls_cancelled_at_once_give_their_places_back(make: MakeRunner, fn: Any) -> None:
+async def test_c5_calls_cancelled_at_once_give_their_places_back(make: MakeRunner, fn: Any) -> None:
     async with make(concurrency=2, threads=2) as runner:
         for _ in range(20):
             futures = [runner.submit(fn, i) for i in range(5)]
@@ -116,7 +116,7 @@ async def test_calls_cancelled_at_once_give_their_places_back(make: MakeRunner, 
         assert runner.statistics().queued == 0
 
 
-async def test_a_call_cancelled_before_its_worker_read_it_never_runs(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c1_a_call_cancelled_before_its_worker_read_it_never_runs(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real(concurrency=4) as runner:
         blocking = runner.submit(jobs.block_loop, log.path, gate.path)
         assert await log.next() == "blocked"
@@ -132,7 +132,7 @@ async def test_a_call_cancelled_before_its_worker_read_it_never_runs(make_real: 
         assert runner.statistics().running == 0
 
 
-async def test_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+async def test_c2_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(concurrency=1) as runner:
         sent = _count_messages(runner)
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
@@ -149,7 +149,7 @@ async def test_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log: Lo
         assert sent[CANCEL] == 1
 
 
-async def test_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+async def test_c6_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
     sent = _count_messages(runner)
@@ -165,7 +165,7 @@ async def test_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log,
     assert sent[CANCEL] == 1
 
 
-async def test_close_waits_for_the_clean_up_of_a_cancelled_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+async def test_c6_close_waits_for_the_clean_up_of_a_cancelled_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make() as runner:
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
         assert await log.next() == "began"
@@ -175,7 +175,7 @@ async def test_close_waits_for_the_clean_up_of_a_cancelled_call(make: MakeRunner
     assert log.rest() == ["clean"]
 
 
-async def test_a_plain_call_that_began_runs_on_and_holds_its_thread(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c4_a_plain_call_that_began_runs_on_and_holds_its_thread(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         task = asyncio.create_task(runner.run(jobs.wait, log.path, gate.path, "running"))
         assert await log.next() == "running"
@@ -199,7 +199,7 @@ async def test_an_awaitable_of_a_plain_function_is_cancelled(make: MakeRunner, l
         assert await log.next() == "cancelled 1"
 
 
-async def test_what_comes_after_the_cancellation_is_dropped(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+async def test_c3_what_comes_after_the_cancellation_is_dropped(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     reports: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reports.append(context))
     async with make(concurrency=2) as runner:
@@ -218,7 +218,7 @@ async def test_what_comes_after_the_cancellation_is_dropped(make: MakeRunner, lo
     assert reports == []
 
 
-async def test_a_call_that_is_done_cannot_be_cancelled(make: MakeRunner) -> None:
+async def test_c3_a_call_that_is_done_cannot_be_cancelled(make: MakeRunner) -> None:
     async with make() as runner:
         sent = _count_messages(runner)
         future = runner.submit(jobs.aecho, 1)
@@ -238,7 +238,7 @@ async def test_one_of_many_is_cancelled_alone(make: MakeRunner, log: Log, gate: 
         assert [result for result in results if not isinstance(result, BaseException)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
 
 
-async def test_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_c3_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(1, threads=1)
     make_task = Server._await
 

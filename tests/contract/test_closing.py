@@ -31,7 +31,7 @@ def _errors(futures: "list[asyncio.Future[Any]]") -> list[type]:
 
 
 @pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
-async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+async def test_x1_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     runner = make(concurrency=1, threads=1)
     await runner.start()
     futures = [runner.submit(fn, log.path, gate.path, i) for i in range(8)]
@@ -47,7 +47,7 @@ async def test_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRun
     assert [future.result() for future in futures] == list(range(8))
 
 
-async def test_grace_zero_withdraws_what_waits_and_cancels_what_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x1_grace_zero_withdraws_what_waits_and_cancels_what_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(5)]
@@ -90,7 +90,7 @@ async def test_a_grace_that_is_enough(make: MakeRunner, log: Log, gate: Gate) ->
     assert [future.result() for future in futures] == [0, 1, 2]
 
 
-async def test_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x1_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(threads=1, kill_after=0.1)
     await runner.start()
     future = runner.submit(jobs.wait, log.path, gate.path, 0)
@@ -111,7 +111,7 @@ async def test_a_call_that_ends_while_it_is_cut_keeps_its_result(make: MakeRunne
     assert future.result() == "answer"
 
 
-async def test_a_second_caller_waits_for_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_a_second_caller_waits_for_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make()
     await runner.start()
     future = runner.submit(jobs.await_, log.path, gate.path, 0)
@@ -122,7 +122,7 @@ async def test_a_second_caller_waits_for_the_first(make: MakeRunner, log: Log, g
     await first
 
 
-async def test_a_smaller_grace_tightens_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_a_smaller_grace_tightens_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make()
     await runner.start()
     future = runner.submit(jobs.await_, log.path, gate.path, 0)
@@ -133,7 +133,7 @@ async def test_a_smaller_grace_tightens_the_first(make: MakeRunner, log: Log, ga
     assert _errors([future]) == [percore.RunnerClosed]
 
 
-async def test_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make()
     await runner.start()
     future = runner.submit(jobs.await_, log.path, gate.path, 0)
@@ -145,7 +145,7 @@ async def test_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log: L
     assert _errors([future]) == [percore.RunnerClosed]
 
 
-async def test_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, kill_after=1000, lifespan=functools.partial(jobs.resource, log.path))
     await runner.start()
     pids = [worker.pid for worker in runner.statistics().workers]
@@ -163,7 +163,7 @@ async def test_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log:
         _ = runner.submit(jobs.echo)
 
 
-async def test_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make_real(kill_after=1000)
     await runner.start()
     futures = [runner.submit(jobs.block_loop, log.path, gate.path), runner.submit(jobs.aecho, 1)]
@@ -175,7 +175,7 @@ async def test_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: Make
     assert _errors(futures) == [percore.RunnerClosed] * 2
 
 
-async def test_of_two_callers_one_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_of_two_callers_one_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(threads=1)
     await runner.start()
     future = runner.submit(jobs.wait, log.path, gate.path, 0)
@@ -217,7 +217,7 @@ async def test_a_cut_call_that_nobody_reads_is_not_reported(make: MakeRunner, lo
     assert reports == []
 
 
-async def test_the_body_s_error_closes_with_grace_zero(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_the_body_s_error_closes_with_grace_zero(make: MakeRunner, log: Log, gate: Gate) -> None:
     futures = []
     with pytest.raises(KeyError, match="body"):  # noqa: PT012
         async with make(concurrency=1) as runner:
@@ -233,7 +233,7 @@ async def test_the_body_s_end_closes_gracefully(make: MakeRunner) -> None:
     assert [future.result() for future in futures] == [i for i in range(50) for _ in range(2)]
 
 
-async def test_closing_twice_does_nothing(make: MakeRunner) -> None:
+async def test_x2_closing_twice_does_nothing(make: MakeRunner) -> None:
     runner = make()
     await runner.start()
     await runner.aclose()
@@ -250,7 +250,7 @@ async def test_closing_what_never_started(make: MakeRunner) -> None:
         await runner.start()
 
 
-async def test_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
     starting = asyncio.create_task(runner.start())
     await log.take(2)
@@ -286,7 +286,7 @@ async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
         assert await other.run(jobs.aecho, 1) == 1
 
 
-async def test_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_x2_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     closings: list[asyncio.Task[None]] = []
     ready = Pool.ready
 

@@ -27,7 +27,7 @@ def _worker(runner: percore.Runner, index: int = 0) -> Any:
     return member.worker
 
 
-async def test_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         pid = runner.statistics().workers[0].pid
         future = runner.submit(jobs.await_, log.path, gate.path, 1)
@@ -45,7 +45,7 @@ async def test_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate:
     assert "while it ran await_" in str(error)
 
 
-async def test_an_exit_code_is_told(make_real: MakeRunner) -> None:
+async def test_k12_an_exit_code_is_told(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied, match="with exit code 3") as caught:
             await runner.run(jobs.die)
@@ -53,7 +53,7 @@ async def test_an_exit_code_is_told(make_real: MakeRunner) -> None:
         assert await runner.run(jobs.aecho, 1) == 1
 
 
-async def test_every_started_call_of_that_worker_fails_and_no_other(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_every_started_call_of_that_worker_fails_and_no_other(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=5) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(10)]
         await log.take(10)
@@ -65,7 +65,7 @@ async def test_every_started_call_of_that_worker_fails_and_no_other(make: MakeRu
         assert [type(result) for result in results].count(int) == 5
 
 
-async def test_calls_that_wait_here_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_calls_that_wait_here_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(concurrency=1) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(4)]
         assert await log.next() == "0"
@@ -76,7 +76,7 @@ async def test_calls_that_wait_here_wait_for_the_replacement(make: MakeRunner, l
         assert await asyncio.gather(*futures[1:]) == [1, 2, 3]
 
 
-async def test_calls_queued_ahead_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_calls_queued_ahead_wait_for_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(4)]
         assert await log.next() == "0"
@@ -89,7 +89,7 @@ async def test_calls_queued_ahead_wait_for_the_replacement(make: MakeRunner, log
         assert sorted(line for line in log.rest() if not line.startswith("cancelled")) == ["1", "2", "3"]
 
 
-async def test_calls_queued_ahead_run_elsewhere(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_calls_queued_ahead_run_elsewhere(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, threads=1) as runner:
         futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(8)]
         await log.take(2)
@@ -113,7 +113,7 @@ async def _stop_reading(runner: percore.Runner, log: Log, gate: Gate) -> "asynci
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_calls_that_were_sent_and_not_read_run_on_the_replacement(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+async def test_k2_calls_that_were_sent_and_not_read_run_on_the_replacement(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     async with make(concurrency=10, threads=2) as runner:
         blocking = await _stop_reading(runner, log, gate)
         futures = [runner.submit(fn, [i]) for i in range(6)]
@@ -125,7 +125,7 @@ async def test_calls_that_were_sent_and_not_read_run_on_the_replacement(make: Ma
                 await blocking
 
 
-async def test_large_arguments_run_again_from_the_same_bytes(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k2_large_arguments_run_again_from_the_same_bytes(make: MakeRunner, log: Log, gate: Gate) -> None:
     data = jobs.pattern(1 << 20)
     async with make(concurrency=10) as runner:
         blocking = await _stop_reading(runner, log, gate)
@@ -153,7 +153,7 @@ async def test_the_replacement_is_new(make: MakeRunner, log: Log, gate: Gate) ->
         assert runner.statistics().restarts == 1
 
 
-async def test_a_worker_that_dies_idle_is_replaced(make: MakeRunner, log: Log) -> None:
+async def test_k1_a_worker_that_dies_idle_is_replaced(make: MakeRunner, log: Log) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         assert await log.next() == "enter"
         for generation in range(1, 4):
@@ -177,7 +177,7 @@ async def test_a_map_goes_on_over_a_death(make: MakeRunner, log: Log, gate: Gate
         assert results[2:] == list(range(2, 20))
 
 
-async def test_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=1) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
         await log.take(2)
@@ -189,7 +189,7 @@ async def test_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gat
         assert [type(result) for result in results] == [percore.WorkerDied] * 2 + [int] * 4
 
 
-async def test_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k9_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1, lifespan=functools.partial(jobs.resource, log.path)) as runner:
         pid = (await runner.run(jobs.where)).pid
         coroutine = runner.submit(jobs.await_, log.path, gate.path, "task")
@@ -205,7 +205,7 @@ async def test_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
     assert log.rest().count("exit") == 2
 
 
-async def test_a_drained_worker_leaves_when_its_results_are_published(log: Log, gate: Gate) -> None:
+async def test_k9_a_drained_worker_leaves_when_its_results_are_published(log: Log, gate: Gate) -> None:
     loop = asyncio.get_running_loop()
     async with FakeRunner(1) as runner:
         worker = _worker(runner)
@@ -226,7 +226,7 @@ async def test_a_drained_worker_leaves_when_its_results_are_published(log: Log, 
         assert await asyncio.gather(*futures) == [jobs.pattern(50_000)] * 20
 
 
-async def test_sigterm_with_many_large_results(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_k9_sigterm_with_many_large_results(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real() as runner:
         futures = [runner.submit(jobs.await_pattern, log.path, gate.path, size) for size in [50_000, 200_000] * 50]
         await log.take(100)
@@ -306,7 +306,7 @@ async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: Mak
         assert isinstance(blocking.exception(), percore.WorkerDied)
 
 
-async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
     supervisor, engine, shared = runner._supervisor, runner._engine, runner._shared
@@ -324,7 +324,7 @@ async def test_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the garbage collector's thread cannot be asked for it
-async def test_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
     kept = [make()]
     await kept[0].start()
     supervisor, engine, shared, worker = kept[0]._supervisor, kept[0]._engine, kept[0]._shared, _worker(kept[0])

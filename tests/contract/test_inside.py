@@ -94,7 +94,7 @@ async def test_the_lifespan_is_left_when_the_runner_is_cancelled(make: MakeRunne
     assert log.rest() == ["cancelled call", "exit"]
 
 
-async def test_a_lifespan_that_cannot_be_entered_fails_the_start(make: MakeRunner) -> None:
+async def test_b1_a_lifespan_that_cannot_be_entered_fails_the_start(make: MakeRunner) -> None:
     runner = make(2, lifespan=jobs.no_resource)
     with pytest.raises(percore.StartupFailed, match="there is no database") as caught:
         await runner.start()
@@ -132,7 +132,7 @@ async def test_a_lifespan_that_cannot_travel_fails_the_start_and_leaves_nothing(
     await runner.aclose()
 
 
-async def test_a_worker_that_dies_at_its_start_fails_it(make_real: MakeRunner) -> None:
+async def test_b1_a_worker_that_dies_at_its_start_fails_it(make_real: MakeRunner) -> None:
     with pytest.raises(percore.StartupFailed, match="worker 0 died with exit code 3 before it was ready"):
         await make_real(lifespan=jobs.deadly).start()
 

@@ -290,7 +290,7 @@ async def test_no_key_is_no_key(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_a_key_function_that_raises_is_that_item_s_error(make: MakeRunner, fn: Any) -> None:
+async def test_b5_a_key_function_that_raises_is_that_item_s_error(make: MakeRunner, fn: Any) -> None:
     async with make() as runner:
         results = await runner.map(fn, [1, 0, 2], key=lambda value: 1 // value, return_exceptions=True)
         assert [results[0], type(results[1]), results[2]] == [1, ZeroDivisionError, 2]

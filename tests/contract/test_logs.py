@@ -267,7 +267,7 @@ async def test_a_loop_that_waits_for_a_thread_that_logs_goes_on(make_real: MakeR
 # User code in the supervisor
 
 
-async def test_a_handler_that_raises_costs_its_record_alone(
+async def test_b5_a_handler_that_raises_costs_its_record_alone(
     make_real: MakeRunner, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(record: logging.LogRecord) -> bool:

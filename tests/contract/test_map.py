@@ -110,7 +110,7 @@ async def test_unordered_list_has_all(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-async def test_nothing_gives_nothing(make: MakeRunner, ordered: bool) -> None:
+async def test_peers_37_nothing_gives_nothing(make: MakeRunner, ordered: bool) -> None:
     async with make() as runner:
         assert await runner.map(jobs.aecho, [], ordered=ordered) == []
         assert [value async for value in runner.map(jobs.aecho, _arange(0), ordered=ordered)] == []
@@ -180,7 +180,7 @@ async def test_nothing_is_pulled_before_the_map_is_used(make: MakeRunner) -> Non
 
 @BOTH
 @pytest.mark.parametrize("kind", [Counting, CountingAsync])
-async def test_endless_inputs(make: MakeRunner, fn: Callable[..., Any], kind: type[Counting]) -> None:
+async def test_m1_endless_inputs(make: MakeRunner, fn: Callable[..., Any], kind: type[Counting]) -> None:
     async with make() as runner:
         numbers = kind()
         seen = []
@@ -215,7 +215,7 @@ async def test_an_endless_input_leaves_the_loop_to_others(make: MakeRunner) -> N
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", [Counting, CountingAsync])
-async def test_the_window_is_exact_for_a_stream(make: MakeRunner, kind: type[Counting], ordered: bool) -> None:
+async def test_m1_the_window_is_exact_for_a_stream(make: MakeRunner, kind: type[Counting], ordered: bool) -> None:
     async with make() as runner:
         numbers = kind()
         async with runner.map(jobs.aecho, numbers, window=3, ordered=ordered) as results:
@@ -448,7 +448,7 @@ async def test_a_map_over_a_map(make: MakeRunner, fns: tuple[Any, Any]) -> None:
         assert await pairs == [((i, i), (i, i)) for i in range(3)]
 
 
-async def test_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
+async def test_m1_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
     numbers = Counting()
     async with make() as runner, runner.map(jobs.aecho, runner.map(jobs.aecho, numbers, window=3), window=2) as results:
         stream = aiter(results)
@@ -459,7 +459,7 @@ async def test_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
         assert numbers.count == 6
 
 
-async def test_inside_tqdm(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peers_37_inside_tqdm(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # a thread that stays
     async with make() as runner:
         out = io.StringIO()

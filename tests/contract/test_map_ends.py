@@ -135,7 +135,7 @@ async def test_a_function_that_cannot_be_pickled_fails_the_map(make: MakeRunner)
 
 
 @KINDS
-async def test_a_failing_input_fails_the_stream_after_what_was_pulled(make: MakeRunner, kind: str) -> None:
+async def test_m3_a_failing_input_fails_the_stream_after_what_was_pulled(make: MakeRunner, kind: str) -> None:
     source = Source(fails_after=3)
     seen: list[int] = []
     async with make() as runner:
@@ -145,7 +145,7 @@ async def test_a_failing_input_fails_the_stream_after_what_was_pulled(make: Make
 
 
 @KINDS
-async def test_a_failing_input_fails_the_list_after_what_was_pulled(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m3_a_failing_input_fails_the_list_after_what_was_pulled(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source(fails_after=3)
     async with make() as runner:
         task = asyncio.create_task(_waiting(runner, log, gate, source.open(kind)).collect())
@@ -172,7 +172,7 @@ async def test_an_input_that_cannot_be_iterated_after_all_fails_the_map(make: Ma
 
 
 @KINDS
-async def test_leaving_async_with_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_leaving_async_with_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     async with make() as runner:
         async with _waiting(runner, log, gate, source.open(kind), window=2) as results:
@@ -187,7 +187,7 @@ async def test_leaving_async_with_cancels_the_rest_and_closes_generators(make: M
 
 
 @KINDS
-async def test_aclose_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_aclose_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     async with make() as runner:
         results = runner.map(jobs.aecho, source.open(kind), window=4)
@@ -249,7 +249,7 @@ def _inverse(value: int) -> int:
 
 
 @KINDS
-async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_break_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     async with make() as runner:
         async for value in runner.map(jobs.aecho, source.open(kind), window=4):
@@ -260,7 +260,7 @@ async def test_break_cancels_the_rest_and_closes_generators(make: MakeRunner, lo
 
 
 @KINDS
-async def test_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
     source = Source()
     async with make() as runner:
         results = aiter(runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))
@@ -276,7 +276,7 @@ async def _first_returns(log: str, gate: str, place: int) -> int:
     return 0 if place == 0 else int(await jobs.await_(log, gate, place))
 
 
-async def test_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_m2_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     source = Source()
     async with make(concurrency=2) as runner:
         task = asyncio.create_task(_waiting(runner, log, gate, source.numbers(), window=5).collect())
@@ -290,7 +290,7 @@ async def test_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log
         assert log.rest() == []
 
 
-async def test_cancelling_a_map_that_waits_for_its_input(make: MakeRunner) -> None:
+async def test_m3_cancelling_a_map_that_waits_for_its_input(make: MakeRunner) -> None:
     never = asyncio.Event()
 
     async def stuck() -> AsyncIterator[int]:
@@ -336,7 +336,7 @@ async def test_an_open_list_ends_what_it_pulled_when_the_runner_closes(
     assert source.closed.is_set()
 
 
-async def test_an_open_stream_gives_what_it_pulled_when_the_runner_closes(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_peers_24_an_open_stream_gives_what_it_pulled_when_the_runner_closes(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make()
     await runner.start()
     results = aiter(_waiting(runner, log, gate, Source().numbers(), window=3))
@@ -351,7 +351,7 @@ async def test_an_open_stream_gives_what_it_pulled_when_the_runner_closes(make: 
     await closing
 
 
-async def test_a_map_that_waits_for_its_input_ends_when_the_runner_closes(make: MakeRunner) -> None:
+async def test_m3_a_map_that_waits_for_its_input_ends_when_the_runner_closes(make: MakeRunner) -> None:
     never = asyncio.Event()
 
     async def stuck() -> AsyncIterator[int]:

@@ -24,18 +24,18 @@ every_use = pytest.mark.parametrize("use", USES)
 
 
 @every_use
-async def test_before_start(make: MakeRunner, use: str) -> None:
+async def test_x4_before_start(make: MakeRunner, use: str) -> None:
     with pytest.raises(percore.RunnerClosed, match="not started"):
         USES[use](make())
 
 
-async def test_run_before_start(make: MakeRunner) -> None:
+async def test_x4_run_before_start(make: MakeRunner) -> None:
     with pytest.raises(percore.RunnerClosed, match="async with"):
         await make().run(jobs.echo)
 
 
 @every_use
-async def test_after_close(make: MakeRunner, use: str) -> None:
+async def test_x4_after_close(make: MakeRunner, use: str) -> None:
     async with make() as runner:
         pass
     with pytest.raises(percore.RunnerClosed, match="closed"):
@@ -44,7 +44,7 @@ async def test_after_close(make: MakeRunner, use: str) -> None:
         await runner.run(jobs.echo)
 
 
-async def test_a_runner_is_started_once(make: MakeRunner) -> None:
+async def test_x4_a_runner_is_started_once(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(RuntimeError, match="started once"):
             await runner.start()
@@ -52,7 +52,7 @@ async def test_a_runner_is_started_once(make: MakeRunner) -> None:
         await runner.start()
 
 
-def test_from_another_loop(make: MakeRunner) -> None:
+def test_x4_from_another_loop(make: MakeRunner) -> None:
     ours, other = asyncio.new_event_loop(), asyncio.new_event_loop()
     runner = make()
     ours.run_until_complete(runner.start())
@@ -72,7 +72,7 @@ def test_from_another_loop(make: MakeRunner) -> None:
         loop.close()
 
 
-async def test_from_another_thread(make: MakeRunner) -> None:
+async def test_x4_from_another_thread(make: MakeRunner) -> None:
     async with make() as runner:
         texts: list[str] = []
 
@@ -91,7 +91,7 @@ async def test_from_another_thread(make: MakeRunner) -> None:
         assert await runner.run(jobs.aecho, 1) == 1
 
 
-async def test_after_a_fork(make: MakeRunner) -> None:
+async def test_x5_after_a_fork(make: MakeRunner) -> None:
     async with make() as runner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: this process has threads. The child uses none
@@ -195,7 +195,7 @@ def test_an_unknown_option_is_refused() -> None:
         Runner(chunksize=5)  # type: ignore[call-arg]
 
 
-async def test_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
+async def test_x4_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(runner)

@@ -4,15 +4,18 @@ import asyncio
 import functools
 import resource
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import percore
+from percore._engines import process
 from percore._ipc.channel import RING_SIZE
 from percore._ipc.slots import INLINE_LIMIT
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.counts import times
 from tests.fakes import FakeRunner
 
 AROUND = [4096, INLINE_LIMIT, RING_SIZE // 2, RING_SIZE]
@@ -23,7 +26,7 @@ FEW_SLOTS = {"max_message": 1 << 36}
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_every_size_there_and_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_r1_every_size_there_and_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         for size in SIZES:
             data = jobs.pattern(size)
@@ -31,13 +34,13 @@ async def test_every_size_there_and_back(make: MakeRunner, fn: Callable[..., Any
 
 
 @pytest.mark.parametrize("fn", [jobs.length, jobs.alength])
-async def test_every_size_there(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_r1_every_size_there(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         assert await runner.map(fn, map(jobs.pattern, SIZES)) == SIZES
 
 
 @pytest.mark.parametrize("fn", [jobs.pattern, jobs.apattern])
-async def test_every_size_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_r1_every_size_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         assert await runner.map(fn, SIZES) == [jobs.pattern(size) for size in SIZES]
 
@@ -56,7 +59,7 @@ async def test_large_things_of_many_parts(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_r2_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[..., Any]) -> None:
     base = jobs.pattern(1 << 20)
     async with make(threads=2, **FEW_SLOTS) as runner:
         futures = [runner.submit(fn, b"%04d" % i + base) for i in range(200)]
@@ -64,7 +67,7 @@ async def test_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[
             assert await future == b"%04d" % i + base
 
 
-async def test_both_directions_full_of_frames(make: MakeRunner) -> None:
+async def test_r2_both_directions_full_of_frames(make: MakeRunner) -> None:
     base = jobs.pattern(50_000)
     async with make() as runner:
         futures = [runner.submit(jobs.aecho, b"%04d" % i + base) for i in range(400)]
@@ -81,7 +84,7 @@ async def test_small_calls_pass_beside_waiting_large_ones(make: MakeRunner) -> N
         assert all(result == data for result in await asyncio.gather(*large))
 
 
-async def test_cancelled_large_calls_give_their_slots_back(make: MakeRunner) -> None:
+async def test_c1_cancelled_large_calls_give_their_slots_back(make: MakeRunner) -> None:
     data = jobs.pattern(1 << 20)
     async with make(concurrency=2, **FEW_SLOTS) as runner:
         for _ in range(3):
@@ -93,10 +96,45 @@ async def test_cancelled_large_calls_give_their_slots_back(make: MakeRunner) -> 
         assert await runner.map(jobs.alength, [data] * 40) == [len(data)] * 40
 
 
+@pytest.mark.long
+async def test_r1_frames_end_at_every_place_of_the_ring(make: MakeRunner) -> None:
+    """In both directions: however a frame and its header are split where the ring begins anew, what arrives is what was sent."""
+    step = RING_SIZE // 5
+    async with make() as runner:
+        for offset in range(0, times(64, 64 * 8), 8):
+            things = [jobs.pattern(step - 64 + offset % 64 + place) for place in range(8)]
+            assert await asyncio.gather(*(runner.run(jobs.aecho, thing) for thing in things)) == things
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_r2_echoes_of_a_megabyte_through_hardly_any_slots(
+    make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Both directions are full all the time: each side has to read while it waits to write."""
+    size = 2 << 20
+    limits = SimpleNamespace(
+        getrlimit=lambda _: (4 * size * slots, 4 * size * slots),
+        RLIMIT_AS=resource.RLIMIT_AS,
+        RLIM_INFINITY=resource.RLIM_INFINITY,
+    )
+    monkeypatch.setattr(process, "resource", limits)  # there alone: under other limits there is another fork server
+    base = jobs.pattern(1 << 20)
+    async with make_real(threads=2, max_message=size) as runner:
+        assert runner._shared.arena.count == slots
+        for fn in (jobs.echo, jobs.aecho):
+            count = 0
+            async for result in runner.map(fn, (b"%06d" % i + base for i in range(times(20, 1250))), window=16):
+                assert result == b"%06d" % count + base
+                count += 1
+            assert count == times(20, 1250)
+
+
 # Too large
 
 
-async def test_arguments_above_max_message_fail_their_call_alone(make: MakeRunner) -> None:
+async def test_r4_arguments_above_max_message_fail_their_call_alone(make: MakeRunner) -> None:
     async with make(max_message=1 << 20) as runner:
         future = runner.submit(jobs.length, bytes(2 << 20))
         with pytest.raises(percore.PayloadTooLarge, match="max_message=1048576") as caught:
@@ -106,7 +144,7 @@ async def test_arguments_above_max_message_fail_their_call_alone(make: MakeRunne
 
 
 @pytest.mark.parametrize("fn", [jobs.pattern, jobs.apattern])
-async def test_a_result_above_max_message_fails_its_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_r4_a_result_above_max_message_fails_its_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make(max_message=1 << 20) as runner:
         with pytest.raises(percore.PayloadTooLarge) as caught:
             await runner.run(fn, 2 << 20)
@@ -151,7 +189,7 @@ async def test_a_large_function_travels_with_run_and_with_map(make: MakeRunner) 
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-async def test_with_hardly_any_slots(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+async def test_r2_with_hardly_any_slots(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     size = 1 << 20
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4 * size * slots, 4 * size * slots))
     data = jobs.pattern(300_000)

@@ -159,7 +159,7 @@ async def test_a_death_makes_room(make: MakeRunner, log: Log, gate: Gate) -> Non
         assert {type(call.exception()) for call in calls} == {percore.WorkerDied}
 
 
-async def test_cancelled_waiters_make_way(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_c1_cancelled_waiters_make_way(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_pending=1) as runner:
         first = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, 0))
         assert await log.next() == "0"

@@ -26,7 +26,7 @@ async def _generation(runner: percore.Runner, generation: int, index: int = 0) -
 
 @LIMITS
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_every_call_is_done(make: MakeRunner, limit: int, workers: int) -> None:
+async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int) -> None:
     async with make(workers, max_tasks_per_worker=limit, concurrency=4, threads=2) as runner:
         runs = [runner.run(fn, i) for i in range(20) for fn in (jobs.echo, jobs.aecho)]
         maps = [runner.map(fn, range(60)).collect() for fn in (jobs.echo, jobs.aecho)]
@@ -39,7 +39,7 @@ async def test_every_call_is_done(make: MakeRunner, limit: int, workers: int) ->
 
 
 @LIMITS
-async def test_deaths_in_between(make: MakeRunner, limit: int) -> None:
+async def test_t3_deaths_in_between(make: MakeRunner, limit: int) -> None:
     async with make(2, max_tasks_per_worker=limit, retries=1000, concurrency=4, threads=2) as runner:
         task = asyncio.create_task(runner.map(jobs.aecho, range(150), window=8).collect())
         threads = asyncio.create_task(runner.map(jobs.echo, range(150), window=8).collect())
@@ -54,7 +54,7 @@ async def test_deaths_in_between(make: MakeRunner, limit: int) -> None:
         assert runner.statistics().failed == 0
 
 
-async def test_one_worker_serves_until_its_replacement_is_ready(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_t3_one_worker_serves_until_its_replacement_is_ready(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=3, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
         for _ in range(3):
@@ -69,6 +69,24 @@ async def test_one_worker_serves_until_its_replacement_is_ready(make: MakeRunner
         while (await runner.run(jobs.awhere)).generation == 1:
             """It is replaced when that is ready, and never before."""
         assert "exit 1" in [await log.next(), *log.rest()]
+
+
+@LIMITS
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_t3_whenever_a_call_ends_every_slot_has_a_worker_that_is_ready(make: MakeRunner, limit: int, workers: int) -> None:
+    async with make(workers, max_tasks_per_worker=limit, concurrency=2, threads=2) as runner:
+        states: set[str] = set()
+
+        def look(_: object) -> None:
+            states.update(worker.state for worker in runner.statistics().workers)
+
+        futures = [runner.submit(jobs.echo if i % 2 else jobs.aecho, i) for i in range(60)]
+        while min(worker.generation for worker in runner.statistics().workers) < 4:
+            futures.append(runner.submit(jobs.aecho, len(futures)))
+            futures[-1].add_done_callback(look)
+            await futures[-1]
+        assert await asyncio.gather(*futures) == list(range(len(futures)))
+        assert states == {"ready"}
 
 
 async def test_a_running_call_finishes_on_the_old_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -114,7 +132,7 @@ async def test_a_replacement_that_cannot_start_leaves_the_old_one_working(make: 
         assert runner.statistics().failed == 0
 
 
-async def test_the_old_worker_dies_while_its_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_t3_the_old_worker_dies_while_its_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
         await runner.run(jobs.aecho)
@@ -127,7 +145,7 @@ async def test_the_old_worker_dies_while_its_replacement_starts(make: MakeRunner
         assert runner.statistics().failed == 0
 
 
-async def test_the_replacement_dies_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_t3_the_replacement_dies_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
         await runner.run(jobs.aecho)
@@ -141,7 +159,7 @@ async def test_the_replacement_dies_while_it_starts(make: MakeRunner, log: Log, 
             """The next one takes over."""
 
 
-async def test_closing_while_the_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_t3_closing_while_the_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
         await runner.run(jobs.aecho)

@@ -367,7 +367,7 @@ def _stop(*_: object) -> Any:
         ({"retry_on": ValueError, "backoff": lambda _: float("nan")}, ValueError, "zero or more"),
     ],
 )
-async def test_a_predicate_or_backoff_that_fails_is_the_outcome(
+async def test_b5_a_predicate_or_backoff_that_fails_is_the_outcome(
     make: MakeRunner, fn: Any, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     async with make() as runner:
@@ -381,7 +381,7 @@ async def test_a_predicate_or_backoff_that_fails_is_the_outcome(
         assert runner.statistics().retried == 0
 
 
-async def test_a_predicate_that_cancels_its_call(make: MakeRunner) -> None:
+async def test_b5_a_predicate_that_cancels_its_call(make: MakeRunner) -> None:
     calls: list[asyncio.Future[Any]] = []
     async with make() as runner:
         calls.append(runner.options(retries=3, retry_on=lambda _: calls[0].cancel()).submit(jobs.afail, ValueError("first")))
@@ -390,7 +390,7 @@ async def test_a_predicate_that_cancels_its_call(make: MakeRunner) -> None:
         assert await runner.run(jobs.aecho, 1) == 1
 
 
-async def test_a_predicate_that_cancels_calls_of_a_dead_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_b5_a_predicate_that_cancels_calls_of_a_dead_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
     calls: list[asyncio.Future[Any]] = []
 
     def cancel_all(_: BaseException) -> bool:

@@ -91,13 +91,22 @@ async def test_it_can_be_asked_while_closing(make: MakeRunner, log: Log, gate: G
 # Who gets which call
 
 
-async def test_calls_spread_over_workers(make: MakeRunner, log: Log, gate: Gate) -> None:
+async def test_peers_25_calls_spread_over_workers(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path) for _ in range(20)]
         await log.take(20)
         assert [worker.running for worker in runner.statistics().workers] == [10, 10]
         gate.open()
         await asyncio.gather(*futures)
+
+
+async def test_peers_25_plain_calls_take_every_free_thread(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, threads=4) as runner:
+        futures = [runner.submit(jobs.wait, log.path, gate.path, i) for i in range(8)]
+        assert sorted(await log.take(8)) == [str(i) for i in range(8)]  # all have begun
+        assert [worker.running for worker in runner.statistics().workers] == [4, 4]
+        gate.open()
+        assert await asyncio.gather(*futures) == list(range(8))
 
 
 async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:

@@ -16,6 +16,7 @@ import percore
 from percore._ipc import codec
 from percore._ipc.channel import Channel
 from percore._messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
+from percore._worker.plain import MARK_WORDS
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -245,7 +246,7 @@ def _misbehave(channel: Any, how: str) -> None:
         channel.tx._view[(channel.tx.written - 1) % channel.tx.size] ^= 1
         channel._bell.ring(length, 0)
     else:
-        call_id = max(call for call in channel.on_message.__self__._marks if call) if how.startswith("own call") else 0
+        call_id = max(channel.on_message.__self__._marks[::MARK_WORDS]) if how.startswith("own call") else 0
         message = _FRAMES[how]
         channel._bell.ring(channel.tx.write(codec.encode(message(call_id))), 0)
 

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import faulthandler
+import functools
+import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -107,59 +107,9 @@ def interrupted_program(name: str) -> None:
     run(name, main())
 
 
-# To be killed
-
-
-def to_be_killed(state: str, method: str) -> None:
-    """Get into that state, tell, and stay there."""
-    if state == "thread":
-        # The thread that has started the runner ends, its loop with it.
-        thread = threading.Thread(target=_start_in_thread, args=(method,))
-        thread.start()
-        thread.join()
-        say("ready", {"fork": None})
-        threading.Event().wait()
-    asyncio.run(_be_killed(state, method))
-
-
-def _start_in_thread(method: Any) -> None:
-    loop = asyncio.new_event_loop()
-    _kept.append(percore.Runner(2, start_method=method))
-    loop.run_until_complete(_kept[0].start())
-    _kept.append(loop)
-
+# To be interrupted on a terminal
 
 _kept: list[Any] = []
-
-
-async def _be_killed(state: str, method: Any) -> None:
-    async with percore.Runner(2, start_method=method) as runner:
-        fork = None
-        if state == "fork":
-            fork = os.fork()
-            if fork == 0:
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-                while True:
-                    signal.pause()
-        elif state == "c":
-            _kept.extend(runner.submit(stay_in_c) for _ in range(2))
-        elif state == "load":
-            await _load_for_ever(runner)
-        say("ready", {"fork": fork})
-        await asyncio.Event().wait()
-
-
-def stay_in_c() -> None:
-    _word("calls")
-    re.match(r"(a+)+$", "a" * 60 + "b")
-
-
-async def _load_for_ever(runner: percore.Runner) -> None:
-    told = False
-    async for _ in runner.map(calls.pattern, _endless(), _sizes(), ordered=False):
-        if not told:
-            say("ready", {"fork": None})
-            told = True
 
 
 def _endless() -> Any:
@@ -172,9 +122,6 @@ def _endless() -> Any:
 def _sizes() -> Any:
     while True:
         yield from (10, 1000, 300_000)
-
-
-# To be interrupted on a terminal
 
 
 @contextlib.asynccontextmanager
@@ -271,6 +218,25 @@ async def closing() -> None:
     say("closed")
 
 
+@contextlib.asynccontextmanager
+async def left_behind(gate: str) -> AsyncIterator[None]:
+    yield
+    _word("leaving")
+    await asyncio.to_thread(_wait_for_byte, gate)
+    _word("left")
+
+
+def _wait_for_byte(gate: str) -> None:
+    with open(gate, "rb", buffering=0) as file:
+        file.read(1)
+
+
+async def closing_slowly(gate: str) -> None:
+    async with percore.Runner(2, lifespan=functools.partial(left_behind, gate), kill_after=3):
+        pass
+    say("closed")
+
+
 async def twice() -> None:
     async with percore.Runner(2, kill_after=60) as runner:
         await runner.run(stubborn)
@@ -282,14 +248,34 @@ async def subprocesses() -> None:
         say("ended", [task, thread])
 
 
-def on_terminal(story: str, loop: str) -> None:
-    run(loop, globals()[story]())
+async def counting(ledger: str, enough: str) -> None:
+    """Tells of every 500th result and goes on until there is that file. Whatever is done to it meanwhile, each call runs once."""
+    numbers = itertools.takewhile(lambda _: not os.path.exists(enough), itertools.count())
+    async with percore.Runner(2) as runner:
+        before = [worker.pid for worker in runner.statistics().workers]
+        results = []
+        async for result in runner.map(_count, itertools.repeat(ledger), numbers, window=100):
+            results.append(result)
+            if len(results) % 500 == 0:
+                say("at", len(results))
+        statistics = runner.statistics()
+        same = [worker.pid for worker in statistics.workers] == before
+        say("counted", [len(results), results == list(range(len(results))), same, statistics.failed])
 
 
-def deaf(story: str, loop: str) -> None:
+async def _count(ledger: str, number: int) -> int:
+    calls.append(ledger, str(number))
+    return number
+
+
+def on_terminal(story: str, loop: str, *arguments: str) -> None:
+    run(loop, globals()[story](*arguments))
+
+
+def deaf(story: str, loop: str, *arguments: str) -> None:
     """As on_terminal, but the user's own program takes no notice of Ctrl-C."""
     signal.signal(signal.SIGINT, lambda *_: None)
-    on_terminal(story, loop)
+    on_terminal(story, loop, *arguments)
 
 
 # For programs of other modules

@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 @both_methods
-def test_standard_input_of_a_worker_is_the_null_device(method: str, tmp_path: Path) -> None:
+def test_x7_standard_input_of_a_worker_is_the_null_device(method: str, tmp_path: Path) -> None:
     definitions = """
 def look():
     return sys.stdin.read(), os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
@@ -445,7 +445,7 @@ def make_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
 
 
 @both_methods
-async def test_sigterm_drains_a_worker(method: StartMethod, make_gate: Callable[[], Gate], exits: Exits) -> None:
+async def test_k9_sigterm_drains_a_worker(method: StartMethod, make_gate: Callable[[], Gate], exits: Exits) -> None:
     async with percore.Runner(1, threads=1, start_method=method) as runner:
         (old,) = pids_of(runner)
         gates = [make_gate(), make_gate()]
@@ -479,7 +479,7 @@ async def test_sigterm_drains_a_worker(method: StartMethod, make_gate: Callable[
 @pytest.mark.parametrize(
     ("job", "probe"), [(scripts.wait_at_gate, scripts.pid), (scripts.wait_at_gate_in_task, scripts.pid_of_task)]
 )
-async def test_a_worker_that_drains_ends_with_its_last_call(
+async def test_k9_a_worker_that_drains_ends_with_its_last_call(
     job: Callable[[str], Any], probe: Callable[[], Any], make_gate: Callable[[], Gate], exits: Exits
 ) -> None:
     async with percore.Runner(1, threads=1, concurrency=1) as runner:
@@ -496,7 +496,7 @@ async def test_a_worker_that_drains_ends_with_its_last_call(
             assert await exits.code(old) == 0
 
 
-async def test_an_idle_worker_ends_by_sigterm_and_a_second_one_changes_nothing(exits: Exits) -> None:
+async def test_k9_an_idle_worker_ends_by_sigterm_and_a_second_one_changes_nothing(exits: Exits) -> None:
     async with percore.Runner(1) as runner:
         (old,) = pids_of(runner)
         process = psutil.Process(old)
@@ -507,7 +507,7 @@ async def test_an_idle_worker_ends_by_sigterm_and_a_second_one_changes_nothing(e
         assert await runner.run(scripts.pid) != old
 
 
-async def test_nothing_fails_while_workers_drain_under_load(exits: Exits) -> None:
+async def test_k9_nothing_fails_while_workers_drain_under_load(exits: Exits) -> None:
     async with percore.Runner(2) as runner:
         plain = runner.map(scripts.double, range(4000), window=200)
         tasks = runner.map(scripts.double_in_task, range(4000), window=200)
@@ -525,7 +525,7 @@ async def test_nothing_fails_while_workers_drain_under_load(exits: Exits) -> Non
         assert runner.statistics().failed == 0
 
 
-def test_the_lifespan_is_left_by_a_worker_that_drains(tmp_path: Path) -> None:
+def test_k9_the_lifespan_is_left_by_a_worker_that_drains(tmp_path: Path) -> None:
     definitions = """
 import signal
 

@@ -314,7 +314,7 @@ loop.close()
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_runner_left_to_the_end_of_the_interpreter_is_warned_of_and_nothing_else(method: str, tmp_path: Path) -> None:
+def test_x3_a_runner_left_to_the_end_of_the_interpreter_is_warned_of_and_nothing_else(method: str, tmp_path: Path) -> None:
     done = python("-W", "always::ResourceWarning", "-c", _LEFT, method, cwd=tmp_path)
     assert done.code == 0
     (line,) = done.err.splitlines()

@@ -3,18 +3,23 @@
 What is right is what plain asyncio does: one KeyboardInterrupt, one traceback of the user's program, the same return code.
 """
 
+import functools
 import os
 import signal
+import tempfile
+import termios
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.faults import LIMIT, Program, Watch, terminal
+from tests.e2e import held
+from tests.faults import LIMIT, Program, Watch, Wire, terminal, wait_stopped
 
 HARD = 2.0
-CTRL_C = b"\x03"
+CTRL_C, CTRL_Z = b"\x03", b"\x1a"
+PROGRAMS = "tests.e2e.fault_programs"
 
 Start = Callable[..., AbstractContextManager[Program]]
 
@@ -33,9 +38,11 @@ def keyboard() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def start(loop: str, keyboard: tuple[int, int], tmp_path: Path) -> Start:
     @contextmanager
-    def started(story: str, way: str = "on_terminal") -> Iterator[Program]:
-        with Program(way, story, loop, stderr=tmp_path / story, terminal=keyboard[1]) as program:
+    def started(story: str, *arguments: str, way: str = "on_terminal", module: str = PROGRAMS) -> Iterator[Program]:
+        before = termios.tcgetattr(keyboard[1])
+        with Program(way, story, loop, *arguments, stderr=tmp_path / story, terminal=keyboard[1], module=module) as program:
             yield program
+        assert termios.tcgetattr(keyboard[1]) == before, "the terminal is as it was"
 
     return started
 
@@ -48,14 +55,23 @@ def ctrl_c(keyboard: tuple[int, int]) -> Callable[[], None]:
     return typed
 
 
-@pytest.fixture
-def plain(start: Start, ctrl_c: Callable[[], None]) -> tuple[int, int]:
+@functools.cache
+def _plain(loop: str) -> tuple[int, int]:
     """Return code and tracebacks of a program without percore."""
-    with start("plain") as program:
+    with (
+        terminal() as (ours, theirs),
+        tempfile.TemporaryDirectory() as folder,
+        Program("on_terminal", "plain", loop, stderr=Path(folder) / "stderr", terminal=theirs) as program,
+    ):
         program.expect("ready")
-        ctrl_c()
+        os.write(ours, CTRL_C)
         code = program.end()
         return code, program.stderr.count("Traceback")
+
+
+@pytest.fixture
+def plain(loop: str) -> tuple[int, int]:
+    return _plain(loop)
 
 
 def judge(program: Program, everybody: Watch, plain: tuple[int, int], seconds: float = LIMIT) -> None:
@@ -82,7 +98,7 @@ def rest(program: Program) -> list[str]:
     return words
 
 
-def test_at_idle(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_at_idle(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("idle") as program:
         program.expect("ready")
         with Watch(program.descendants()) as everybody:
@@ -91,7 +107,7 @@ def test_at_idle(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int
         assert rest(program) == ["left", "left"], "the lifespans are left in order"
 
 
-def test_under_load(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_under_load(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("loaded") as program:
         program.expect("ready")
         with Watch(program.descendants()) as everybody:
@@ -100,7 +116,7 @@ def test_under_load(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, 
         assert sorted(rest(program)) == ["cancelled"] * 10 + ["left"] * 2, "calls are cancelled, lifespans left"
 
 
-def test_during_start(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_during_start(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("starting") as program:
         program.expect("entering")
         program.expect("entering")
@@ -110,7 +126,7 @@ def test_during_start(start: Start, ctrl_c: Callable[[], None], plain: tuple[int
         assert rest(program) == []
 
 
-def test_while_processes_come_up(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_while_processes_come_up(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("booting") as program:
         program.expect("ready")
         ctrl_c()
@@ -118,7 +134,17 @@ def test_while_processes_come_up(start: Start, ctrl_c: Callable[[], None], plain
             judge(program, everybody, plain, HARD)
 
 
-def test_during_close(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_while_the_fork_server_comes_up_slowly(
+    start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int], tmp_path: Path
+) -> None:
+    with held.interpreters(tmp_path) as interpreters, start("booting") as program:
+        interpreters.wait(1)
+        with Watch(program.descendants()) as everybody:
+            ctrl_c()
+            judge(program, everybody, plain)
+
+
+def test_p6_during_close(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("closing") as program:
         program.expect("leaving")
         program.expect("leaving")
@@ -128,7 +154,7 @@ def test_during_close(start: Start, ctrl_c: Callable[[], None], plain: tuple[int
         assert rest(program) == []
 
 
-def test_a_second_one_kills_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_a_second_one_kills_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("twice") as program:
         program.expect("stubborn")
         with Watch(program.descendants()) as everybody:
@@ -143,20 +169,56 @@ def test_a_second_one_kills_at_once(start: Start, ctrl_c: Callable[[], None], pl
         assert "worker" not in program.stderr.replace("_worker", ""), program.stderr
 
 
-def test_two_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
-    with start("loaded") as program:
-        program.expect("ready")
+@pytest.mark.parametrize(
+    ("story", "word"),
+    [("idle", "ready"), ("loaded", "ready"), ("booting", "ready"), ("starting", "entering"), ("closing", "leaving")],
+)
+def test_p6_two_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int], story: str, word: str) -> None:
+    with start(story) as program:
+        program.expect(word)
         with Watch(program.descendants()) as everybody:
             ctrl_c()
             ctrl_c()
             assert program.end() == plain[0]
             assert everybody.wait_gone(HARD) == []
         assert last_line(program) == "KeyboardInterrupt"
+        assert "worker" not in program.stderr.replace("_worker", ""), program.stderr
 
 
-def test_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Callable[[], None]) -> None:
+class Counting:
+    """The files of the story `counting`, which goes on until it is enough."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ledger = folder / "ledger"
+        self._enough = folder / "enough"
+        self.arguments = (str(self._ledger), str(self._enough))
+
+    def judge(self, program: Program) -> None:
+        """Every call has run once and has its result, in the same workers."""
+        self._enough.touch()
+        count, *rest = program.told("counted")
+        assert rest == [True, True, 0]
+        assert sorted(map(int, self._ledger.read_text().split())) == list(range(count))
+        assert program.stderr == ""
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Counting:
+    return Counting(tmp_path)
+
+
+def test_peers_30_an_interrupt_drops_no_call(start: Start, ctrl_c: Callable[[], None], counting: Counting) -> None:
+    with start("counting", *counting.arguments, way="deaf") as program:
+        for _ in range(5):
+            program.expect("at")
+            ctrl_c()
+        counting.judge(program)
+        assert program.end() == 0
+
+
+def test_peers_30_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Callable[[], None]) -> None:
     # The supervisor's own program takes no notice, so what ends is ended by the terminal and nobody else.
-    with start("subprocesses", "deaf") as program:
+    with start("subprocesses", way="deaf") as program:
         sleeping = [int(program.expect("sleeps")) for _ in range(2)]
         with Watch(sleeping) as sleepers:
             ctrl_c()
@@ -167,7 +229,7 @@ def test_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Callable[[], 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_supervisor_leaves_nobody(start: Start, signum: signal.Signals) -> None:
+def test_p6_a_signal_that_ends_the_supervisor_leaves_nobody(start: Start, signum: signal.Signals) -> None:
     with start("loaded") as program:
         program.expect("ready")
         with Watch(program.descendants()) as everybody:
@@ -176,7 +238,7 @@ def test_a_signal_that_ends_the_supervisor_leaves_nobody(start: Start, signum: s
             assert everybody.wait_gone(HARD) == []
 
 
-def test_a_terminal_that_goes_away_leaves_nobody(loop: str, tmp_path: Path) -> None:
+def test_p6_a_terminal_that_goes_away_leaves_nobody(loop: str, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     with Program("on_terminal", "loaded", loop, stderr=tmp_path / "stderr", terminal=theirs) as program:
         os.close(theirs)
@@ -187,7 +249,70 @@ def test_a_terminal_that_goes_away_leaves_nobody(loop: str, tmp_path: Path) -> N
             assert everybody.wait_gone(HARD) == []
 
 
-def test_a_program_that_is_stopped_and_goes_on_has_lost_nobody(
+def test_p6_ctrl_z_under_load_and_going_on(start: Start, keyboard: tuple[int, int], counting: Counting) -> None:
+    with start("counting", *counting.arguments, module="tests.e2e.job_shell") as shell:
+        for _ in range(3):
+            shell.expect("at")
+            os.write(keyboard[0], CTRL_Z)
+            shell.expect("stopped")
+            job = shell.descendants()
+            assert len(job) == 4, "the program, its fork server and two workers"
+            for pid in job:
+                wait_stopped(pid)
+            shell.process.send_signal(signal.SIGUSR1)
+        counting.judge(shell)
+        assert shell.expect("ended") == "0"
+        assert shell.end() == 0
+
+
+@pytest.mark.parametrize("who", ["supervisor", "tree"])
+def test_p7_stopped_for_a_while_under_load(start: Start, who: str, counting: Counting) -> None:
+    with start("counting", *counting.arguments) as program:
+        for _ in range(3):
+            program.expect("at")
+            with Watch([program.pid, *program.descendants()]) as everybody:
+                pause([program.pid] if who == "supervisor" else [program.pid, *program.descendants()], everybody, 0.2)
+        counting.judge(program)
+        assert program.end() == 0
+
+
+def test_p7_stopped_for_longer_than_a_close_is_given(start: Start, tmp_path: Path) -> None:
+    with closing(Wire(tmp_path / "gate")) as gate, start("closing_slowly", gate.path) as program:
+        program.expect("leaving")
+        program.expect("leaving")
+        with Watch([program.pid, *program.descendants()]) as everybody:
+            pause([program.pid, *program.descendants()], everybody, 4.1)
+            gate.give(2)
+            assert rest(program) == ["left", "left", "closed"]
+        assert program.end() == 0
+        assert program.stderr == ""
+
+
+def test_hardly_any_time_is_no_reason_to_kill(start: Start, counting: Counting) -> None:
+    """A twentieth of the time, as a container's host gives it: everybody runs for a moment and is stopped for much longer."""
+    with start("counting", *counting.arguments) as program:
+        program.expect("at")
+        with Watch([program.pid, *program.descendants()]) as everybody:
+            pids = [program.pid, *program.descendants()]
+            for _ in range(20):
+                pause(pids, everybody, 0.095)
+                assert len(everybody.wait_gone(0.005)) == len(pids)
+        counting.judge(program)
+        assert program.end() == 0
+
+
+def pause(pids: list[int], everybody: Watch, seconds: float) -> None:
+    """Stop these and let them go on, so much later. Nobody may die of it."""
+    for pid in pids:
+        assert everybody.send(pid, signal.SIGSTOP)
+    for pid in pids:
+        wait_stopped(pid)
+    assert len(everybody.wait_gone(seconds)) == len(everybody)
+    for pid in pids:
+        assert everybody.send(pid, signal.SIGCONT)
+
+
+def test_p7_a_program_that_is_stopped_and_goes_on_has_lost_nobody(
     start: Start, keyboard: tuple[int, int], plain: tuple[int, int]
 ) -> None:
     with start("idle") as program:

@@ -434,7 +434,7 @@ def test_exit_codes_without_what_other_systems_lack_in_silence(kind: str, withou
 
 
 @both
-def test_a_loop_that_ends_without_aclose_leaves_nobody_and_prints_nothing(kind: str) -> None:
+def test_x3_a_loop_that_ends_without_aclose_leaves_nobody_and_prints_nothing(kind: str) -> None:
     command = [sys.executable, "-X", "dev", "-W", "error", "-m", launch_jobs.__name__, "left", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
     assert (done.stderr, done.returncode) == ("", 0)
@@ -490,7 +490,7 @@ def test_a_killed_supervisor_takes_an_idle_child_along_where_no_signal_can_be_se
 
 
 @both
-def test_a_supervisor_without_standard_streams(kind: str, tmp_path: Path) -> None:
+def test_x7_a_supervisor_without_standard_streams(kind: str, tmp_path: Path) -> None:
     program = f"exec {sys.executable} -m {launch_jobs.__name__} codes-to-file {kind} {tmp_path / 'told'} <&- >&- 2>&-"
     subprocess.run(["/bin/sh", "-c", program], cwd=ROOT, check=True, timeout=40)
     assert json.loads((tmp_path / "told").read_text()) == list(CODES.values())

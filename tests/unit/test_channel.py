@@ -157,7 +157,7 @@ async def test_a_message_arrives_as_it_was_sent(pair: Pair) -> None:
 
 
 @pytest.mark.both_loops
-async def test_messages_of_all_sizes_both_ways(pair: Pair) -> None:
+async def test_r1_messages_of_all_sizes_both_ways(pair: Pair) -> None:
     chance = random.Random(1)
     sizes = [0, 1, 100, 4096, 65_536, INLINE_LIMIT, *(chance.randrange(INLINE_LIMIT) for _ in range(60))] * 3
     chance.shuffle(sizes)
@@ -189,7 +189,7 @@ async def test_payloads_of_all_sizes_both_ways(pair: Pair) -> None:
         assert sender.channel.outgoing.in_use == 0
 
 
-async def test_both_rings_full_at_once(pair: Pair) -> None:
+async def test_r2_both_rings_full_at_once(pair: Pair) -> None:
     count = 3000
     for sender, _ in pair.sides():
         for number in range(count):
@@ -307,7 +307,7 @@ async def test_what_was_sent_before_the_other_side_opened_arrives(closed_pair: P
     assert len(await closed_pair.down.receive(100)) == 100
 
 
-async def test_a_bell_nobody_hears_fills_up_and_nothing_is_lost(closed_pair: Pair) -> None:
+async def test_r3_a_bell_nobody_hears_fills_up_and_nothing_is_lost(closed_pair: Pair) -> None:
     closed_pair.up.open()
     for number in range(500):
         closed_pair.up.channel.send(1, number, None)

@@ -196,7 +196,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.expected += [(START + index, error) for index in sorted(open_items)]
         self.arguments += 0 if self.is_bare else sum(open_items)
         self.wanted = 0
-        self.batch.set_exception(error)
+        self.batch.refuse(lambda: error)
 
 
 TestBatch = BatchMachine.TestCase
@@ -276,14 +276,16 @@ def test_an_item_of_a_batch_ends_in_every_way() -> None:
     assert (batch.flow.sizes, batch.flow.arguments) == (30, 1 + 2 + 3)
 
 
-def test_a_batch_is_cut_off() -> None:
+def test_a_batch_is_refused_each_item_with_an_error_of_its_own() -> None:
     batch = batch_of(3)
     batch.values(0, [1], 0, {})
-    batch.cut_off()
-    batch.cut_off()
+    for _ in range(2):
+        batch.refuse(lambda: RunnerClosed("closed"))
     assert batch.done()
     assert [number for number, _ in told(batch)] == [START, START + 1, START + 2]
-    assert all(isinstance(error, RunnerClosed) for _, error in told(batch)[1:])
+    errors = [error for _, error in told(batch)[1:]]
+    assert all(isinstance(error, RunnerClosed) for error in errors)
+    assert errors[0] is not errors[1]
 
 
 def test_an_item_has_the_plan_of_a_call_that_was_not_attempted() -> None:

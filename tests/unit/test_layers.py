@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_points": VOCABULARY,
     # Errors that derive from the standard library's BrokenProcessPool, costly to import: for the parent's half alone.
     "_broken": VOCABULARY,
+    "_reports": WORDS,
     "_statistics": WORDS,
     "_usage": WORDS,
     # decisions
@@ -53,7 +54,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.ring": VOCABULARY,
     "_ipc.doorbell": VOCABULARY,
     "_ipc.codec": VOCABULARY | {"_ipc.ring"},
-    "_ipc.slots": VOCABULARY | {"_ipc.memory", "_ipc.ring"},
+    "_ipc.room": VOCABULARY,
+    "_ipc.slots": VOCABULARY | {"_ipc.memory", "_ipc.ring", "_ipc.room"},
     "_ipc.records": VOCABULARY | {"_ipc.ring", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"},
     "_ipc.rebuild": VOCABULARY,
@@ -65,6 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker": frozenset(),
     "_worker.context": VOCABULARY,
     "_worker.world": VOCABULARY,
+    "_worker.forks": VOCABULARY,
     "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
     "_worker.threads": VOCABULARY,
     "_worker.eager": WORDS,
@@ -79,7 +82,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
     | BYTES
-    | {"_worker.context", "_worker.mainmodule", "_worker.plain", "_worker.serve", "_worker.lifespan", "_worker.logs"},
+    | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.plain"}
+    | {"_worker.serve", "_worker.world"},
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
     # the parent's ways to start processes
@@ -88,7 +92,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.launch": LAUNCH,
     "_engines.servers": LAUNCH | {"_engines.launch"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},
-    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers"},
+    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers", "_reports"},
     # _worker.logs: the size of the ring, and what is said about it and about levels.
     "_logs": VOCABULARY | FRAMES | {"_ipc.records", "_worker.logs"},
     # _worker.main and _worker.plain: the layout of what its workers are given at their start.
@@ -100,17 +104,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_admission": VOCABULARY,
     "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
     "_inputs": VOCABULARY,
+    "_patience": frozenset(),
     "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy"},
     "_items": VOCABULARY | {"_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
     "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
-    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes"},
+    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes", "_patience", "_reports"},
     "_supervisor": VOCABULARY
     | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_items", "_member", "_policy", "_pool"}
     | {"_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
-    "_closing": VOCABULARY | {"_supervisor"},
+    "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy"},
     "_flow": VOCABULARY
@@ -130,6 +135,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # parts of the supervisor, handed their owner
     "_attempts": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
+    "_member": frozenset({"_patience"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
 }

@@ -162,7 +162,7 @@ def test_no_descriptor_is_left_when_the_address_space_is_too_small(way: bool) ->
     assert open_fds() == before
 
 
-def test_no_descriptor_is_left_when_there_are_none(way: bool) -> None:
+def test_r6_no_descriptor_is_left_when_there_are_none(way: bool) -> None:
     before = open_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:

@@ -74,7 +74,7 @@ def test_any_frames_in_any_order_of_writing_and_reading(data: st.DataObject, siz
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 16, 32])
-def test_a_frame_wraps_at_every_offset(length: int) -> None:
+def test_r1_a_frame_wraps_at_every_offset(length: int) -> None:
     frame = bytes(range(1, length + 1))
     size = 40
     for start in range(size):

@@ -31,6 +31,7 @@ from percore._engines.fds import (
 from percore._engines.launch import ENTRY, Watched, is_stream, world_for_fork
 from percore._engines.servers import servers
 from percore._platform import HAS_PIDFD
+from percore._reports import report
 from percore._worker.world import BORN, EXITED, FAILED, REPORT, receive
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 _NOTHING_YET, _SILENCE = -1, -2  # beside the kinds of report: none came, none will come
 _ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without fork server: only then its code is told
 _ANSWER_PATIENCE = 1.0  # seconds a fork server may take to bear a worker that is to be killed anyway, or to reap one
-
-_logger = logging.getLogger("percore")
 
 
 class ForkServerLauncher:
@@ -176,7 +175,9 @@ class ForkedProcess(Watched):
         self._has_spoken = True
 
     def _give_up(self) -> None:
-        _logger.warning("the fork server does not answer; the next worker gets a new one")
+        # One that nobody has stopped is only slow, as when it comes up on a loaded machine: who closes then is told nothing.
+        level = logging.DEBUG if servers.will_answer(self._server) else logging.WARNING
+        report(level, "the fork server does not answer; the next worker gets a new one")
         servers.retire(self._server)
         self._finish(None)
 
@@ -200,7 +201,7 @@ class ForkedProcess(Watched):
         elif kind == EXITED:
             self._finish(value)  # reaped by its fork server: as dead as a pidfd could tell
         elif kind == FAILED:
-            _logger.warning("the fork server could not start a worker: %s", os.strerror(value))
+            report(logging.WARNING, "the fork server could not start a worker: %s", os.strerror(value))
             self._finish(None)
         elif kind == _SILENCE:
             self._on_silence()
@@ -236,7 +237,7 @@ class ForkedProcess(Watched):
         try:
             self._ask()
         except OSError as error:
-            _logger.warning("no new fork server could be started: %s", error)
+            report(logging.WARNING, "no new fork server could be started: %s", error)
             self._server = None
             self._finish(None)
 

@@ -17,14 +17,19 @@ Payloads    A pickle too large for a frame lies in a slot. Where no slot is free
 Broken      Any exception between reading the bell and the last message (a broken peer, a KeyboardInterrupt) leaves positions or
             messages lost for good: `on_broken` is called, nothing is delivered any more, and the exception goes on if it is not an
             Exception. The owner ends the peer.
+Fork        A process that is forked from this one has a copy of every channel, of the loop with its readers, and of what is queued.
+            But the bell and the memory are not copied: a bell that the fork reads is lost here, a frame that it writes lies over
+            one of ours. So in a fork no channel is open, whatever the fork does.
 """
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import Final, Protocol
+from weakref import WeakSet
 
 from percore._ipc.codec import decode, encode
 from percore._ipc.doorbell import Bell
@@ -104,6 +109,7 @@ class Channel:
         self.on_batch = on_batch
         self._is_open = True
         self._is_clear = not POINTS
+        _opened.add(self)
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
     # Sending
@@ -366,3 +372,21 @@ class Channel:
         self.tx.release()
         self.rx.release()
         self._queue.clear()
+
+    def disown(self) -> None:
+        """This is a fork of the process that opened it, which goes on using it: touch neither the bell nor the memory."""
+        self._is_open = self._is_clear = False
+        # The copied loop shares one epoll with ours: ending, it would take descriptors out of it that it has open, too.
+        self._bell.close()
+        self.outgoing.disown()
+
+
+_opened: Final[WeakSet[Channel]] = WeakSet()
+
+
+def _disown_all() -> None:
+    for channel in list(_opened):
+        channel.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -70,7 +70,7 @@ def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_val
     refused: Exception | None = None
     for limit in (None, *_SHORTER):
         shown = exc if refused is None else refused
-        wire = _encode(shown, main_by_value), text if limit is None else text[-limit:]
+        wire = _encoded(shown, main_by_value), text if limit is None else text[-limit:]
         file = new_file()
         try:
             pickle.Pickler(file, PROTOCOL).dump(wire)
@@ -100,6 +100,14 @@ def load_exception(data: bytes | memoryview) -> BaseException:
 
 
 # Sending
+
+
+def _encoded(root: BaseException, main_by_value: bool) -> tuple[int, list[tuple[Any, ...]]]:
+    try:
+        return _encode(root, main_by_value)
+    except BaseException as error:  # its class fails at being asked what it is, or there are too many nodes for the memory
+        why = f"{type_name_of(error)}: {text_of(error)}"
+        return 0, [tuple(_Node(None, type_name_of(root), text_of(root), why, (), _NO_NODE, suppress_context=False))]
 
 
 def _encode(root: BaseException, main_by_value: bool) -> tuple[int, list[tuple[Any, ...]]]:

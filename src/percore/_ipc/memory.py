@@ -17,6 +17,8 @@ from percore._platform import HAS_MEMFD
 _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL; required under vm.memfd_noexec=2, unknown (EINVAL) before Linux 6.3
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _PAGE = mmap.PAGESIZE
+_FILLED = 16 << 20
+"""Bytes up to which a file is no hole: where the disk is full that is an error here, and SIGBUS for whoever writes to a hole."""
 _TRACK = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
@@ -92,6 +94,8 @@ class Memory:
             os.ftruncate(fd, size)
             if HAS_MEMFD:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            elif size <= _FILLED and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, size)
         except BaseException:
             os.close(fd)
             if reader >= 0:

@@ -18,6 +18,9 @@ from typing import Any, cast
 ARGS: Any = vars(BaseException)["args"]
 CAUSE: Any = vars(BaseException)["__cause__"]
 SUPPRESS_CONTEXT: Any = vars(BaseException)["__suppress_context__"]
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
+_QUALNAME: Any = vars(type)["__qualname__"]
+_MODULE: Any = vars(type)["__module__"]
 GROUP_MESSAGE: Any = vars(BaseExceptionGroup)["message"]
 GROUP_MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
 
@@ -136,7 +139,15 @@ def format_traceback(exc: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(exc))
     except BaseException as error:  # an exception that breaks the formatter itself
-        return f"{type_name_of(exc)}: {text_of(exc)}\n(its traceback could not be formatted: {type_name_of(error)})\n"
+        said = f"{type_name_of(exc)}: {text_of(exc)}\n(its traceback could not be formatted: {type_name_of(error)})\n"
+        return _format_frames(exc) + said
+
+
+def _format_frames(exc: BaseException) -> str:
+    try:
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(_TRACEBACK.__get__(exc))])
+    except BaseException:  # what kept the traceback from being formatted lies deeper: no memory, perhaps
+        return ""
 
 
 def text_of(exc: BaseException) -> str:
@@ -150,7 +161,9 @@ def text_of(exc: BaseException) -> str:
 def type_name_of(exc: BaseException) -> str:
     """The class as a traceback names it. Never raises."""
     cls = type(exc)
-    module = cls.__module__
-    if type(module) is not str or module in ("builtins", "__main__", "__mp_main__"):
-        return cls.__qualname__
-    return f"{module}.{cls.__qualname__}"
+    name: str = _QUALNAME.__get__(cls)
+    try:
+        module = _MODULE.__get__(cls)
+    except AttributeError:  # the class has none any more
+        return name
+    return name if type(module) is not str or module in ("builtins", "__main__", "__mp_main__") else f"{module}.{name}"

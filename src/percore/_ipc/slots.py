@@ -16,6 +16,7 @@ from pickle import PickleBuffer
 from percore._errors import PayloadTooLarge
 from percore._ipc.memory import Memory
 from percore._ipc.ring import BrokenFrame
+from percore._ipc.room import MARGIN, room_left
 from percore._messages import SLOT_BITS, SLOT_MASK, Payload
 
 INLINE_LIMIT = 100_000
@@ -38,18 +39,23 @@ class SlotWriter:
         self.limit = limit
         self.count = min(memory.size // slot_size, SLOT_MASK + 1)
         self._memory = memory
-        self._lock = threading.Lock()  # held for arithmetic only: never over user code, a system call, or a wait
+        # Held for arithmetic only: never over user code, a system call, or a wait. Re-entrant all the same: from 3.12 on a garbage
+        # collection may begin behind any call, and a `__del__` that it runs may submit or cancel something.
+        self._lock = threading.RLock()
         self._freed: list[int] = []
         self._fresh = 0
         self._is_taken = bytearray(self.count)
         self._touched = [0] * self.count
         self._warm = 0
+        self._is_ours = True
         self.in_use = 0
         self._waiters: deque[Callable[[], bool]] = deque()
 
     def take(self) -> int | None:
         """The lowest free slot, or None."""
         with self._lock:
+            if not self._is_ours:
+                return None
             if self._freed:
                 slot = heapq.heappop(self._freed)
             elif self._fresh < self.count:
@@ -69,6 +75,8 @@ class SlotWriter:
         """
         cold = 0
         with self._lock:
+            if not self._is_ours:
+                return
             if not 0 <= slot < self.count or not self._is_taken[slot]:
                 raise BrokenFrame(f"slot {slot} was released and is not in use")
             self._is_taken[slot] = False
@@ -96,9 +104,14 @@ class SlotWriter:
         """
         self._waiters.append(waiter)
         with self._lock:
-            is_free = bool(self._freed) or self._fresh < self.count
+            is_free = self._is_ours and (bool(self._freed) or self._fresh < self.count)
         if is_free:
             self._offer()
+
+    def disown(self) -> None:
+        """This is a fork of the process that made it, which goes on using the memory: hand out no slot, and give no page back."""
+        self._lock = threading.RLock()  # another thread may have held it at the fork
+        self._is_ours = False
 
     def is_awaited(self) -> bool:
         """Whether a payload waits for a slot."""
@@ -113,6 +126,10 @@ class SlotWriter:
                 return
             if waiter():
                 return
+
+    def warm(self, slot: int) -> int:
+        """Bytes at the beginning of a slot whose pages are there."""
+        return self._touched[slot]
 
     def view(self, slot: int) -> memoryview:
         """The memory of one slot."""
@@ -173,7 +190,7 @@ class Sink:
     worth it. Where none may be taken the bytes stay private.
     """
 
-    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_view")
+    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_sure", "_view", "lacks_room")
 
     def __init__(self, slots: SlotWriter, *, private: bool = False) -> None:
         """With `private`, no slot is taken however large the pickle is."""
@@ -185,12 +202,17 @@ class Sink:
         self._view: memoryview | None = None
         self._parts: list[bytes] | None = [] if private else None
         self._frames: list[tuple[int, int]] = []
+        self._sure = self._limit
+        """How far may be written without a second look."""
+        self.lacks_room = False
+        """Whether there was too little memory for what was written last."""
 
     def write(self, data: bytes | bytearray | memoryview | PickleBuffer, /) -> None:
         """Append `data`.
 
         Raises:
             PayloadTooLarge: it does not fit; `reset` must follow.
+            MemoryError: there is too little memory for it; likewise.
         """
         if self._view is None and self._parts is None:
             if self._head is None and type(data) is bytes and len(data) <= INLINE_LIMIT:
@@ -206,8 +228,8 @@ class Sink:
         elif not isinstance(data, bytes):
             data = memoryview(data).cast("B")
         end = self._position + len(data)
-        if end > self._limit:
-            raise PayloadTooLarge(self._limit)
+        if end > self._sure:
+            self._reach(end)
         if self._view is not None:
             self._view[self._position : end] = data
         elif self._parts is not None:
@@ -220,9 +242,20 @@ class Sink:
             self._parts = []
         else:
             self._view = self._slots.view(self._slot)
+            self._sure = min(self._limit, self._slots.warm(self._slot) + MARGIN)
         head, self._head = self._head, None
         if head is not None:
             self.write(head)
+
+    def _reach(self, end: int) -> None:
+        """Make sure that there is room: whoever writes to pages that the system cannot give is killed, and all its process does."""
+        if end > self._limit:
+            raise PayloadTooLarge(self._limit)
+        room, needed = room_left(), end - max(self._position, self._sure - MARGIN) + MARGIN
+        if room is not None and room < needed:
+            self.lacks_room = True
+            raise MemoryError(f"a message of at least {end} bytes does not fit into the memory that is left, {room} bytes")
+        self._sure = min(self._limit, end + MARGIN)
 
     def contains(self, needle: bytes) -> bool:
         """Whether the pickle that was written has `needle` in its frames; large data outside of them is not looked at."""

@@ -88,7 +88,7 @@ class Answers:
         except PayloadTooLarge as error:
             self.error(call_id, error, send)
         except BaseException as error:
-            self.error(call_id, unpicklable(value, error), send)
+            self.error(call_id, error if sink.lacks_room else unpicklable(value, error), send)
         else:
             if POINTS:
                 point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")

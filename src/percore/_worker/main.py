@@ -21,12 +21,13 @@ from percore._ipc.slots import SlotReader, SlotWriter
 from percore._platform import uvloop_wanted
 from percore._points import POINTS, point, this_is_worker
 from percore._worker import context as worker_context
-from percore._worker import mainmodule
+from percore._worker import forks, mainmodule
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.logs import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker.plain import MARK_WORDS
 from percore._worker.serve import Server
+from percore._worker.world import lifelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
     *memory_fds, out_fd, in_fd, log_fd, pipe = fds
+    forks.withhold([*memory_fds, log_fd], [out_fd, in_fd, pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
     main = MainInfo(*boot.main)
@@ -152,6 +154,7 @@ async def _serve(
     )
     channel.open(server.receive, _broken)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
+    forks.sigterm_drains()
     return await serve_until_finished(
         channel,
         server,

@@ -40,6 +40,9 @@ MAX_FDS = 253  # of one message (SCM_MAX_FD)
 
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # blocked by the supervisor until the new process has its own handlers
 
+lifelines: list[int] = []
+"""The pipes by which this process dies (see `die_with`)."""
+
 
 class World(NamedTuple):
     """Surroundings of the supervisor at one moment. None: an exec has brought it along already.
@@ -125,6 +128,7 @@ def die_with(*pipes: int) -> None:
     Where the system cannot send a signal then (no F_SETSIG), a thread waits for it: not while the process is stopped or
     a C call holds the GIL.
     """
+    lifelines[:] = pipes
     if not HAS_SETSIG:
         threading.Thread(target=_die_after, args=(pipes,), name="percore-lifeline", daemon=True).start()
         return

@@ -1,0 +1,97 @@
+"""The tables of docs/performance.md, from the run on record. Numbers there come from here alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks._figures import Spread, in_words
+from benchmarks._results import from_json
+from benchmarks._runs import row_names, row_of, title_of
+from benchmarks._table import setting_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from benchmarks._figures import Words
+    from benchmarks._results import Json
+
+RECORD = Path(__file__).with_name("record.json")
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PLOTS = PAGE.with_name("plots")
+
+BEGIN = "<!-- begin: written by `python -m benchmarks --docs`, do not edit -->"
+END = "<!-- end -->"
+NO_RECORD = "No run is on record yet. `make bench-record` makes one and fills this part."
+
+
+def write(record: Json | None) -> str:
+    """Fills the page's block; a line that tells."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), block(record)), encoding="utf-8")
+    return f"{PAGE.name}: {'no run is on record yet' if record is None else 'filled from the run on record'}"
+
+
+def filled(page: str, lines: str) -> str:
+    """The page with these lines between its two marks. Raises ValueError where it has not exactly one of each."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in after:
+        raise ValueError(f"the page has not exactly one {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
+
+
+def block(record: Json | None) -> str:
+    """What is between the marks."""
+    return NO_RECORD if record is None else "\n".join(_lines(record)).strip()
+
+
+def _lines(record: Json) -> Iterator[str]:
+    rows = {name: row for name, row in record["rows"].items() if name in row_names()}
+    yield f"One run, {record['seconds'] / 60:.0f} minutes in all."
+    yield ""
+    yield from ("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in record["machine"].items()))
+    yield from ("", "### Targets", "")
+    yield "`x`: median of the ratios within one round, and their quartiles. Without `x`: the metric itself."
+    yield ""
+    yield "| row | what | reach | then towards | measured | quartiles | |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, row in rows.items():
+        yield from (_target(name, target, _words(name)) for target in row["targets"])
+    yield from (f"\nNot run: `{name}`, {why.splitlines()[0]}" for name, why in record["failed"].items())
+    yield from ("", "### Plots", "")
+    yield from (f"![{title_of(name)}](plots/{name}.png)\n" for name in rows if (PLOTS / f"{name}.png").exists())
+    yield from ("### All figures", "")
+    for name, row in rows.items():
+        yield from _row(name, row)
+
+
+def _words(name: str) -> Mapping[str, Words]:
+    return row_of(name, quick=False).words
+
+
+def _target(name: str, target: Json, words: Mapping[str, Words]) -> str:
+    say = words.get(target["metric"], in_words) if target["kind"] == "limit" else lambda ratio: f"{ratio:.2f} x"
+    sign = "≥" if target["kind"] == "times as fast" else "≤"
+    towards = "" if target["towards"] is None else say(target["towards"])
+    what = target["question"] + (f" ({target['against']})" if "the best of" in target["question"] and target["against"] else "")
+    if target["measured"] is None:
+        return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | | | not measured |"
+    low, median, high = map(say, target["measured"])
+    verdict = "reached" if target["reached"] else "**missed**"
+    return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | {median} | {low} to {high} | {verdict} |"
+
+
+def _row(name: str, row: Json) -> Iterator[str]:
+    result = from_json(row)
+    words = _words(name)
+    yield f"<details><summary>{title_of(name)} ({row['rounds']} rounds, {row['seconds']:.0f} s)</summary>"
+    yield from ("", "| contestant | metric | median | quartiles |", "|---|---|---|---|")
+    for contestant, samples in result.samples.items():
+        for metric in samples[0]:
+            say = words.get(metric, in_words)
+            values = Spread.of(result.values(contestant, metric))
+            yield f"| {contestant} | {metric} | {say(values.median)} | {say(values.low)} to {say(values.high)} |"
+    yield ""
+    yield from (f"- {name} played with {setting_of(choice)}" for name, choice in result.choices.items() if name in result.samples)
+    yield from (f"- {contestant} was left out: {why}" for contestant, why in result.absent.items())
+    yield from ("", "</details>", "")

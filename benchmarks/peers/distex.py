@@ -1,0 +1,89 @@
+"""distex: coroutines and plain functions on processes with a loop each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class DistexPool(Protocol):
+    """The verbs of distex's pool that have a counterpart in percore; distex itself is not typed."""
+
+    def run_async(self, function: Callable[[T], Awaitable[R]], argument: T, /) -> Awaitable[R]: ...
+
+    def map_async(self, function: Callable[[T], R], items: Iterable[T], /, *, chunksize: int) -> AsyncIterator[R]: ...
+
+
+@asynccontextmanager
+async def calling(workers: int, queued: int, function: Callable[[T], Awaitable[R]]) -> AsyncIterator[Callable[[T], Awaitable[R]]]:
+    async with opened(workers, queued) as pool:
+        yield lambda argument: pool.run_async(function, argument)
+
+
+@asynccontextmanager
+async def mapping(
+    workers: int, queued: int, chunk: int, function: Callable[[T], R]
+) -> AsyncIterator[Callable[[Sequence[T]], Awaitable[list[R]]]]:
+    async with opened(workers, queued) as pool:
+
+        async def run(items: Sequence[T]) -> list[R]:
+            return [result async for result in pool.map_async(function, items, chunksize=chunk)]
+
+        yield run
+
+
+@asynccontextmanager
+async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
+    """A distex pool that keeps `queued` calls at each worker. Raises ModuleNotFoundError where it is not installed."""
+    from distex import Pool
+
+    with _distex_environment(), _loop_of_thread():
+        pool = Pool(num_workers=workers, qsize=queued, lazy_create=True)
+        await pool.create()
+    try:
+        yield pool
+    finally:
+        # Its shutdown closes the process transports at once, after which uvloop no longer reaps what they stood for.
+        # So let the processes end by the end of their connections, and wait for that, first.
+        for worker in pool._workers:
+            worker.stop()
+        await asyncio.gather(*(transport._wait() for transport, _ in pool._procs))
+        with _loop_of_thread():
+            await pool.shutdown_async(wait=False)
+
+
+@contextmanager
+def _loop_of_thread() -> Iterator[None]:
+    """distex asks for the loop of the thread instead of the running one, when it starts and when it ends."""
+    asyncio.set_event_loop(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+
+
+@contextmanager
+def _distex_environment() -> Iterator[None]:
+    """Lets distex find its worker script beside this interpreter, and that script this package."""
+    root = str(Path(__file__).parents[2])
+    added = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": root}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update({name: os.pathsep.join(filter(None, (added[name], before[name]))) for name in added})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,18 @@
+"""percore's own words, at the logger `percore`."""
+
+import logging
+from typing import Final
+
+_logger: Final = logging.getLogger("percore")
+_reporter: Final = logging.NullHandler()
+
+
+def report(level: int, text: str, *args: object) -> None:
+    """Log, whatever the user's handlers and filters do.
+
+    They are called in the midst of supervision, which has to go on: what they raise is told as `logging` tells errors of handlers.
+    """
+    try:
+        _logger.log(level, text, *args, stacklevel=2)
+    except Exception:
+        _reporter.handleError(logging.LogRecord(_logger.name, level, __file__, 0, text, args, None))

@@ -1,0 +1,38 @@
+"""What tests with real processes ask for."""
+
+import resource
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults import Wire
+
+
+@pytest.fixture
+def no_core_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, limits)
+
+
+@pytest.fixture
+def wire(tmp_path: Path) -> Iterator[Wire]:
+    wire = Wire(tmp_path / "wire")
+    yield wire
+    wire.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Wire]:
+    gate = Wire(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Plan what workers do at their points; those of runners that are started afterwards."""
+    return partial(monkeypatch.setenv, "PERCORE_POINTS")

@@ -1,0 +1,184 @@
+"""Programs that leave percore where nobody should: python -m tests.e2e.misuse_programs STORY ARGUMENTS"""
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import percore
+from tests import jobs
+from tests.e2e.fault_programs import run, say
+
+LIMIT = 20.0
+
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+_kept: list[Any] = []
+
+
+# Forks of the program
+
+
+def forked(loop: str, how: str, gate: str) -> None:
+    run(loop, _forked(how, gate))
+
+
+async def _forked(how: str, gate: str) -> None:
+    with contextlib.ExitStack() as forks:
+        async with percore.Runner(2, concurrency=1000, threads=4) as runner:
+            waiting = [runner.submit(fn, os.devnull, gate, number) for fn in (jobs.wait, jobs.await_) for number in range(450)]
+            stream = aiter(runner.map(jobs.echo, itertools.count(), key=str))
+            ended = [runner.submit(jobs.aecho, number) for number in range(100)]
+            await asyncio.sleep(0)  # they are sent
+            _wait_until_all_have_answered(runner)  # what a fork reads now, nobody reads here
+            fork = forks.enter_context(_Fork(how, lambda: _use_in_fork(runner, [*waiting, *ended], how)))
+            if fork.is_child:  # it goes on as its copy of the program does
+                return
+            if how == "lives":
+                await _lose_a_worker(runner)
+            _open(gate)
+            async with asyncio.timeout(LIMIT):
+                values = await asyncio.gather(*waiting, *ended, return_exceptions=True)
+                items = [await anext(stream) for _ in range(100)]
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+            counted = runner.statistics()
+        lost = [value for value in values if isinstance(value, percore.WorkerDied)]
+        right = zip(values, [*range(450), *range(450), *range(100)], strict=True)
+        kept = [value for value, expected in right if value == expected]
+        say("parent", [len(kept) + len(lost) == 1000, items == list(range(100))])
+        say("counted", [len(lost) == counted.failed, counted.restarts])
+        say("closed")
+
+
+def _open(gate: str) -> None:
+    Path(gate).write_text("!")
+
+
+def _wait_until_all_have_answered(runner: percore.Runner) -> None:
+    """Until every worker has results in its ring, and has rung, and nobody here has heard of it."""
+    for member in runner._supervisor.members:
+        channel = member.worker.channel
+        at = channel.rx.read % channel.rx.size
+        while not any(channel.rx._view[at : at + 8]):
+            os.sched_yield()
+        poll = select.poll()
+        poll.register(channel._bell.fileno(), select.POLLIN)
+        assert poll.poll(LIMIT * 1000)
+
+
+async def _lose_a_worker(runner: percore.Runner) -> None:
+    """A worker dies, and another one comes, while a fork of the program has whatever it has inherited."""
+    pid = runner.statistics().workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(LIMIT):
+        while runner.statistics().restarts == 0:
+            await runner.run(jobs.aecho)
+
+
+class _Fork:
+    """A fork of this program in the midst of everything, of which nothing is heard here but its end."""
+
+    def __init__(self, how: str, use: Callable[[], None]) -> None:
+        self._how = how
+        self._use = use
+        self._may_end, self._end = os.pipe()
+        self.is_child = False
+
+    def __enter__(self) -> "_Fork":
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: there may be threads
+        if self._how.startswith("multiprocessing"):
+            process = multiprocessing.get_context("fork").Process(target=self._use)
+            process.start()
+            process.join()
+            say("fork", process.exitcode)
+            process.close()
+            return self
+        self._pid = os.fork()
+        self.is_child = not self._pid
+        if self.is_child:
+            self._be_child()
+        elif self._how != "lives":
+            self._wait()
+        return self
+
+    def _be_child(self) -> None:
+        self._use()
+        if self._how == "lives":
+            os.close(self._end)
+            os.read(self._may_end, 1)
+        if self._how in ("lives", "gc"):
+            os._exit(0)
+        if self._how == "sys.exit":
+            sys.exit(3)
+
+    def _wait(self) -> None:
+        say("fork", os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._end)
+        os.close(self._may_end)
+        if self._how == "lives":
+            self._wait()
+
+
+def _use_in_fork(runner: percore.Runner, futures: "list[asyncio.Future[Any]]", how: str) -> None:
+    """Everything that a fork can do with its copy of a runner."""
+    uses: list[Callable[[], object]] = [
+        lambda: runner.submit(jobs.echo),
+        lambda: runner.map(jobs.echo, [1]),
+        runner.statistics,
+        runner.options,
+        lambda: _driven(runner.run(jobs.echo)),
+        lambda: _driven(runner.aclose()),
+        lambda: _driven(runner.start()),
+    ]
+    refusals = 0
+    for use in uses:
+        try:
+            use()
+        except RuntimeError:
+            refusals += 1
+    for future in futures:
+        future.cancel()
+    say("refused", [refusals == len(uses), _inherited()])
+    if how in ("gc", "multiprocessing gc"):
+        futures.clear()
+        del runner, futures, uses
+        gc.collect()
+    if how == "multiprocessing exit":
+        sys.exit(3)
+
+
+def _driven(coroutine: Any) -> None:
+    """The first step of a coroutine, whatever loop there is."""
+    try:
+        coroutine.send(None)
+    finally:
+        coroutine.close()
+
+
+def _inherited() -> list[str]:
+    """Descriptors by which this process could hear of, or be heard by, the workers of the other."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if "pidfd" in target:
+                found.append(target)
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,116 @@
+"""The fork server is killed at each of its steps: its workers go with it, another one takes over, and each call ends as it should."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import percore
+from percore._platform import default_start_method
+from tests.e2e import fault_calls as calls
+from tests.e2e import held
+from tests.faults import LIMIT, Wire
+from tests.sweep.places import SERVER
+
+pytestmark = pytest.mark.skipif(default_start_method() != "forkserver", reason="no fork server here")
+
+
+class Plans:
+    """What is to happen once, somewhere (see percore._points)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.hits = Wire(folder / "hits")
+
+    def kill_at(self, place: str) -> None:
+        (self._folder / place).write_text("kill")
+
+
+@pytest.fixture
+def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
+    folder = tmp_path / "points"
+    folder.mkdir()
+    monkeypatch.setenv("PERCORE_POINTS", str(folder))
+    plans = Plans(folder)
+    yield plans
+    plans.hits.close()
+
+
+def pids_of(runner: percore.Runner) -> set[int | None]:
+    return {worker.pid for worker in runner.statistics().workers}
+
+
+async def write_down(ledger: str, number: int) -> int:
+    calls.append(ledger, str(number))
+    return number
+
+
+async def all_new(runner: percore.Runner, before: set[int | None]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while pids_of(runner) & before or any(worker.state != "ready" for worker in runner.statistics().workers):
+            with contextlib.suppress(percore.WorkerDied):
+                await runner.run(calls.accept)
+        assert await runner.map(calls.accept, range(100)) == [1] * 100
+
+
+@pytest.mark.parametrize("place", SERVER)
+async def test_killed_while_it_replaces_a_worker(place: str, plans: Plans, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    async with percore.Runner(2) as runner:
+        before = pids_of(runner)
+        victim = next(iter(before))
+        assert victim is not None
+        stays = [runner.submit(calls.stay, os.devnull) for _ in range(20)]
+        await asyncio.gather(*(runner.run(calls.who) for _ in range(20)))
+        plans.kill_at(place)
+        os.kill(victim, signal.SIGKILL)
+        futures = [runner.submit(write_down, str(ledger), number) for number in range(500)]
+        assert (await plans.hits.line()).startswith(f"{place} kill")
+        async with asyncio.timeout(LIMIT):
+            ends = await asyncio.gather(*futures, return_exceptions=True)
+            deaths = await asyncio.gather(*stays, return_exceptions=True)
+        assert {type(death) for death in deaths} == {percore.WorkerDied}
+        ran = list(map(int, ledger.read_text().split()))
+        assert len(ran) == len(set(ran)), "no call runs twice"
+        for number, end in enumerate(ends):
+            assert end == number or isinstance(end, percore.WorkerDied)
+            assert number in ran or isinstance(end, percore.WorkerDied)
+        await all_new(runner, before)
+
+
+@pytest.mark.asyncio_only
+@pytest.mark.parametrize("place", ["forkserver.request", "forkserver.forked", "forkserver.born"])
+async def test_killed_in_the_first_start(place: str, plans: Plans) -> None:
+    """Before a worker was told of, another fork server is asked. After it, that is a worker's death, which fails a first start."""
+    plans.kill_at(place)
+    runner = percore.Runner(1)
+    async with asyncio.timeout(LIMIT):
+        if place == "forkserver.born":
+            with pytest.raises(percore.StartupFailed):
+                await runner.start()
+        else:
+            await runner.start()
+            assert await runner.run(calls.accept) == 0
+        assert (await plans.hits.line()).startswith(f"{place} kill")
+        await runner.aclose()
+
+
+@pytest.mark.asyncio_only
+async def test_killed_before_it_comes_up(tmp_path: Path) -> None:
+    with held.interpreters(tmp_path) as interpreters:
+        runner = percore.Runner(2)
+        starting = asyncio.create_task(runner.start())
+        await interpreters.arrive(1)
+        (server,) = psutil.Process().children()
+        server.kill()
+        await interpreters.arrive(1)
+        interpreters.let_go(1)
+        async with asyncio.timeout(LIMIT):
+            await starting
+            assert await runner.map(calls.accept, range(100)) == [1] * 100
+            await runner.aclose()

@@ -1,0 +1,261 @@
+"""Deaths of workers as a judge sees them who stands outside: what calls tell themselves, what the program says, what is left."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.counts import times
+from tests.e2e.deaths import HARD
+from tests.faults import LIMIT, Program, Watch, Wire, count_lines
+
+pytestmark = pytest.mark.usefixtures("no_core_files")
+both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a program of `death_programs`, in which every warning is an error."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    with contextlib.ExitStack() as programs:
+
+        def start(*arguments: str) -> Program:
+            program = Program(*arguments, stderr=tmp_path / "stderr", module="tests.e2e.death_programs")
+            return programs.enter_context(program)
+
+        yield start
+
+
+def ends_well(program: Program, *complaints: str) -> None:
+    """It served as before, has left nothing, and said nothing on standard error but lines of these forms."""
+    unhandled, fds, threads, registered, children = program.told("left")
+    assert (unhandled, fds, threads, registered, children) == ([], [], 0, 0, 0)
+    assert program.end() == 0
+    lines = program.stderr.splitlines()
+    assert len(lines) == len(complaints), program.stderr
+    for form in complaints:
+        (line,) = [line for line in lines if re.fullmatch(form, line)][:1] or pytest.fail(program.stderr)
+        lines.remove(line)
+
+
+# One after the other, and all at once
+
+
+@both_loops
+def test_k1_idle_workers_are_replaced_once_and_nothing_else_is_said(loop: str, start: Start, tmp_path: Path) -> None:
+    program = start("idle", loop, str(tmp_path / "births"))
+    pids = program.told("ready")
+    with Watch(pids) as workers:
+        for pid, signum in zip(pids, (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT), strict=True):
+            workers.send(pid, signum)
+        assert workers.wait_gone(HARD) == []
+    assert program.told("replaced") == [3, 0, 0]
+    ends_well(program, *(rf"worker {index} \(pid {pid}\) died by SIG\w+ \(.*\)" for index, pid in enumerate(pids)))
+    assert count_lines(tmp_path / "births") == 6
+
+
+def cpu_of(pid: int) -> float:
+    used = psutil.Process(pid).cpu_times()
+    return used.user + used.system
+
+
+def is_at_rest(pid: int) -> bool:
+    """Whether it uses next to no CPU; one that spins gets its share even of a loaded machine."""
+    with Watch([pid]) as program:
+        before = cpu_of(pid)
+        assert program.wait_gone(0.5) == [pid]  # to look at for a while, not to wait for anything
+        return cpu_of(pid) - before < 0.1
+
+
+@both_loops
+def test_peers_20_a_loop_whose_workers_are_all_dead_is_at_rest(loop: str, start: Start, tmp_path: Path) -> None:
+    gate = Wire(tmp_path / "gate")
+    try:
+        program = start("all_at_once", loop, gate.path)
+        (pids,) = program.told("ready")
+        with Watch(pids) as workers:
+            workers.kill()
+            assert workers.wait_gone(HARD) == []
+        program.expect("dead")
+        assert is_at_rest(program.pid)
+        gate.give(5)
+        before, after = program.told("back")
+        assert before == after
+        assert is_at_rest(program.pid)
+        gate.give(1)
+        ends_well(program, *[r"worker \d \(pid \d+\) died by SIGKILL \(.*\)"] * 4)
+    finally:
+        gate.close()
+
+
+# A ledger
+
+
+@both_loops
+def test_k2_a_death_costs_what_had_begun_in_that_worker(loop: str, start: Start, tmp_path: Path) -> None:
+    gate = Wire(tmp_path / "gate")
+    try:
+        program = start("busy", loop, gate.path)
+        lines: list[list[str]] = []
+        while len([line for line in lines if line[0] == "begun"]) < 132 or not any(line[0] == "submitted" for line in lines):
+            lines.append(program.line().split(maxsplit=1))
+        count, pids = next(json.loads(line[1]) for line in lines if line[0] == "submitted")
+        victim = pids[0]
+        with Watch([victim]) as worker:
+            worker.kill()
+            assert worker.wait_gone(HARD) == []
+        ledger = [tuple(map(int, line[1].split())) for line in lines if line[0] == "begun"]
+        of_victim = {number for number, pid in ledger if pid == victim}
+        assert len(of_victim) == 66
+        died = {tuple(program.told("outcome")) for _ in of_victim}
+        assert died == {(number, "died", True, 1, "SIGKILL", victim) for number in of_victim}
+        gate.give(count)
+        lines = []
+        while not lines or lines[-1][0] != "ended":
+            lines.append(program.line().split(maxsplit=1))
+        ledger += [tuple(map(int, line[1].split())) for line in lines if line[0] == "begun"]
+        ok = sorted(tuple(json.loads(line[1])) for line in lines if line[0] == "outcome")
+        assert ok == [(number, "ok", zlib.crc32(b"%d" % number)) for number in range(count) if number not in of_victim]
+        assert Counter(number for number, _ in ledger) == Counter(range(count))
+        ends_well(program, rf"worker 0 \(pid {victim}\) died by SIGKILL \(.*\)")
+    finally:
+        gate.close()
+
+
+@both_loops
+def test_k12_whatever_a_call_raises_its_worker_and_the_program_live_on(loop: str, start: Start) -> None:
+    program = start("grid", loop)
+    kinds = {
+        "sys.exit": ["RemoteError", "SystemExit"],
+        "SystemExit": ["RemoteError", "SystemExit"],
+        "KeyboardInterrupt": ["RemoteError", "KeyboardInterrupt"],
+        "GeneratorExit": ["RemoteError", "GeneratorExit"],
+        "StopIteration": ["RuntimeError", ""],
+        "CancelledError": ["RemoteError", "asyncio.exceptions.CancelledError"],
+        "BaseException": ["RemoteError", "__main__._Own"],
+    }
+    for fn, told in (("_raise", kinds), ("_raise_in_task", kinds | {"cancel itself": kinds["CancelledError"]})):
+        for kind, names in told.items():
+            *raised, restarts = program.told("raised")
+            assert (raised[:2], raised[2], restarts) == ([fn, kind], names[0], 0)
+            assert raised[3].endswith(names[1].rpartition(".")[2])
+    for fn in ("_raise", "_raise_in_task"):
+        for kind in ("exit", "libc exit"):
+            assert program.told("exited") == [fn, kind, "WorkerDied", 0]
+    assert program.told("mapped") == [names[0] for names in kinds.values()]
+    ends_well(program, *[r"worker 0 \(pid \d+\) died with exit code 0"] * 4)
+
+
+# Memory
+
+
+class MemoryGroup:
+    """A memory cgroup of the test's own, below the one it runs in, of 256 MiB."""
+
+    LIMIT = 256 << 20
+
+    def __init__(self) -> None:
+        """Make it. Raises OSError where that may not be done."""
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mine = {name: group.lstrip("/") for _, names, group in groups for name in names.split(",")}
+        if "memory" in mine:
+            self._path = Path("/sys/fs/cgroup/memory", mine["memory"], f"percore-test-{os.getpid()}")
+            limits = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
+        else:
+            self._path = Path("/sys/fs/cgroup", mine[""], f"percore-test-{os.getpid()}")
+            limits = ["memory.max", "memory.swap.max"]
+        self._path.mkdir()
+        try:
+            (self._path / limits[0]).write_text(str(self.LIMIT))
+            if (self._path / limits[1]).exists():
+                (self._path / limits[1]).write_text(str(self.LIMIT) if "memsw" in limits[1] else "0")
+        except OSError:
+            self._path.rmdir()
+            raise
+
+    def add(self, pid: int) -> None:
+        (self._path / "cgroup.procs").write_text(str(pid))
+
+    def remove(self) -> None:
+        with Watch(map(int, (self._path / "cgroup.procs").read_text().split())) as left:
+            assert left.wait_gone(LIMIT) == []
+        self._path.rmdir()
+
+
+@pytest.fixture
+def memory_group() -> Iterator[MemoryGroup]:
+    try:
+        group = MemoryGroup()
+    except (OSError, KeyError) as error:
+        pytest.skip(f"no memory cgroup can be made here: {error!r}")
+    yield group
+    group.remove()
+
+
+@both_loops
+def test_k15_a_worker_that_eats_all_memory_dies_and_not_its_supervisor(
+    loop: str, memory_group: MemoryGroup, start: Start, tmp_path: Path
+) -> None:
+    gate = Wire(tmp_path / "gate")
+    try:
+        program = start("hungry", loop, gate.path)
+        memory_group.add(program.pid)
+        gate.give(1)
+        kind, name, text = program.told("eaten")
+        assert (kind, name) == ("WorkerDied", "SIGKILL")
+        assert "perhaps out of memory" in text
+        assert program.told("beside") is False
+        ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(perhaps out of memory, .*\)")
+    finally:
+        gate.close()
+
+
+# Bugs of peers
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@both_loops
+def test_peers_2_workers_killed_amid_large_replies_hold_up_no_other(loop: str, start: Start) -> None:
+    kills = times(6, 200)
+    program = start("large_replies", loop, str(kills))
+    for _ in range(kills):
+        (pid,) = program.told("kill")
+        with Watch([pid]) as worker:
+            worker.kill()
+            assert worker.wait_gone(LIMIT) == []
+    told, restarts = program.told("told")
+    assert (told["wrong"], restarts) == (0, kills)
+    assert told["ok"] >= 8 * kills
+    assert told["died"] <= 8 * kills
+    ends_well(program, *[r"worker \d \(pid \d+\) died by SIGKILL \(.*\)"] * kills)
+
+
+def test_peers_19_a_child_that_a_call_left_behind_does_not_hold_up_the_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore::DeprecationWarning")  # of the fork beside threads
+    gate = Wire(tmp_path / "gate")
+    try:
+        program = start("wedged", "asyncio", gate.path)
+        with Watch([program.told("child")]) as child:
+            try:
+                gate.give(1)
+                assert program.told("left", LIMIT) == [[], [], 0, 0, 0]
+                assert program.end() == 0
+            finally:
+                child.kill()
+            assert child.wait_gone(HARD) == []
+        assert program.stderr == ""
+    finally:
+        gate.close()

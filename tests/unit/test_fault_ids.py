@@ -1,0 +1,44 @@
+"""Every fault that percore has to survive has a test that carries its id in its name: `test_k3_...`.
+
+The letters: K deaths of workers, P death of the supervisor, and signals, S serialisation, B boot, C cancellation, X close, misuse,
+T recycling, M maps, L threads that are all taken, R memory, rings and limits.
+"""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+IDS = [
+    *(
+        f"{letter}{number}"
+        for letter, last in {"k": 16, "p": 9, "s": 6, "b": 5, "c": 6, "x": 7, "m": 3, "r": 6}.items()
+        for number in range(1, last + 1)
+    ),
+    "s8",
+    "t3",
+    "l3",
+]
+
+
+def carried() -> Counter[str]:
+    """How many tests carry each id."""
+    names = (
+        node.name
+        for path in TESTS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return Counter(found[1] for name in names if (found := re.match(r"test_([a-z]\d+)_", name)))
+
+
+@pytest.mark.parametrize("fault", IDS)
+def test_each_fault_has_a_test(fault: str) -> None:
+    assert carried()[fault] > 0
+
+
+def test_no_test_carries_an_id_that_does_not_exist() -> None:
+    assert set(carried()) <= set(IDS)
