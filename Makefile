@@ -9,7 +9,9 @@
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make lint       ruff and mypy --strict
-#   make bench      every benchmark                   BENCH_ARGS="--list" passes arguments on
+#   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
+#   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
+#   make bench-record  every benchmark, as the new record: its JSON, its plots and the tables of docs/performance.md
 #   make clean      remove what the targets above made
 #
 # PYTHON=/path/to/python3 chooses the interpreter a new environment is made with.
@@ -28,7 +30,7 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 
-.PHONY: help demo test test-fallbacks test-all long sweep chaos lint bench clean stale
+.PHONY: help demo test test-fallbacks test-all long sweep chaos lint bench bench-check bench-record clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -78,8 +80,17 @@ lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff format --check $(SOURCES)
 	$(RUN) -m mypy $(SOURCES)
 
+BENCH_OUT := build/bench
+
 bench: $(VENV)/.percore-bench
-	$(RUN) -m benchmarks $(BENCH_ARGS)
+	$(RUN) -m benchmarks $(if $(QUICK),--quick) --json $(BENCH_OUT)/run.json --plots $(BENCH_OUT) $(BENCH_ARGS)
+
+bench-check: $(VENV)/.percore-bench
+	$(RUN) -m benchmarks --check
+
+bench-record: $(VENV)/.percore-bench
+	$(RUN) -m benchmarks --json benchmarks/record.json --plots docs/plots
+	$(RUN) -m benchmarks --docs
 
 test-all:
 	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 MINUTES, QUICK_MINUTES = 30.0, 5.0
 CHECK_SECONDS = 60.0
+CHECK_ROUNDS = 4
+"""At least, however slow the machine: fewer have no quartiles to speak of."""
 
 
 def main() -> int:
@@ -100,29 +103,31 @@ def check(record: Json | None) -> int:
     if record is None:
         show([f"No run is on record yet ({_docs.RECORD.name}): nothing to compare with. `make bench-record` makes one."])
         return 0
-    show(f"other machine than the record's: {line}" for line in other_machine(record["machine"], _machine.describe()))
+    differing = other_machine(record["machine"], _machine.describe())
+    show(f"not the record's machine, so only ratios count: {line}" for line in differing)
     rows = {name: row for name in row_names() if name in record["rows"] and (row := row_of(name, quick=False)).is_cheap}
     worse = 0
     for name, row in rows.items():
-        before = record["rows"][name]
-        found = compared(name, row, before, CHECK_SECONDS / len(rows))
+        seconds = CHECK_SECONDS * row.seconds / sum(one.seconds for one in rows.values())
+        compared = partial(_compared, name, row, record["rows"][name], seconds, ratios_only=bool(differing))
+        found = compared()
         if found:  # what only happened once happened to the machine
-            found &= compared(name, row, before, CHECK_SECONDS / len(rows))
+            found &= compared()
         worse += len(found)
     show([f"{worse} figures are worse than on record" if worse else f"{len(rows)} rows: no figure is worse than on record"])
     return 1 if worse else 0
 
 
-def compared(name: str, row: Row, before: Json, seconds: float) -> set[str]:
+def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only: bool) -> set[str]:
     """Runs those contestants of a row that its targets name, with the settings on record; the questions that came out worse."""
     named = {rival for target in row.targets for rival in names_of(target)}
-    request = Request(seconds, 4 * seconds + 20, only=tuple(sorted(named)), settings=settings_of(before))
+    request = Request(seconds, 5 * seconds + 30, rounds=CHECK_ROUNDS, only=tuple(sorted(named)), settings=settings_of(before))
     try:
         now = run_row(name, request)
     except RowFailed as error:
         show([f"FAILED     {name}: {error}"])
         return {name}
-    found = changes(before, now)
+    found = changes(before, now, ratios_only=ratios_only)
     show(f"{name}: {change.line}" for change in found)
     return {change.question for change in found if change.is_worse}
 

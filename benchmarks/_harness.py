@@ -36,11 +36,11 @@ class Row:
     """One measurement.
 
     The contestants are opened in the order given and closed in the reverse one. The first of their metrics is the one
-    that matters most, and by which settings are chosen, unless `choose_by` names another. Those named in `anew` are
-    opened and warmed up for each of their rounds alone: they do something even when they have nothing to do. `seconds`
-    is what the row wants of a whole run's time: it stops after `rounds` rounds, or when that is used up. `words` tells
-    how a metric is written that is not in seconds; `derive` adds to the samples what takes several contestants to tell;
-    `draw` makes a plot of the result in a file, with matplotlib.
+    that matters most. Each setting is tried for `trials` rounds, and chosen by that metric unless `choose_by` names
+    another. Those named in `anew` are opened and warmed up for each of their rounds alone: they do something even when
+    they have nothing to do. `seconds` is what the row wants of a whole run's time: it stops after `rounds` rounds, or
+    when that is used up. `words` tells how a metric is written that is not in seconds; `derive` adds to the samples what
+    takes several contestants to tell; `draw` makes a plot of the result in a file, with matplotlib.
     """
 
     contestants: Mapping[str, Contestant | Settings]
@@ -48,6 +48,7 @@ class Row:
     rounds: int = 9
     seconds: float = 60.0
     warm_ups: int = 1
+    trials: int = 2
     anew: frozenset[str] = frozenset()
     pin: Pin = Pin.NOTHING
     choose_by: str | None = None
@@ -84,9 +85,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How much of a row is played: how long, who, and with which settings (those not named are tried, unless `untried`)."""
+    """How much of a row is played: how long (`rounds` rounds at least), who, and with which settings.
+
+    Settings that are not named are tried; with `untried` the first of each plays.
+    """
 
     seconds: float | None = None
+    rounds: int = 1
     only: frozenset[str] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     untried: bool = False
@@ -99,7 +104,7 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
 
 
 async def measure(row: Row, wanted: Wanted | None = None, *, clock: Callable[[], float] = time.perf_counter) -> Result:
-    """Plays the row: at least one round, then as many as there are and as the time allows.
+    """Plays the row: at least as many rounds as are wanted, then as many as there are and as the time allows.
 
     A peer that is not installed or fails is left out; a failure of percore's is raised. Whatever was started has ended when
     it returns, raises or is cancelled.
@@ -161,10 +166,10 @@ class _Play:
         return settings[best]
 
     async def _trial(self, contestant: Contestant) -> float:
-        """The better of two rounds: what disturbs one of them is not the setting's fault."""
+        """The best of its rounds: what disturbs one of them is not the setting's fault."""
         async with contestant() as once:
             await self._warm_up(once)
-            samples = [await self._timed(once) for _ in range(2)]
+            samples = [await self._timed(once) for _ in range(self._row.trials)]
         return min(sample[self._row.choose_by or next(iter(sample))] for sample in samples)
 
     async def _warm_up(self, once: Round) -> None:
@@ -182,8 +187,10 @@ class _Play:
             names = [name for name in self._result.samples if name in self._playing or name in self._anew]
             for name in rotated(names, number):
                 await self._trying(name, self._once(name))
+            if number + 1 < self._wanted.rounds or self._wanted.seconds is None:
+                continue
             now = self._clock()
-            if self._wanted.seconds is not None and now + (now - started) > began + self._wanted.seconds:
+            if now + (now - started) > began + self._wanted.seconds:
                 break
 
     async def _once(self, name: str) -> None:

@@ -22,6 +22,7 @@ from benchmarks.peers import executors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from concurrent.futures import Executor
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -71,7 +72,7 @@ def row_of(kind: Kind, *, quick: bool, seconds: float) -> Row:
 
 
 @asynccontextmanager
-async def _executor(make: Callable[[int], executors.Executor], workers: int, kind: Kind) -> AsyncIterator[Any]:
+async def _executor(make: Callable[[int], Executor], workers: int, kind: Kind) -> AsyncIterator[Any]:
     loop = asyncio.get_running_loop()
     async with executors.opened(make, workers) as pool:
         yield lambda arguments: loop.run_in_executor(pool, kind.function, *arguments)

@@ -22,7 +22,7 @@ def main(name: str, request: str, output: str) -> None:
 
     asked = json.loads(request)
     only = None if asked["only"] is None else frozenset(asked["only"])
-    wanted = Wanted(asked["seconds"], only, asked["settings"], untried=asked["untried"])
+    wanted = Wanted(asked["seconds"], asked["rounds"], only, asked["settings"], untried=asked["untried"])
     row = row_of(name, quick=asked["quick"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(row, wanted))

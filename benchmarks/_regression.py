@@ -37,12 +37,12 @@ class Change:
         return f"{'WORSE' if self.is_worse else 'as before':<10} {self.question}, {self.kind}: {now}, on record {before}"
 
 
-def changes(before: Json, now: Json) -> list[Change]:
-    """The figures of a row that are in both runs of it."""
+def changes(before: Json, now: Json, *, ratios_only: bool = False) -> list[Change]:
+    """The figures of a row that are in both runs of it. Limits in seconds or bytes say nothing between two machines."""
     known = dict(_figures(before))
-    return [
-        Change(question, kind, known[question, kind], now) for (question, kind), now in _figures(now) if (question, kind) in known
-    ]
+    figures = ((key, figure) for key, figure in _figures(now) if key in known)
+    found = (Change(question, kind, known[question, kind], figure) for (question, kind), figure in figures)
+    return [change for change in found if change.kind != "limit" or not ratios_only]
 
 
 def _figures(row: Json) -> Iterator[tuple[tuple[str, str], tuple[float, float, float]]]:
@@ -59,8 +59,5 @@ def settings_of(row: Json) -> Mapping[str, str]:
 
 def other_machine(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What of the machine is not as it was when the record was made, in words."""
-    return [
-        f"{name}: {now[name]}, on record {before.get(name)}"
-        for name in ("python", "processor", "CPUs")
-        if before.get(name) != now[name]
-    ]
+    differing = (name for name in ("python", "processor", "CPUs") if before.get(name) != now[name])
+    return [f"{name}: {now[name]}, on record {before.get(name)}" for name in differing]

@@ -34,17 +34,24 @@ class RowFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to run of a row. After `seconds` it begins no further round, after `limit` seconds it is killed."""
+    """What to run of a row. After `seconds` it begins no round beyond `rounds`, after `limit` seconds it is killed."""
 
     seconds: float
     limit: float
+    rounds: int = 1
     quick: bool = False
     only: tuple[str, ...] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         # A quick run tries no settings: it takes the first of each.
-        asked = {"seconds": self.seconds, "quick": self.quick, "only": self.only, "settings": dict(self.settings)}
+        asked = {
+            "seconds": self.seconds,
+            "rounds": self.rounds,
+            "quick": self.quick,
+            "only": self.only,
+            "settings": dict(self.settings),
+        }
         return json.dumps({**asked, "untried": self.quick})
 
 

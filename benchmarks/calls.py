@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -110,10 +111,15 @@ class Bits:
 
 
 def steps_for(seconds: float) -> int:
-    """How many steps of `work` take so long on one CPU here, from the best of many tries: nobody disturbed that one."""
+    """How many steps of `work` take so long on one CPU here."""
+    return round(seconds / _seconds_of_a_step())
+
+
+@cache
+def _seconds_of_a_step() -> float:
+    """From the best of many tries: nobody disturbed that one."""
     probe = 10_000
-    best = min(_seconds_of(probe) for _ in range(200))
-    return round(probe * seconds / best)
+    return min(_seconds_of(probe) for _ in range(200)) / probe
 
 
 def _seconds_of(steps: int) -> float:

@@ -747,3 +747,19 @@ def open_connection() -> None:
 
 def connection(_: int) -> str:
     return str(_of_thread.connection)
+
+
+@asynccontextmanager
+async def loop_of_its_own() -> AsyncIterator[asyncio.Event]:
+    """Something that works in the loop alone in which it was first waited for."""
+    event = asyncio.Event()
+    asyncio.get_running_loop().call_soon(event.set)
+    await event.wait()
+    event.clear()
+    yield event
+
+
+async def is_in_the_loop_of_the_lifespan(_: int) -> bool:
+    event = percore.state(asyncio.Event)
+    asyncio.get_running_loop().call_soon(event.set)
+    return await event.wait()

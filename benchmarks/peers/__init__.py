@@ -7,7 +7,6 @@ process would hold the sockets of the other contestants open.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -46,19 +45,19 @@ class Pair:
     plain: Callable[[Any], Any]
 
 
-def awaiting(pair: Pair) -> dict[str, Mapping[str, OpenCall]]:
-    """Each peer's way to await one call, in several settings. The first is what its documentation shows or advises."""
+def awaiting(pair: Pair, workers: int = WORKERS) -> dict[str, Mapping[str, OpenCall]]:
+    """Each peer's way to await one call, in several settings. A peer with processes has as many as percore, or more."""
     calling = executors.calling
-    sizes = (WORKERS, WORKERS + 1, 2 * WORKERS)
+    sizes = (workers, workers + 1, workers + 2)
     return {
         "ThreadPoolExecutor": {f"{n} threads": partial(calling, executors.threads, n, pair.plain) for n in (2, 8, 32)},
         "ProcessPoolExecutor": {f"{n} processes": partial(calling, executors.processes, n, pair.plain) for n in sizes},
         "InterpreterPoolExecutor": {f"{n} interpreters": partial(calling, executors.interpreters, n, pair.plain) for n in sizes},
         "loky": {f"{n} processes": partial(calling, executors.loky, n, pair.plain) for n in sizes},
         "aiomultiprocess": {
-            f"childconcurrency={n}": partial(aiomultiprocess.calling, WORKERS, n, pair.coroutine) for n in (16, 64, 256)
+            f"childconcurrency={n}": partial(aiomultiprocess.calling, workers, n, pair.coroutine) for n in (16, 64, 256)
         },
-        "distex": {f"qsize={n}": partial(distex.calling, WORKERS, n, pair.coroutine) for n in (2, 16, 64)},
+        "distex": {f"qsize={n}": partial(distex.calling, workers, n, pair.coroutine) for n in (2, 16, 64)},
         "mpire": {f"n_jobs={n}": partial(mpire.calling, n, pair.plain) for n in sizes},
         "anyio.to_process": {f"{n} processes": partial(anyio.calling, n, pair.plain) for n in sizes},
         "wool": {f"spawn={n}": partial(wool.calling, n, pair.coroutine) for n in sizes},
@@ -86,21 +85,20 @@ def mapping(pair: Pair, chunks: Sequence[int]) -> dict[str, Mapping[str, OpenMap
 
 
 @asynccontextmanager
-async def timed_map(open_map: OpenMap, items: Sequence[Any], expected: Sequence[Any]) -> AsyncIterator[Round]:
-    """A contestant: the map over these items, whose results are compared. Its metric is "a call"."""
+async def timed_map(open_map: OpenMap, items: Sequence[Any], expected: list[Any] | None = None) -> AsyncIterator[Round]:
+    """A contestant: the map over these items, whose results are compared with what is expected, else with the items.
+
+    Its metric is "a call".
+    """
+    wanted = list(items) if expected is None else expected
     async with open_map() as run:
 
         async def once() -> Sample:
             start = time.perf_counter()
             results = await run(items)
             seconds = time.perf_counter() - start
-            if results != expected:
+            if results != wanted:
                 raise RuntimeError("the results are not those of these items")
             return {"a call": seconds / len(items)}
 
         yield once
-
-
-def in_thread(run: Callable[[Sequence[Any]], list[Any]]) -> MapAll:
-    """A map that blocks, beside the loop."""
-    return partial(asyncio.to_thread, run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ R = TypeVar("R")
 @asynccontextmanager
 async def opened(workers: int) -> AsyncIterator[Any]:
     """Raises ModuleNotFoundError where it is not installed."""
-    from mpire import WorkerPool
+    from mpire.pool import WorkerPool
 
     pool = WorkerPool(workers, start_method="forkserver", keep_alive=True)
     try:
@@ -33,9 +32,12 @@ async def calling(workers: int, function: Callable[[T], R]) -> AsyncIterator[Cal
 
         def call(argument: T) -> Awaitable[R]:
             future: asyncio.Future[R] = loop.create_future()
-            ended = partial(loop.call_soon_threadsafe, future.set_result)
-            failed = partial(loop.call_soon_threadsafe, future.set_exception)
-            pool.apply_async(function, (argument,), callback=ended, error_callback=failed)
+            pool.apply_async(
+                function,
+                (argument,),
+                callback=lambda result: loop.call_soon_threadsafe(future.set_result, result),
+                error_callback=lambda error: loop.call_soon_threadsafe(future.set_exception, error),
+            )
             return future
 
         yield call

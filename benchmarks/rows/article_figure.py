@@ -21,6 +21,7 @@ from benchmarks.rows.article import COMPUTING, PROCESSES, percore_coroutines, pe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
+    from concurrent.futures import Executor
 
     from benchmarks.peers import OpenMap
 
@@ -52,13 +53,13 @@ def row(*, quick: bool) -> Row:
         contestants={name: partial(_line, openings, calls) for name, openings in lines.items()},
         targets=[],
         rounds=1 if quick else 2,
-        seconds=10 if quick else 150,
+        seconds=10 if quick else 100,
         warm_ups=0,
         draw=plot.draw,
     )
 
 
-def _executor(steps: int, make: Callable[[int], executors.Executor], size: int) -> OpenMap:
+def _executor(steps: int, make: Callable[[int], Executor], size: int) -> OpenMap:
     return partial(executors.mapping, make, size, 1, partial(page, steps=steps))
 
 

@@ -19,10 +19,9 @@ from benchmarks.calls import pid_after, same
 from benchmarks.peers import aiomultiprocess, distex, executors
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator
 
-    from benchmarks.peers import OpenCall
+    from benchmarks.peers import Call, OpenCall
 
 WORKERS = 2
 
@@ -46,16 +45,16 @@ def row(*, quick: bool) -> Row:
 
 
 @asynccontextmanager
-async def _percore() -> AsyncIterator[Callable[[float], object]]:
+async def _percore() -> AsyncIterator[Call]:
     async with percore.Runner(workers=WORKERS) as runner:
         yield partial(runner.run, pid_after)
 
 
 @asynccontextmanager
-async def _closing(opening: Callable[[], AbstractAsyncContextManager[Callable[[float], object]]]) -> AsyncIterator[Round]:
+async def _closing(opening: OpenCall) -> AsyncIterator[Round]:
     async def once() -> Sample:
         async with opening() as call:
-            await asyncio.gather(*(call(0.01) for _ in range(2 * WORKERS)))  # type: ignore[call-overload]
+            await asyncio.gather(*(call(0.01) for _ in range(2 * WORKERS)))
             start = time.perf_counter()
         return {"close": time.perf_counter() - start}
 

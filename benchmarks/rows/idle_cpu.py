@@ -26,20 +26,22 @@ if TYPE_CHECKING:
     from benchmarks.peers import Call, OpenCall
 
 SHARE = "of one CPU"
+IN_QUICK = ("ProcessPoolExecutor", "aiomultiprocess")
+PEERS = (*IN_QUICK, "distex", "loky", "mpire", "wool")
 
 
 def row(*, quick: bool) -> Row:
     seconds = 0.5 if quick else 10.0
     openings: dict[str, OpenCall] = {"percore": _percore}
     for name, settings in awaiting(Pair(same, same_plainly)).items():
-        if quick and name not in ("ProcessPoolExecutor", "aiomultiprocess"):
+        if name not in (IN_QUICK if quick else PEERS):
             continue
         openings[name] = next(iter(settings.values()))  # no setting changes what it does when idle
     return Row(
         contestants={name: partial(_idle, opening, seconds) for name, opening in openings.items()},
         targets=[Limit("percore", SHARE, at_most=0.0005)],
         rounds=1,
-        seconds=8 if quick else 120,
+        seconds=8 if quick else 85,
         anew=frozenset(openings),
         warm_ups=1,
         words={SHARE: in_percent},

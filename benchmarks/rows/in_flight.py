@@ -31,7 +31,7 @@ IN_QUICK = ("ProcessPoolExecutor", "distex")
 
 def row(*, quick: bool) -> Row:
     pair = Pair(same, same_plainly)
-    timed = partial(_timed, moment=0.02 if quick else 0.15)
+    timed = partial(_timed, moment=0.02 if quick else 0.1)
     contestants: dict[str, Contestant | Settings] = {
         "asyncio tasks": partial(timed, partial(task_call, pair)),
         "percore": partial(timed, partial(percore_call, pair)),
@@ -46,7 +46,8 @@ def row(*, quick: bool) -> Row:
         targets=[],
         rounds=1 if quick else 3,
         seconds=8 if quick else 80,
-        anew=RESTLESS,
+        anew=RESTLESS & contestants.keys(),
+        trials=1,
         choose_by="64",
         draw=plot.draw,
     )

@@ -33,7 +33,8 @@ def row(*, quick: bool) -> Row:
 @asynccontextmanager
 async def _server() -> AsyncIterator[tuple[str]]:
     command = [sys.executable, str(_PROGRAM), str(LATENCY), str(SIZE)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = await asyncio.to_thread(subprocess.Popen, command, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
     try:
         yield ((await asyncio.to_thread(process.stdout.readline)).strip(),)

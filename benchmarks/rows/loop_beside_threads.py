@@ -33,7 +33,7 @@ UNDER_WAY = 2 * THREADS
 
 
 def row(*, quick: bool) -> Row:
-    calls = 10 if quick else 100
+    calls = 10 if quick else 200
     long, short = steps_for(LONG), steps_for(SHORT)
     return Row(
         contestants={

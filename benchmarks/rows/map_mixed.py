@@ -34,6 +34,7 @@ WORKERS = 2
 LEAST, MOST = 1e-6, 0.1
 OVER = "over balance"
 CHUNKS = (1, 4, 16)
+WARMING = [0.001] * 64
 
 
 def row(*, quick: bool) -> Row:
@@ -55,6 +56,8 @@ def row(*, quick: bool) -> Row:
         targets=[Limit("percore", OVER, at_most=1.10, towards=1.03)],
         rounds=1 if quick else 5,
         seconds=10 if quick else 110,
+        warm_ups=0,
+        trials=1,
         anew=frozenset({"mpire"}),
         words={OVER: in_times},
     )
@@ -69,12 +72,14 @@ def costs_of(calls: int) -> list[float]:
 @asynccontextmanager
 async def _percore(costs: Sequence[float]) -> AsyncIterator[Round]:
     async with percore.Runner(workers=WORKERS) as runner:
+        await runner.map(spin, WARMING)
         yield partial(_round, costs, lambda: runner.map(spin, costs).collect())
 
 
 @asynccontextmanager
 async def _pool(costs: Sequence[float], open_map: OpenMap) -> AsyncIterator[Round]:
     async with open_map() as run:
+        await run(WARMING)
         yield partial(_round, costs, lambda: run(costs))
 
 
@@ -86,6 +91,7 @@ async def _by_hand(costs: Sequence[float]) -> AsyncIterator[Round]:
         def run() -> list[float]:
             return [used for part in pool.map(spin_all, parts) for used in part]
 
+        await asyncio.to_thread(run)
         yield partial(_round, costs, partial(asyncio.to_thread, run))
 
 

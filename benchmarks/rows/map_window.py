@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import percore
-from benchmarks._figures import Spread, in_items, in_words
-from benchmarks._harness import Result, Round, Row, Sample
+from benchmarks._figures import in_items, in_words
+from benchmarks._harness import Result, Round, Row, Sample, median_of
 from benchmarks.calls import last, last_async
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def _draw(result: Result, path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, samples in result.samples.items():
-        windows = [Spread.of(result.values(name, metric)).median for metric in samples[0]]
-        axes.plot(DURATIONS[: len(windows)], windows, marker="o", label=name)
+        measured = [seconds for seconds in DURATIONS if in_words(seconds) in samples[0]]
+        windows = [median_of(result, name, in_words(seconds)) for seconds in measured]
+        axes.plot(measured, windows, marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="a call takes (seconds)", ylabel="items pulled and not handed over")
     axes.set_title(f"The default window of a map, {WORKERS} workers")
     axes.grid(visible=True, which="major", alpha=0.3)

@@ -41,7 +41,7 @@ def row(*, quick: bool) -> Row:
         "bare ping-pong": partial(_timed, bare_ping_pong, trips),
         "percore": partial(_timed, _percore, trips),
     }
-    for name, settings in awaiting(Pair(same, same_plainly)).items():
+    for name, settings in awaiting(Pair(same, same_plainly), workers=1).items():
         if quick and name not in IN_QUICK:
             continue
         fewer = min(trips, FEWER.get(name, 500))
@@ -56,7 +56,7 @@ def row(*, quick: bool) -> Row:
         ],
         rounds=1 if quick else 15,
         seconds=8 if quick else 80,
-        anew=RESTLESS,
+        anew=RESTLESS & contestants.keys(),
         pin=Pin.APART,
         is_cheap=True,
     )

@@ -37,13 +37,13 @@ UNDER_WAY = 500
 
 
 def row(*, quick: bool) -> Row:
-    calls = 20 if quick else 300
+    calls = 20 if quick else 1000
     steps = steps_for(COMPUTING)
     return Row(
         contestants={
             "percore, alone": partial(_alone, calls),
             "percore, beside the map": partial(_beside_map, calls, steps),
-            "ProcessPoolExecutor, beside as much": {f"{n} submitted": partial(_pool, calls, steps, n) for n in KEPT},
+            "ProcessPoolExecutor, beside as much": {f"{n} submitted": partial(_pool, calls // 20 or 1, steps, n) for n in KEPT},
         },
         targets=[Limit("percore, beside the map", "p50", at_most=0.010, towards=0.003)],
         rounds=2 if quick else 9,
@@ -86,7 +86,7 @@ async def _pool(calls: int, steps: int, kept: int) -> AsyncIterator[Round]:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 pending |= {loop.run_in_executor(pool, work, steps) for _ in done}
 
-        yield partial(_beside, bulk, calls, partial(loop.run_in_executor, pool, same_plainly))
+        yield partial(_beside, bulk, calls, lambda number: loop.run_in_executor(pool, same_plainly, number))
 
 
 async def _beside(bulk: Callable[[asyncio.Event], Coroutine[Any, Any, None]], calls: int, call: Call) -> Sample:

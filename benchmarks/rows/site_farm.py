@@ -8,6 +8,7 @@ the two workers' crawl takes, the farm's share of both CPUs is taken off. One pr
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
 from contextlib import asynccontextmanager, contextmanager
@@ -87,10 +88,7 @@ def _examples() -> tuple[Any, Any]:
     """The modules farm and scrape, which are a program's and not a package's."""
     if str(_EXAMPLES) not in sys.path:
         sys.path.append(str(_EXAMPLES))  # the workers' too: percore hands it on
-    import farm
-    import scrape
-
-    return farm, scrape
+    return importlib.import_module("farm"), importlib.import_module("scrape")
 
 
 def _options(seconds: float) -> argparse.Namespace:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import multiprocessing.pool
 import pickle
 import time
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import percore
@@ -23,7 +24,8 @@ from benchmarks.calls import Bits, same_plainly
 from benchmarks.peers import executors, timed_map
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from benchmarks.peers import MapAll
 
@@ -33,30 +35,37 @@ CALLS = 1_000_000
 
 
 def row(*, quick: bool) -> Row:
-    bits = Bits(ENTRIES >> 7 if quick else ENTRIES)
-    calls = 20_000 if quick else CALLS
-    items = [number * 7919 % len(bits) for number in range(calls)]  # all over the dict
-    expected = [bits.ones(item) for item in items]
-    halves = {f"{parts} chunks": calls // parts for parts in (2, 4, 8)}
+    entries, calls = (ENTRIES >> 7, 20_000) if quick else (ENTRIES, CALLS)
+    timed = partial(_timed, entries, calls)
+    chunks = {f"{parts} chunks": calls // parts for parts in (2, 4, 8)}
     return Row(
         contestants={
-            "percore": partial(timed_map, partial(_percore, bits), items, expected),
-            "limit": partial(_limit, bits, items),
-            "one process": partial(timed_map, partial(_one_process, bits), items, expected),
-            "multiprocessing.Pool": {
-                name: partial(timed_map, partial(_pool, bits, chunk), items, expected) for name, chunk in halves.items()
-            },
-            "ProcessPoolExecutor": {
-                name: partial(
-                    timed_map, partial(executors.mapping, executors.processes, WORKERS, chunk, bits.ones), items, expected
-                )
-                for name, chunk in halves.items()
-            },
+            "percore": partial(timed, _percore),
+            "limit": partial(_limit, entries, calls),
+            "one process": partial(timed, _one_process),
+            "multiprocessing.Pool": {name: partial(timed, partial(_pool, chunk)) for name, chunk in chunks.items()},
+            "ProcessPoolExecutor": {name: partial(timed, partial(_executor, chunk)) for name, chunk in chunks.items()},
         },
         targets=[Target("percore", "limit", "a call", at_most=1.10)],
         rounds=1 if quick else 5,
-        seconds=8 if quick else 90,
+        seconds=8 if quick else 80,
+        trials=1,
     )
+
+
+@cache
+def work_for(entries: int, calls: int) -> tuple[Bits, list[int], list[int]]:
+    """The object, the items (all over its dict), and what must come back for each. Made when the first contestant opens."""
+    bits = Bits(entries)
+    items = [number * 7919 % entries for number in range(calls)]
+    return bits, items, [bits.ones(item) for item in items]
+
+
+@asynccontextmanager
+async def _timed(entries: int, calls: int, opening: Callable[[Bits], AbstractAsyncContextManager[MapAll]]) -> AsyncIterator[Round]:
+    bits, items, expected = work_for(entries, calls)
+    async with timed_map(partial(opening, bits), items, expected) as once:
+        yield once
 
 
 @asynccontextmanager
@@ -66,7 +75,8 @@ async def _percore(bits: Bits) -> AsyncIterator[MapAll]:
 
 
 @asynccontextmanager
-async def _limit(bits: Bits, items: Sequence[int]) -> AsyncIterator[Round]:
+async def _limit(entries: int, calls: int) -> AsyncIterator[Round]:
+    bits, items, _ = work_for(entries, calls)
     async with percore.Runner(workers=WORKERS) as runner:
 
         async def once() -> Sample:
@@ -90,10 +100,14 @@ async def _one_process(bits: Bits) -> AsyncIterator[MapAll]:
 
 
 @asynccontextmanager
-async def _pool(bits: Bits, chunk: int) -> AsyncIterator[MapAll]:
+async def _pool(chunk: int, bits: Bits) -> AsyncIterator[MapAll]:
     with multiprocessing.get_context("forkserver").Pool(WORKERS) as pool:
         yield lambda items: asyncio.to_thread(pool.map, bits.ones, items, chunk)
         await asyncio.to_thread(_end, pool)
+
+
+def _executor(chunk: int, bits: Bits) -> AbstractAsyncContextManager[MapAll]:
+    return executors.mapping(executors.processes, WORKERS, chunk, bits.ones)
 
 
 def _end(pool: multiprocessing.pool.Pool) -> None:

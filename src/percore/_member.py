@@ -75,6 +75,7 @@ class Member:
         self.started_at = self._waiting_since = turn.loop.time()
         self._heard = 0
         self.killed_why = ""
+        self.is_interrupted = False
         self.late: Patience | None = None
         """While it has to become ready."""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
@@ -213,7 +214,11 @@ class _Parked:
     def is_wanted(self) -> bool:
         return self._call_id in self._member.parked
 
-    def stored(self, payload: int) -> None:
+    def stored(self, payload: int) -> bool:
+        parked = self._member.parked
+        if self._call_id not in parked:  # a `__del__`, run by a collection while it was stored, has cancelled the call
+            return False
         # The slot is the call's from now on, as if it had been pickled there.
-        self._member.parked.discard(self._call_id)
         self._call.body = payload
+        parked.discard(self._call_id)
+        return True

@@ -100,7 +100,7 @@ class Pool:
         member.late = Patience(self._loop, self._options.start_timeout, lambda: self._late(member))
         member.worker.channel.open(
             self._outcomes.receiver(slot, member),
-            lambda error: self._kill(member, f"its channel broke: {error!r}"),
+            lambda error: self._broke(member, error),
             supervisor.advance,
         )
         if POINTS:
@@ -177,11 +177,14 @@ class Pool:
 
     # Deaths
 
+    def _broke(self, member: Member, error: BaseException) -> None:
+        member.is_interrupted = isinstance(error, KeyboardInterrupt)
+        self._kill(member, f"its channel broke: {error!r}")
+
     def _kill(self, member: Member, why: str) -> None:
         if not member.life.is_gone:
             member.killed_why = why
-            # A second Ctrl-C may well hit a channel while it reads.
-            report(self._level(), "worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            report(self._level(member), "worker %d (pid %s) is killed: %s", member.index, member.pid, why)
             member.worker.kill()
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
@@ -208,7 +211,7 @@ class Pool:
         if POINTS:
             point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
-            report(self._level(), "worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
+            report(self._level(member), "worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
         if began:
             slot.budget.began()
         if slot.next is member:
@@ -274,9 +277,9 @@ class Pool:
         self._last_report = text
         report(logging.WARNING, "%s", text)
 
-    def _level(self) -> int:
-        """How much a death matters."""
-        return logging.DEBUG if self._supervisor.is_closing else logging.WARNING
+    def _level(self, member: Member) -> int:
+        """How much a death matters: little where the user wants an end, also by a second Ctrl-C, which may well hit a channel."""
+        return logging.DEBUG if self._supervisor.is_closing or member.is_interrupted else logging.WARNING
 
     # Ending
 

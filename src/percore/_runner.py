@@ -343,3 +343,5 @@ class Runner(Verbs):
         running = _running_loop()
         if running is not None and running is not self._loop:
             raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop that this runner was started in is closed; close the runner before its loop")

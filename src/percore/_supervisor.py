@@ -237,8 +237,9 @@ class Supervisor:
 
     def _forget_retired(self) -> None:
         """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own."""
-        needed = {id(call.function) for member in self.members for call in member.calls.values()}
-        needed |= {id(call.function) for call in self.attempts.delayed}
+        # Of copies: a `__del__`, run by a garbage collection in the midst of this, may submit or cancel something.
+        needed = {id(call.function) for member in list(self.members) for call in list(member.calls.values())}
+        needed |= {id(call.function) for call in list(self.attempts.delayed)}
         for function in self._retired:
             if id(function) in needed:
                 continue

@@ -1,4 +1,4 @@
-"""What test_peers has workers do."""
+"""What test_peers_recycling has workers do."""
 
 import resource
 import weakref

@@ -120,7 +120,7 @@ def segv() -> NoReturn:
     import faulthandler
 
     faulthandler.disable()  # would report what is meant
-    os.kill(os.getpid(), signal.SIGSEGV)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSEGV)  # sent to the process, it would arrive some steps later
     raise AssertionError("it is dead")
 
 
@@ -357,3 +357,28 @@ def _use_runner() -> str:
 
 def echo_words(words: str) -> str:
     return words
+
+
+# Callables
+
+
+class Heavy:
+    """Its methods take it along. Counts how often it was pickled here."""
+
+    def __init__(self) -> None:
+        self.data = LARGE
+        self.times_pickled = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.times_pickled += 1
+        return self.__dict__
+
+    def add(self, value: int) -> int:
+        return value + min(1, len(self.data))
+
+    async def aadd(self, value: int) -> int:
+        return self.add(value)
+
+
+def give_lambda(number: int) -> Callable[[int], int]:
+    return lambda value: value + number

@@ -118,7 +118,7 @@ async def test_results_that_are_no_scalars(make: MakeRunner, sixteen: None, shap
 
 
 @pytest.mark.parametrize("what", [jobs.lock, jobs.unreadable])
-async def test_results_that_cannot_travel_fail_alone(make: MakeRunner, sixteen: None, what: Callable[[int], Any]) -> None:
+async def test_s3_results_that_cannot_travel_fail_alone(make: MakeRunner, sixteen: None, what: Callable[[int], Any]) -> None:
     async with make() as runner:
         results = await runner.map(partial(jobs.give_at, what, 20), range(COUNT), return_exceptions=True)
         assert isinstance(results.pop(20), percore.RemoteError)
@@ -126,7 +126,7 @@ async def test_results_that_cannot_travel_fail_alone(make: MakeRunner, sixteen: 
         assert runner.statistics().failed == 1
 
 
-async def test_items_that_cannot_be_pickled_fail_alone(make: MakeRunner, sixteen: None) -> None:
+async def test_s1_items_that_cannot_be_pickled_fail_alone(make: MakeRunner, sixteen: None) -> None:
     items: list[Any] = list(range(COUNT))
     items[20] = jobs.RefusesPickle()
     async with make() as runner:
@@ -135,7 +135,7 @@ async def test_items_that_cannot_be_pickled_fail_alone(make: MakeRunner, sixteen
         assert results == [place for place in range(COUNT) if place != 20]
 
 
-async def test_items_that_cannot_be_read_fail_alone(make: MakeRunner, sixteen: None) -> None:
+async def test_s2_items_that_cannot_be_read_fail_alone(make: MakeRunner, sixteen: None) -> None:
     items: list[Any] = list(range(COUNT))
     items[20] = jobs.RefusesUnpickle()
     async with make() as runner:

@@ -165,7 +165,9 @@ async def test_c6_closing_does_not_cancel_a_second_time(make: MakeRunner, log: L
     assert sent[CANCEL] == 1
 
 
-async def test_c6_close_waits_for_the_clean_up_of_a_cancelled_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+async def test_c6_close_waits_for_the_clean_up_of_a_cancelled_call(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
     async with make() as runner:
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
         assert await log.next() == "began"

@@ -42,7 +42,7 @@ async def test_an_exception_arrives_as_itself(make: MakeRunner, fn: Callable[...
 
 
 @BOTH
-async def test_the_remote_traceback_is_its_cause(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_s5_the_remote_traceback_is_its_cause(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         error = await _error(runner, fn, ValueError("bad"))
     text = str(error.__cause__)
@@ -68,7 +68,7 @@ async def test_notes_and_attributes_arrive(make: MakeRunner) -> None:
     assert error.seen == 3  # type: ignore[attr-defined]
 
 
-async def test_a_group_arrives(make: MakeRunner) -> None:
+async def test_s5_a_group_arrives(make: MakeRunner) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.fail_with_group)
     assert isinstance(error, ExceptionGroup)
@@ -110,7 +110,7 @@ async def test_stop_iteration_is_a_runtime_error(make: MakeRunner, fn: Callable[
 
 
 @pytest.mark.parametrize("kind", [jobs.Unpicklable, jobs.Unreadable])
-async def test_an_exception_that_does_not_survive_the_trip_is_a_remote_error(make: MakeRunner, kind: type[Exception]) -> None:
+async def test_s5_an_exception_that_does_not_survive_the_trip_is_a_remote_error(make: MakeRunner, kind: type[Exception]) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.fail_with, kind)
     assert type(error) is percore.RemoteError
@@ -118,7 +118,7 @@ async def test_an_exception_that_does_not_survive_the_trip_is_a_remote_error(mak
     assert "in fail_with" in error.remote_traceback
 
 
-async def test_an_exception_without_text_arrives(make: MakeRunner) -> None:
+async def test_s5_an_exception_without_text_arrives(make: MakeRunner) -> None:
     async with make() as runner:
         assert type(await _error(runner, jobs.fail_with, jobs.BadText)) is jobs.BadText
 
@@ -135,7 +135,7 @@ async def test_an_exception_that_is_returned_is_a_value(make: MakeRunner, fn: Ca
 # What cannot be pickled
 
 
-async def test_arguments_that_cannot_be_pickled_fail_their_future_alone(make: MakeRunner) -> None:
+async def test_s1_arguments_that_cannot_be_pickled_fail_their_future_alone(make: MakeRunner) -> None:
     async with make() as runner:
         future = runner.submit(jobs.echo, jobs.RefusesPickle())
         with pytest.raises(ValueError, match="do not pickle me"):
@@ -144,14 +144,14 @@ async def test_arguments_that_cannot_be_pickled_fail_their_future_alone(make: Ma
         assert runner.statistics().running == 0
 
 
-async def test_a_lock_cannot_be_an_argument(make: MakeRunner) -> None:
+async def test_s1_a_lock_cannot_be_an_argument(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="lock"):
             await runner.run(jobs.aecho, jobs.give("lock"))
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
-async def test_arguments_that_cannot_be_read_fail_their_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
+async def test_s2_arguments_that_cannot_be_read_fail_their_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         error = await _error(runner, fn, jobs.RefusesUnpickle())
     assert type(error) is ValueError
@@ -168,7 +168,7 @@ async def test_arguments_that_cannot_be_read_fail_their_call_alone(make: MakeRun
         ("unreadable", "could not be unpickled"),
     ],
 )
-async def test_a_result_that_cannot_travel_says_what_to_return(make: MakeRunner, what: str, advice: str) -> None:
+async def test_s3_a_result_that_cannot_travel_says_what_to_return(make: MakeRunner, what: str, advice: str) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.give, what)
     assert type(error) is percore.RemoteError

@@ -179,3 +179,8 @@ async def test_a_loop_factory_makes_the_worker_s_loop(make_real: MakeRunner) -> 
 
 async def _loop_name() -> str:
     return type(asyncio.get_running_loop()).__name__
+
+
+async def test_peers_35_what_a_lifespan_makes_belongs_to_the_loop_of_the_calls(make: MakeRunner) -> None:
+    async with make(2, lifespan=jobs.loop_of_its_own) as runner:
+        assert await runner.map(jobs.is_in_the_loop_of_the_lifespan, range(20)) == [True] * 20

@@ -172,7 +172,9 @@ async def test_an_input_that_cannot_be_iterated_after_all_fails_the_map(make: Ma
 
 
 @KINDS
-async def test_m2_leaving_async_with_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_leaving_async_with_cancels_the_rest_and_closes_generators(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
     source = Source()
     async with make() as runner:
         async with _waiting(runner, log, gate, source.open(kind), window=2) as results:
@@ -260,7 +262,9 @@ async def test_m2_break_cancels_the_rest_and_closes_generators(make: MakeRunner,
 
 
 @KINDS
-async def test_m2_a_dropped_iterator_cancels_the_rest_and_closes_generators(make: MakeRunner, log: Log, gate: Gate, kind: str) -> None:
+async def test_m2_a_dropped_iterator_cancels_the_rest_and_closes_generators(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
     source = Source()
     async with make() as runner:
         results = aiter(runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))

@@ -131,7 +131,7 @@ def quick_collections() -> Iterator[None]:
 async def test_m2_what_was_left_is_all_gone_and_the_runner_serves(make: MakeRunner, fn: Callable[..., Any], ordered: bool) -> None:
     """Left in every way, many times over: nothing of any of these maps is kept."""
     async with make(concurrency=4, threads=2) as runner:
-        for _ in range(times(2, 30)):
+        for _ in range(times(2, 10)):
             for leave in (_by_break, _by_cancel, _by_closing, _by_dropping):
                 items = Items()
                 await leave(runner.map(fn, items, window=20, ordered=ordered))

@@ -1,318 +1,212 @@
-"""What has gone wrong in others: a test for each bug of theirs that no other test of a fault stands for."""
+"""Bugs that bit other pools, by their numbers in the list of them. Those that other tests are about are there."""
 
 import asyncio
-import contextlib
-import gc
-import itertools
-import random
-import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 import percore
+from percore import Runner
+from percore._core.flow import Cost
+from percore._ipc.slots import SlotWriter
 from tests import jobs
-from tests.contract import peer_jobs
-from tests.contract.conftest import MakeRunner
-from tests.counts import LONG, times
+from tests.contract import serial_calls as calls
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
+from tests.contract.pipes import Gate, Log
 
-BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+# Under one loop: what bit others is the same under any.
+pytestmark = pytest.mark.asyncio_only
 
-
-def recycling(test: Any) -> Any:
-    return pytest.mark.long(pytest.mark.parametrize("limit", [1, 2, 3] if LONG else [1])(test))
-
-
-# 8: recycling comes to a halt
+BOTH = pytest.mark.parametrize("fn", [jobs.fail, jobs.afail])
 
 
-@recycling
-async def test_peers_8_a_worker_is_replaced_with_a_backlog_and_without(make: MakeRunner, limit: int) -> None:
-    async with make(1, max_tasks_per_worker=limit, concurrency=1, threads=1) as runner:
-        # One after the other: the pool is idle in between.
-        for number in range(4 * limit):
-            assert await runner.run(jobs.echo if number % 2 else jobs.aecho, number) == number
-        assert await runner.map(jobs.echo, range(40)) == list(range(40))
-        while runner.statistics().workers[0].generation < 4:
-            await runner.run(jobs.aecho)
-
-
-@recycling
-async def test_peers_8_a_close_that_nobody_waits_for_runs_the_backlog(make: MakeRunner, limit: int) -> None:
-    runner = make(2, max_tasks_per_worker=limit, concurrency=1, threads=1)
-    await runner.start()
-    futures = [runner.submit(jobs.echo if number % 2 else jobs.aecho, number) for number in range(60)]
-    closing = asyncio.create_task(runner.aclose())
-    assert await asyncio.gather(*futures) == list(range(60))
-    await closing
-
-
-@recycling
-async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make: MakeRunner, limit: int) -> None:
-    runner = make(1, max_tasks_per_worker=limit, concurrency=1)
-    await runner.start()
-    supervisor, engine, shared = runner._supervisor, runner._engine, runner._shared
-    futures = [runner.submit(jobs.aecho, number) for number in range(50)]
-    await futures[0]
-    with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
-        del runner
-        gc.collect()
-    await asyncio.wait(futures)
-    for number, future in enumerate(futures):
-        error = future.exception()
-        assert isinstance(error, percore.RunnerClosed | percore.WorkerDied) or future.result() == number
-    assert not supervisor.members
-    await engine.aclose()
-    shared.close()
-
-
-# 9: recycling loses what is large
-
-
-@recycling
-@BOTH
-async def test_peers_9_large_results_and_errors_of_workers_that_are_replaced(
-    make: MakeRunner, fn: Callable[..., Any], limit: int
-) -> None:
-    async with make(2, max_tasks_per_worker=limit, concurrency=2, threads=2) as runner:
-        data = jobs.pattern(1 << 20)
-        fine = [runner.submit(fn, b"%04d" % number + data) for number in range(10)]
-        failing: list[asyncio.Future[Any]] = [runner.submit(jobs.fail_large, 1 << 20) for _ in range(5)]
-        for number, future in enumerate(fine):
-            assert await future == b"%04d" % number + data
-        for future in failing:
-            await asyncio.wait([future])
-            assert type(future.exception()) is ValueError
-        assert runner.statistics().failed == 5
-
-
-# 22: results of abandoned iterators are kept
-
-
-@pytest.mark.parametrize("fn", [peer_jobs.give, peer_jobs.agive])
-@pytest.mark.parametrize("how", ["abandoned", "failed"])
-async def test_peers_22_results_that_nobody_will_ask_for_are_let_go(make: MakeRunner, fn: Callable[..., Any], how: str) -> None:
-    before = peer_jobs.arrived
-    async with make() as runner:
-        numbers: Any = itertools.count() if how == "abandoned" else [*range(25), "x", *range(25)]
-        async with runner.map(fn, numbers, window=30) as results:
-            with contextlib.suppress(TypeError):
-                async for _ in results:
-                    while peer_jobs.arrived < before + 20:
-                        await runner.run(jobs.aecho)
-                    if how == "abandoned":
-                        break
-        while runner.statistics().running or runner.statistics().queued:
-            await runner.run(jobs.aecho)
-        del results, _
-        gc.collect()
-        assert len(peer_jobs.ALIVE) == 0
-
-
-# 24: submit after the close, while a map goes on lazily
-
-
-async def test_peers_24_an_input_that_submits_after_the_close_ends_its_map(make: MakeRunner) -> None:
-    runner = make()
-    await runner.start()
-    closing: list[asyncio.Task[None]] = []
-
-    def numbers() -> Iterator[int]:
-        for number in range(10):
-            if number == 5:
-                closing.append(asyncio.get_running_loop().create_task(runner.aclose()))
-            elif number > 5 and closing[0].done():
-                _ = runner.submit(jobs.aecho)
-            yield number
-
-    seen = []
-    with pytest.raises(percore.RunnerClosed):  # noqa: PT012
-        async for value in runner.map(jobs.aecho, numbers(), window=1):
-            seen.append(value)
-            if value == 5:
-                await asyncio.sleep(0)
-    assert seen == list(range(len(seen)))
-    assert len(seen) >= 5
-    await closing[0]
-
-
-# 34, 40: everything at once
-
-
-class Storm:
-    """Calls, maps, cancellations, deaths, recycling and, some time, the close; every choice comes of the seed."""
-
-    def __init__(self, make: MakeRunner, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.runner = make(
-            self.chance.randint(1, 3),
-            max_tasks_per_worker=self.chance.randint(1, 9),
-            concurrency=self.chance.randint(1, 8),
-            threads=self.chance.randint(1, 3),
-            max_pending=self.chance.choice([None, None, 5]),
-            kill_after=1.0,
-        )
-        self.outcomes: list[str] = []
-        self.outcome = asyncio.Event()
-
-    async def blow(self, steps: int) -> None:
-        await self.runner.start()
-        users = [asyncio.create_task(self._use(number)) for number in range(6)]
-        while len(self.outcomes) < steps:
-            await self.outcome.wait()
-            self.outcome.clear()
-        close = self.runner.aclose(grace=self.chance.choice([None, 0, 0.01]))
-        closings = [asyncio.create_task(close), *(asyncio.create_task(self.runner.aclose()) for _ in range(2))]
-        if self.chance.random() < 0.3:
-            await asyncio.sleep(0)
-            closings[self.chance.randrange(3)].cancel()
-        await asyncio.wait([*users, *closings])
-        for user in users:
-            user.result()
-        await self.runner.aclose()
-
-    def _strike(self) -> None:
-        members = [member for member in self.runner._supervisor.members if member.is_ready]
-        if members and self.chance.random() < 0.1:
-            self.chance.choice(members).worker.kill(self.chance.choice([signal.SIGKILL, signal.SIGTERM]))
-
-    async def _use(self, number: int) -> None:
-        while True:
-            self._strike()
-            self.outcomes.append(await self._step(self.chance.randrange(6), number))
-            self.outcome.set()
-            if self.outcomes[-1] == "RunnerClosed":
-                return
-
-    async def _step(self, kind: int, number: int) -> str:
-        runner, fn = self.runner, self.chance.choice([jobs.echo, jobs.aecho])
-        size = self.chance.choice([0, 10, 1000, 200_000])
-        step: Coroutine[Any, Any, Any]
-        if kind == 0:
-            step = self._map(fn)
-        elif kind == 1:
-            step = self._nested(fn, number)
-        else:
-            step = runner.run(fn, bytes([number]) * size)
-        task = asyncio.ensure_future(step)
-        if kind == 2:
-            await asyncio.sleep(0)
-            task.cancel()
-        await asyncio.wait([task])
-        if task.cancelled():
-            return "cancelled"
-        error = task.exception()
-        assert error is None or isinstance(error, percore.WorkerDied | percore.RunnerClosed | percore.RunnerFull), error
-        expected = list(range(20)) if kind == 0 else number if kind == 1 else bytes([number]) * size
-        assert error is not None or task.result() == expected
-        return type(error).__name__ if error is not None else "value"
-
-    async def _map(self, fn: Callable[..., Any]) -> Any:
-        return await self.runner.map(fn, range(20), window=self.chance.choice([None, 3]))
-
-    async def _nested(self, fn: Callable[..., Any], number: int) -> Any:
-        """From the callback of one call another one is submitted."""
-        inner: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def go_on(first: "asyncio.Future[Any]") -> None:
-            first.exception()  # it may well have died
-            try:
-                self.runner.submit(fn, number).add_done_callback(_passing_on(inner))
-            except (percore.RunnerClosed, percore.RunnerFull) as error:
-                inner.set_exception(error)
-
-        self.runner.submit(fn).add_done_callback(go_on)
-        return await inner
-
-
-def _passing_on(target: "asyncio.Future[Any]") -> "Callable[[asyncio.Future[Any]], None]":
-    def done(future: "asyncio.Future[Any]") -> None:
-        error = future.exception()
-        if error is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(future.result())
-
-    return done
-
-
-@pytest.mark.long
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", [1, 2, 3] if LONG else [1])
-async def test_peers_34_calls_recycling_deaths_and_close_in_any_order(make: MakeRunner, seed: int) -> None:
-    for round_ in range(times(1, 6)):
-        storm = Storm(make, 1000 * seed + round_)
-        await storm.blow(times(30, 200))
-        assert storm.outcomes.count("value") > 0
-
-
-@recycling
-async def test_peers_40_many_threads_submit_while_workers_are_replaced(make_real: MakeRunner, limit: int) -> None:
-    async with make_real(2, max_tasks_per_worker=limit) as runner:
-        loop = asyncio.get_running_loop()
-        results: list[list[Any]] = [[] for _ in range(8)]
-        refused: list[BaseException] = []
-
-        def submit(place: int) -> None:
-            for number in range(25):
-                fn = jobs.echo if number % 2 else jobs.aecho
-                results[place].append(asyncio.run_coroutine_threadsafe(runner.run(fn, (place, number)), loop).result(20))
-            try:
-                _ = runner.submit(jobs.echo)
-            except RuntimeError as error:
-                refused.append(error)
-
-        threads = [threading.Thread(target=submit, args=(place,)) for place in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)
-        await loop.shutdown_default_executor()
-        assert results == [[(place, number) for number in range(25)] for place in range(8)]
-        assert len(refused) == 8
-
-
-async def test_peers_40_a_callback_submits_again_and_again(make: MakeRunner) -> None:
-    async with make(2, max_tasks_per_worker=5) as runner:
-        ended = asyncio.get_running_loop().create_future()
-        seen: list[int] = []
-
-        def go_on(future: "asyncio.Future[int]") -> None:
-            seen.append(future.result())
-            if len(seen) == 100:
-                ended.set_result(None)
-            elif len(seen) < 100:
-                runner.submit(jobs.echo if len(seen) % 2 else jobs.aecho, len(seen)).add_done_callback(go_on)
-
-        runner.submit(jobs.aecho, 0).add_done_callback(go_on)
-        await ended
-        assert seen == list(range(100))
-
-
-# 37: progress counts batches instead of items
-
-
-@BOTH
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_peers_37_each_item_is_one_result(make: MakeRunner, fn: Callable[..., Any], ordered: bool) -> None:
+async def test_peers_3_after_every_bad_payload_a_hundred_good_calls_get_their_own_results(make: MakeRunner) -> None:
     async with make(2) as runner:
-        await runner.map(fn, range(1000))  # by now the calls are known to be short, and travel in batches
-        results = runner.map(fn, range(101), ordered=ordered)
-        total, count = len(results), 0
-        async for _ in results:
-            count += 1
-        assert (total, count) == (101, 101)
-
-
-# 38: a guard against leaks of memory ends healthy workers
-
-
-@pytest.mark.asyncio_only
-async def test_peers_38_a_worker_that_takes_much_memory_is_left_alone(make_real: MakeRunner) -> None:
-    async with make_real() as runner:
-        before = await runner.run(jobs.where)
-        assert await runner.run(peer_jobs.take, 400 << 20) > 400 << 20
-        assert await runner.run(jobs.where) == before
+        bad = [
+            runner.submit(jobs.echo, calls.Raises(ValueError)),  # an argument that does not pickle
+            runner.submit(jobs.echo, calls.Reads(calls.throw, ValueError)),  # one that cannot be read
+            runner.submit(calls.give, "unpicklable", "lock", 1),  # a result that does not pickle
+            runner.submit(calls.give, "unreadable", "raises", 1),  # one that cannot be read
+            runner.submit(calls.fail_as, "two arguments"),  # exceptions of either kind
+            runner.submit(calls.fail_as, "unreadable"),
+        ]
+        await asyncio.wait(bad)
+        assert all(future.exception() is not None for future in bad)
+        futures = [runner.submit(jobs.echo if place % 2 else jobs.aecho, [place]) for place in range(100)]
+        assert await asyncio.gather(*futures) == [[place] for place in range(100)]
         assert runner.statistics().restarts == 0
+
+
+async def test_peers_4_an_exception_that_cannot_be_read_does_not_hold_up_the_good_calls_beside_it(
+    make: MakeRunner, log: Log, gate: Gate
+) -> None:
+    async with make(2) as runner:
+        waiting = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(20)]
+        await log.take(20)
+        for name in ("two arguments", "unreadable", "reduces to a number"):
+            with pytest.raises((calls.TwoArguments, percore.RemoteError), match="the message"):
+                await runner.run(calls.fail_as, name)
+        gate.open()
+        assert await asyncio.gather(*waiting) == list(range(20))
+        assert await runner.run(jobs.echo, 1) == 1
+
+
+@pytest.mark.parametrize("fn", [calls.give, calls.agive])
+async def test_peers_5_a_result_that_does_not_pickle_is_an_error_and_a_lambda_is_a_result(
+    make: MakeRunner, fn: Callable[..., Any]
+) -> None:
+    async with make() as runner:
+        with pytest.raises(percore.RemoteError, match="lock"):
+            await runner.run(fn, "unpicklable", "lock", 0)
+        with pytest.raises(percore.RemoteError, match="return a list"):
+            await runner.run(jobs.give, "generator")
+        assert (await runner.run(calls.give_lambda, 5))(1) == 6
+
+
+# 10: one exception object for many futures
+
+
+async def _errors(*futures: "asyncio.Future[Any]") -> list[BaseException]:
+    await asyncio.wait(futures)
+    errors = [future.exception() for future in futures]
+    assert None not in errors
+    return [error for error in errors if error is not None]
+
+
+def _check_own(errors: list[BaseException], kind: type[BaseException]) -> None:
+    assert {type(error) for error in errors} == {kind}
+    assert len({id(error) for error in errors}) == len(errors) > 1
+    try:
+        raise errors[0]
+    except kind:
+        assert errors[0].__traceback__ is not None
+    assert all(error.__traceback__ is None for error in errors[1:])
+
+
+async def test_peers_10_calls_that_a_death_has_ended_have_errors_of_their_own(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        futures = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(5)]
+        await log.take(5)
+        worker_of(runner).kill()
+        _check_own(await _errors(*futures), percore.WorkerDied)
+
+
+async def test_peers_10_calls_that_closing_has_ended_have_errors_of_their_own(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(concurrency=2)
+    await runner.start()
+    futures = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(5)]
+    await log.take(2)
+    await runner.aclose(grace=0)
+    _check_own(await _errors(*futures), percore.RunnerClosed)
+
+
+async def test_peers_10_items_of_a_batch_that_died_have_errors_of_their_own(
+    make_real: MakeRunner, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cost, "batch", lambda *_: 16)
+    async with make_real(threads=1) as runner:
+        results: list[Any] = await runner.map(partial(jobs.die_at, log.path, 20), range(64), return_exceptions=True)
+        died = [result for result in results if isinstance(result, BaseException)]
+    assert {type(error) for error in died} == {percore.WorkerDied}
+    assert len({id(error) for error in died}) == len(died)
+
+
+async def test_peers_10_items_that_no_worker_will_run_have_errors_of_their_own(
+    make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cost, "batch", lambda *_: 16)
+    all_pulled = asyncio.Event()
+
+    def places() -> Iterator[int]:
+        yield from range(64)
+        all_pulled.set()
+
+    async with make(threads=1) as runner:
+        busy = runner.submit(jobs.wait, log.path, gate.path)
+        await log.next()
+        items = asyncio.create_task(runner.map(jobs.echo, places(), window=100, return_exceptions=True).collect())
+        await all_pulled.wait()
+        await runner.run(jobs.aecho)  # some of the batches are queued ahead in the worker, and come back from there
+        runner._supervisor.fail(percore.RunnerBroken(10, 3, "on purpose"))
+        worker = worker_of(runner)
+        worker.kill()
+        errors: list[Any] = await items
+        _check_own(errors, percore.RunnerBroken)
+        assert isinstance((await _errors(busy))[0], percore.WorkerDied)
+        gate.open()
+        await threads_ended(worker)
+
+
+# 11, 12, 13: what is raised, and what is returned
+
+
+@BOTH
+@pytest.mark.parametrize("raised", [StopIteration, StopAsyncIteration])
+async def test_peers_11_stop_iteration_ends_neither_the_waiting_nor_a_map(
+    make: MakeRunner, fn: Callable[..., Any], raised: type[Exception]
+) -> None:
+    async with make() as runner:
+        with pytest.raises(RuntimeError, match="Stop"):
+            await runner.run(fn, raised(5))
+        results = await runner.map(fn, [raised, KeyError], return_exceptions=True)
+        assert [type(result) for result in results] == [RuntimeError, KeyError]
+        with pytest.raises(RuntimeError, match="Stop"):
+            _ = [result async for result in runner.map(fn, [raised])]
+
+
+@BOTH
+async def test_peers_12_what_is_no_exception_ends_its_call_and_its_item_and_nothing_else(
+    make: MakeRunner, fn: Callable[..., Any]
+) -> None:
+    kinds = [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException, asyncio.CancelledError]
+    async with make() as runner:
+        for kind in kinds:
+            with pytest.raises(percore.RemoteError, match=kind.__name__):
+                await runner.run(fn, kind)
+        results = await runner.map(fn, kinds, return_exceptions=True)
+        assert [result.type_name.rpartition(".")[2] for result in results] == [kind.__name__ for kind in kinds]
+        assert await runner.map(jobs.echo, range(10)) == list(range(10))
+        assert runner.statistics().restarts == 0
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_peers_13_an_exception_that_is_returned_is_a_result(make: MakeRunner, fn: Callable[..., Any]) -> None:
+    values = [ValueError("returned"), KeyboardInterrupt(), StopIteration(1), asyncio.CancelledError(), percore.RunnerClosed("no")]
+    async with make() as runner:
+        for value in values:
+            assert type(await runner.run(fn, value)) is type(value)
+        assert list(map(type, await runner.map(fn, values))) == list(map(type, values))
+        assert [type(value) async for value in runner.map(fn, values)] == list(map(type, values))
+        assert runner.statistics().failed == 0
+
+
+# 36: a bound method that drags its object along
+
+
+@pytest.mark.parametrize("name", ["add", "aadd"])
+async def test_peers_36_a_heavy_object_travels_once_with_a_thousand_calls_of_its_method(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    heavy = calls.Heavy()
+    in_slots = 0
+    give = SlotWriter.give
+
+    def count(writer: SlotWriter, slot: int, used: int) -> None:
+        nonlocal in_slots
+        in_slots += used
+        give(writer, slot, used)
+
+    monkeypatch.setattr(SlotWriter, "give", count)
+    async with make(2) as runner:
+        await runner.map(getattr(heavy, name), range(1))  # whatever is imported for it has been
+        before, heavy.times_pickled, in_slots = _bytes_to_workers(runner), 0, 0
+        assert await runner.map(getattr(heavy, name), range(1000)) == list(range(1, 1001))
+        sent = _bytes_to_workers(runner) - before + in_slots
+        assert heavy.times_pickled == 1
+        assert len(calls.LARGE) <= sent < 2 * len(calls.LARGE)
+
+
+def _bytes_to_workers(runner: Runner) -> int:
+    return sum(worker.bytes_in for worker in runner.statistics().workers)

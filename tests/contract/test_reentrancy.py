@@ -272,15 +272,16 @@ def _comparable(result: Any) -> Any:
     return type(result).__name__ if isinstance(result, WhenPickled | WhenRead | BaseException) else result
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__.strip("_"))
 @pytest.mark.parametrize("grace", [None, 0])
-async def test_s6_closing_from_inside_pickling_reading_and_collecting_ends_everything(place: Place, grace: float | None) -> None:
-    for act_at in (1, 3):
-        runner = FakeRunner(2)
-        await runner.start()
-        await _close_from(place, runner, grace, act_at)
+async def test_s6_closing_from_inside_pickling_reading_and_collecting_ends_everything(grace: float | None) -> None:
+    for place in PLACES:
+        for act_at in (1, 3):
+            runner = FakeRunner(2)
+            await runner.start()
+            await _close_from(place, runner, grace, act_at)
 
 
+@pytest.mark.asyncio_only
 async def test_s6_closing_from_there_ends_real_workers(make_real: MakeRunner) -> None:
     for place in (_item, _large_result):
         runner = make_real(2)
@@ -322,6 +323,7 @@ async def _open_at_last(make: MakeRunner, **options: Any) -> AsyncIterator[Runne
             await runner.aclose()
 
 
+@pytest.mark.asyncio_only
 @pytest.mark.parametrize("grace", [None, 0])
 async def test_s6_closing_while_a_context_variable_is_pickled_refuses_the_call(make: MakeRunner, grace: float | None) -> None:
     async with _open_at_last(make, contextvars=[variable]) as runner:
@@ -331,6 +333,7 @@ async def test_s6_closing_while_a_context_variable_is_pickled_refuses_the_call(m
             await runner.submit(jobs.echo, 1)
 
 
+@pytest.mark.asyncio_only
 async def test_s6_closing_while_a_context_variable_is_pickled_refuses_a_broadcast(make: MakeRunner) -> None:
     async with _open_at_last(make, contextvars=[variable]) as runner:
         variable.set(WhenPickled(1))
@@ -339,6 +342,7 @@ async def test_s6_closing_while_a_context_variable_is_pickled_refuses_a_broadcas
             await runner.broadcast(jobs.echo, 1)
 
 
+@pytest.mark.asyncio_only
 async def test_s6_closing_while_the_first_item_is_pickled_ends_the_map(make: MakeRunner) -> None:
     async with _open_at_last(make) as runner:
         _set(lambda: _first_step(runner.aclose()))
@@ -350,6 +354,7 @@ async def test_s6_closing_while_the_first_item_is_pickled_ends_the_map(make: Mak
 # A map that its own items, or its function, close
 
 
+@pytest.mark.asyncio_only
 async def test_s6_a_map_that_an_item_closes_sends_nothing_more(make: MakeRunner) -> None:
     async with make() as runner:
         for fn, becomes in ((jobs.echo, 0), (jobs.aecho, 0), (jobs.length, calls.LARGE)):
@@ -375,6 +380,7 @@ async def _pickled_until_closed(runner: Runner, fn: Callable[..., Any], becomes:
     return count
 
 
+@pytest.mark.asyncio_only
 async def test_s6_a_map_that_its_function_closes_leaves_nothing(make: MakeRunner) -> None:
     async with make() as runner:
         results = runner.map(FunctionWhenPickled(), range(5))
@@ -388,6 +394,7 @@ async def test_s6_a_map_that_its_function_closes_leaves_nothing(make: MakeRunner
         assert not runner._supervisor.dispatch._maps
 
 
+@pytest.mark.asyncio_only
 async def test_s6_a_call_that_its_own_result_cancels_is_cancelled(make: MakeRunner) -> None:
     async with make() as runner:
         for data in (0, calls.LARGE):
@@ -468,6 +475,7 @@ async def test_s6_where_it_is_can_be_asked_while_pickled_read_and_collected(make
         assert [thing.seen for thing in mapped] == [expected] * 50
 
 
+@pytest.mark.asyncio_only
 async def test_s6_a_runner_used_where_arguments_are_read_refuses_in_words(make: MakeRunner) -> None:
     async with make() as runner:
         for fn in (jobs.echo, jobs.aecho):
@@ -475,6 +483,7 @@ async def test_s6_a_runner_used_where_arguments_are_read_refuses_in_words(make: 
         assert await runner.run(jobs.echo, 1) == 1
 
 
+@pytest.mark.asyncio_only
 async def test_s6_the_runner_itself_cannot_be_reached_from_what_it_pickles(make: MakeRunner) -> None:
     async with make() as runner:
         for thing in (runner, runner.options(), partial(runner.submit, abs)):

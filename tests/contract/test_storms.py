@@ -20,6 +20,7 @@ import percore
 from percore._messages import CANCEL
 from tests import jobs
 from tests.contract.conftest import worker_of
+from tests.contract.pipes import Gate
 from tests.counts import times
 from tests.fakes import FakeRunner
 from tests.sweep import places
@@ -311,3 +312,42 @@ def resident(runner: percore.Runner) -> list[int]:
     gc.collect()
     pids = [os.getpid(), *(worker.pid for worker in runner.statistics().workers)]
     return [psutil.Process(pid).memory_info().rss for pid in pids]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("silent_loop")
+async def test_peers_14_cancelled_after_random_delays(gate: Gate) -> None:
+    dice = random.Random(14)
+    async with percore.Runner(2, threads=2) as runner:
+        pids = {worker.pid for worker in runner.statistics().workers}
+        for number in range(times(100, 1000)):
+            victim = runner.submit(*((jobs.await_, os.devnull, gate.path) if number % 2 else (jobs.aecho, number)))
+            following = runner.submit(jobs.aecho if number % 3 else jobs.echo, -number)
+            for _ in range(dice.randrange(200)):
+                await asyncio.sleep(0)
+            cancelled = victim.cancel()
+            assert await asyncio.wait_for(following, 30) == -number  # nothing meant for the other one hits it
+            assert outcome(victim, number) == ("cancelled" if cancelled else "value")
+        await nothing_is_held(runner)
+        assert {worker.pid for worker in runner.statistics().workers} == pids
+
+
+async def test_peers_39_submit_holds_up_no_loop_although_nobody_reads() -> None:
+    async with percore.Runner(1, threads=2) as runner:
+        (worker,) = runner.statistics().workers
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            turns = 0
+            calls = []
+            for number in range(20_000):  # some times what rings and queues of workers hold
+                calls.append(runner.submit(jobs.length, bytes(1000)))  # between turns of the loop
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+                    turns += 1
+            assert turns == 200
+            assert not any(call.done() for call in calls)
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        async with asyncio.timeout(40):
+            assert await asyncio.gather(*calls) == [1000] * 20_000

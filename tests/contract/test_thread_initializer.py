@@ -45,7 +45,7 @@ async def test_in_every_worker_also_after_a_respawn(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("as_map", [False, True])
-async def test_a_failure_is_the_first_call_s_outcome_and_the_next_tries_again(
+async def test_peers_6_a_failure_is_the_first_call_s_outcome_and_the_next_tries_again(
     make: MakeRunner, tmp_path: Path, as_map: bool
 ) -> None:
     initializer = functools.partial(jobs.fail_first, str(tmp_path), 2, LookupError, 0)

@@ -125,8 +125,8 @@ def thief(loop: str, method: str) -> None:
 
 async def _robbed(method: Any) -> None:
     async with percore.Runner(2, start_method=method) as runner:
-        codes = [await code_of_death(runner, calls.kill_self, signal.SIGKILL) for _ in range(3)]
-        codes += [await code_of_death(runner, calls.exit_with, 3) for _ in range(3)]
+        codes = [await code_of_death(runner, calls.kill_self, signal.SIGKILL) for _ in range(2)]
+        codes += [await code_of_death(runner, calls.exit_with, 3) for _ in range(2)]
         say("codes", codes)
         say("serves", await serves(runner))
 
@@ -144,7 +144,7 @@ def beside(loop: str, method: str) -> None:
 async def _beside(method: Any) -> None:
     async with percore.Runner(2, start_method=method) as runner:
         programs = [asyncio.create_task(program("sh", "-c", f"exit {code}")) for code in range(20)]
-        deaths = [await code_of_death(runner, calls.kill_self, signal.SIGKILL) for _ in range(3)]
+        deaths = [await code_of_death(runner, calls.kill_self, signal.SIGKILL) for _ in range(2)]
         say("programs", [await task for task in programs])
         say("codes", deaths)
     say("left", zombies())
@@ -160,10 +160,9 @@ def small_shm(loop: str) -> None:
 
 
 async def _small_shm() -> None:
-    data = b"percore " * (128 << 17)
-    async with percore.Runner(2) as runner:
-        results = await asyncio.gather(*(runner.run(give_back, data) for _ in range(3)))
-        say("same", [result == data for result in results])
+    data = b"percore " * (12 << 20)
+    async with percore.Runner(1) as runner:
+        say("same", await runner.run(give_back, data) == data)
         say("names", os.listdir("/dev/shm"))
 
 

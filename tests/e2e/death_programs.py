@@ -314,8 +314,8 @@ async def large_replies(kills: str) -> None:
 # Children that wedge
 
 
-def _start_child() -> int:
-    child = multiprocessing.get_context("fork").Process(target=_stay, daemon=False)
+def _start_child(daemon: bool) -> int:
+    child = multiprocessing.get_context("fork").Process(target=_stay, daemon=daemon)
     child.start()
     assert child.pid is not None
     return child.pid
@@ -326,10 +326,10 @@ def _stay() -> None:
         signal.pause()
 
 
-async def wedged(gate: str) -> None:
-    """A worker that cannot end in order: it has a child that it would wait for."""
-    async with opened(1, kill_after=0.5) as runner:
-        say("child", await runner.run(_start_child))
+async def wedged(kind: str, gate: str) -> None:
+    """A worker that would wait for its child, and so cannot end in order; or that has to end it first."""
+    async with opened(1, kill_after=60 if kind == "daemonic" else 0.5) as runner:
+        say("child", await runner.run(_start_child, kind == "daemonic"))
         await _read_byte(gate)
 
 

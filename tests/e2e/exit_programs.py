@@ -94,8 +94,30 @@ def by_stopping_the_loop(name: str) -> NoReturn:
     sys.exit(7)
 
 
+async def _after_the_main_thread(*, closes: bool) -> None:
+    main_thread = threading.main_thread()
+    main_thread.join()
+    runner = percore.Runner(2)
+    await runner.start()
+    numbers = await runner.map(abs, range(-100, 0))
+    os.write(1, f"sum {sum(numbers)}\n".encode())
+    if closes:
+        await runner.aclose()
+    _kept.append(runner)
+
+
+def after_the_main_thread(loop: str) -> None:
+    """The interpreter waits for this thread, and runs what is registered with atexit later."""
+    threading.Thread(target=lambda: run(loop, _after_the_main_thread(closes=True))).start()
+
+
+def after_the_main_thread_and_left_open(loop: str) -> None:
+    threading.Thread(target=lambda: run(loop, _after_the_main_thread(closes=False))).start()
+
+
 def main(story: str, loop: str) -> None:
     function = globals()[story]
+    new_loop(loop).close()  # imports what it takes: some of the standard library cannot be imported once the main thread has ended
     if asyncio.iscoroutinefunction(function):
         run(loop, function())
     else:

@@ -195,6 +195,8 @@ async def idle() -> None:
 async def loaded() -> None:
     async with percore.Runner(2, lifespan=telling) as runner:
         _kept.extend(runner.submit(endless, number) for number in range(100))
+        for call in _kept:  # what becomes of it is looked at, and so not reported
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())
         await runner.map(calls.accept, range(100))
         say("ready")
         await runner.map(calls.pattern, _endless(), _sizes()).collect()

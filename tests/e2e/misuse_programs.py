@@ -5,6 +5,7 @@ import contextlib
 import faulthandler
 import gc
 import itertools
+import json
 import multiprocessing
 import os
 import select
@@ -12,12 +13,14 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import percore
 from tests import jobs
-from tests.e2e.fault_programs import run, say
+from tests.e2e import nested_calls
+from tests.e2e.fault_programs import new_loop, run, say
 
 LIMIT = 20.0
 
@@ -179,6 +182,151 @@ def _inherited() -> list[str]:
     return found
 
 
+# Runners that are left open
+
+
+def left(loop_name: str, method: Any, how: str) -> None:
+    """The loop of an open runner is closed, and then the runner is dropped, or kept to the end of the interpreter."""
+    warnings.simplefilter("always", ResourceWarning)
+    loop = new_loop(loop_name)
+    runner, futures = loop.run_until_complete(_start_and_submit(method))
+    pids = [worker.pid for worker in runner.statistics().workers]
+    before = [future._state for future in futures]
+    loop.close()
+    say("workers", pids)
+    if how == "kept":
+        _kept.extend([runner, futures])
+        return
+    if how == "used":
+        say("refused", [_refuses(partial(runner.submit, jobs.echo)), _refuses(partial(_close, runner))])
+    del runner
+    gc.collect()
+    say("untouched", [future._state for future in futures] == before)
+    run(loop_name, _another(method))
+
+
+async def _start_and_submit(method: Any) -> "tuple[percore.Runner, list[asyncio.Future[Any]]]":
+    runner = percore.Runner(2, start_method=method, threads=2)
+    await runner.start()
+    futures = [runner.submit(fn) for fn in (nested_calls.stay, nested_calls.stay_in_thread) * 50]
+    assert await runner.run(jobs.aecho, 1) == 1
+    return runner, futures
+
+
+async def _another(method: Any) -> None:
+    async with percore.Runner(1, start_method=method) as runner:
+        say("another", await runner.run(jobs.aecho, 7))
+
+
+def _close(runner: percore.Runner) -> None:
+    _driven(runner.aclose())
+
+
+def _refuses(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except RuntimeError:
+        return True
+    return False
+
+
+# Runners within workers
+
+
+async def nested() -> None:
+    async with percore.Runner(2, kill_after=0.5) as runner:
+        call = asyncio.ensure_future(runner.run(nested_calls.nest, 2))
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        await runner.aclose(grace=0)
+        say("ended", type(call.exception()).__name__)
+
+
+async def nested_and_staying() -> None:
+    async with percore.Runner(2, kill_after=0.5) as runner:
+        await runner.run(nested_calls.nest, 2)
+
+
+async def nested_and_left_open() -> None:
+    async with percore.Runner(1) as runner:
+        say("left", await runner.run(nested_calls.leave_open))
+        say("nested", await runner.map(nested_calls.twice_in_nested, range(4)))
+
+
+def on_terminal(story: str, loop: str) -> None:
+    run(loop, globals()[story]())
+
+
+# Odd surroundings
+
+
+def without_streams(loop: str, method: str, result: str) -> None:
+    """Descriptors 0 to 2 are closed before anything of percore has any."""
+    for number in range(3):
+        os.close(number)
+    told: list[Any] = []
+    run(loop, _work(method, told))
+    Path(result).write_text(json.dumps(told))
+
+
+def with_closed_objects(loop: str, method: str, result: str) -> None:
+    """`sys.stdout` and the like are closed, or gone; the descriptors with them."""
+    sys.stdin.close()
+    sys.stdout.close()
+    sys.stderr = None  # as where there is no console
+    told: list[Any] = []
+    run(loop, _work(method, told))
+    Path(result).write_text(json.dumps(told))
+
+
+def gone_away(loop: str, method: str, result: str) -> None:
+    """The working directory changes while the runner is open, and is deleted."""
+    folder = Path(result).parent / "deleted"
+    folder.mkdir()
+    told: list[Any] = []
+    run(loop, _work(method, told, partial(_go_and_delete, folder)))
+    os.chdir("/")
+    Path(result).write_text(json.dumps(told))
+
+
+def _go_and_delete(folder: Path) -> None:
+    os.chdir(folder)
+    folder.rmdir()
+
+
+def with_all_warnings(loop: str, method: str, result: str) -> None:
+    told: list[Any] = []
+    run(loop, _work(method, told))
+    Path(result).write_text(json.dumps(told))
+
+
+async def _work(method: Any, told: list[Any], between: Callable[[], object] = int) -> None:
+    """Some of everything, in workers of the first start and in replacements."""
+    async with percore.Runner(2, start_method=method) as runner:
+        for turn in range(2):
+            data = bytes(300_000)
+            assert await runner.run(jobs.length, data) == len(data)
+            assert await runner.run(jobs.apattern, 300_000) == jobs.pattern(300_000)
+            assert await runner.map(jobs.echo, range(1000)) == list(range(1000))
+            told.append([await runner.run(nested_calls.read_stdin), (await runner.run(nested_calls.streams))[0]])
+            if not turn:
+                between()
+                for worker in runner.statistics().workers:
+                    os.kill(worker.pid or 0, signal.SIGTERM)
+                async with asyncio.timeout(LIMIT):
+                    while any(worker.generation == 1 for worker in runner.statistics().workers):
+                        await runner.run(jobs.aecho)
+        told.append(runner.statistics().failed)
+
+
+def much_on_stderr(loop: str, method: str, size: str) -> None:
+    run(loop, _much_on_stderr(method, int(size)))
+
+
+async def _much_on_stderr(method: Any, size: int) -> None:
+    async with percore.Runner(2, start_method=method) as runner:
+        say("written", await runner.map(nested_calls.write_to_stderr, [size] * 3))
+
+
 if __name__ == "__main__":
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", append=True)
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -21,12 +21,10 @@ from tests.e2e import boot_calls, fault_calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Wire, count_lines
 
-both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
-
-
 # At the first start
 
 
+@pytest.mark.asyncio_only
 @pytest.mark.parametrize("index", [-1, 1], ids=["all", "one"])
 @pytest.mark.parametrize(
     ("how", "told"),
@@ -64,7 +62,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(importlib.import_module("sys").modules, "users_lifespan")
 
 
-@both_methods
+@pytest.mark.asyncio_only
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 async def test_b1_an_import_that_fails_at_the_first_start(method: Any, module: Any, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "own")
     runner = percore.Runner(2, lifespan=module.lifespan, start_method=method)
@@ -217,6 +216,7 @@ async def test_b5_a_log_handler_that_raises_keeps_nobody_from_being_replaced(
     assert "the log is full" in capfd.readouterr().err
 
 
+@pytest.mark.asyncio_only
 @pytest.mark.parametrize("broken_log", ["handler"], indirect=True)
 async def test_b5_a_log_handler_that_raises_when_a_slot_is_given_up(
     broken_log: Raises, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,29 +1,24 @@
 """A worker's death: whose calls end, with which words, and that nothing else notices."""
 
 import asyncio
-import json
 import logging
 import os
 import pickle
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import percore
-from tests.counts import LONG
 from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
-from tests.faults import LIMIT, Program, Watch, Wire, figures, wait_stopped
+from tests.faults import LIMIT, Program, Watch, Wire, figures
 
 pytestmark = pytest.mark.usefixtures("no_core_files")
-
-NUMBERS_OF_WORKERS = range(2, 14) if LONG else (2, 5, 13)
 
 
 # Where it dies
@@ -279,139 +274,6 @@ async def test_k2_many_coroutines_at_once_end_with_their_worker_alone(wire: Wire
             future.cancel()
 
 
-class Killers:
-    """Calls, one in each worker, that kill whom they are told."""
-
-    def __init__(self, runner: percore.Runner, folder: Path) -> None:
-        self._runner = runner
-        self._folder = folder
-        self._gates: list[Wire] = []
-        self._wire = Wire(folder / "told")
-
-    async def begin(self, workers: int) -> dict[int, "asyncio.Future[Any]"]:
-        """A call in each; the futures by worker. With `concurrency=1` no worker gets two."""
-        self._gates += [Wire(self._folder / str(index)) for index in range(len(self._gates), workers)]
-        futures = [self._runner.submit(deadly.kill_told, str(self._folder)) for _ in range(workers)]
-        assert sorted([(await self._wire.worker())[0] for _ in futures]) == list(range(workers))
-        calls_of = {member.index: list(member.calls.values()) for member in self._runner._supervisor.members}
-        return {index: next(future for future in futures if future in held) for index, held in calls_of.items()}
-
-    def tell(self, index: int, pid: int) -> None:
-        self._gates[index].write(f"{pid}\n")
-
-    def close(self) -> None:
-        for wire in (self._wire, *self._gates):
-            wire.close()
-
-
-@pytest.fixture
-def make_killers(tmp_path: Path) -> Iterator[Callable[[percore.Runner], Killers]]:
-    made: list[Killers] = []
-
-    def make(runner: percore.Runner) -> Killers:
-        made.append(Killers(runner, tmp_path))
-        return made[-1]
-
-    yield make
-    for killers in made:
-        killers.close()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("workers", NUMBERS_OF_WORKERS)
-async def test_k11_a_call_that_kills_another_worker(workers: int, make_killers: Callable[[percore.Runner], Killers]) -> None:
-    async with percore.Runner(workers, concurrency=1) as runner:
-        killers = make_killers(runner)
-        for killer, victim in ((0, workers - 1), (workers - 1, 0)):
-            futures = await killers.begin(workers)
-            pids = {index: pid_of(runner, index) for index in futures}
-            killers.tell(killer, pids[victim])
-            assert (await died(futures[victim])).pid == pids[victim]
-            assert (await ended(futures[killer]))[::2] == (killer, pids[killer])
-            others = set(futures) - {killer, victim}
-            assert not any(futures[index].done() for index in others)
-            for index in others:
-                killers.tell(index, 0)
-            assert {(await ended(futures[index]))[::2] for index in others} == {(index, pids[index]) for index in others}
-            await serves(runner)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("workers", NUMBERS_OF_WORKERS)
-async def test_k11_workers_that_all_kill_each_other_at_once(
-    workers: int, make_killers: Callable[[percore.Runner], Killers]
-) -> None:
-    async with percore.Runner(workers, concurrency=1) as runner:
-        killers = make_killers(runner)
-        futures = await killers.begin(workers)
-        pids = {index: pid_of(runner, index) for index in futures}
-        for index in futures:
-            killers.tell(index, pids[(index + 1) % workers])
-        async with asyncio.timeout(LIMIT):
-            await asyncio.wait(futures.values())
-        for index, future in futures.items():
-            error = future.exception()  # none: it was killed when it had ended
-            assert error is None or (isinstance(error, percore.WorkerDied) and error.pid == pids[index])
-        await serves(runner)
-
-
-async def test_k14_a_dead_worker_that_left_a_child_is_dead(wire: Wire) -> None:
-    async with percore.Runner(1) as runner:
-        future = runner.submit(calls.fork_and_die, wire.path)
-        child = int((await wire.line()).split()[3])
-        with Watch([child]) as left:
-            assert (await died(future)).exitcode == 7
-            await serves(runner)
-            await asyncio.wait_for(runner.aclose(), LIMIT)
-            assert left.wait_gone(0) == [child]
-            left.kill()
-            assert left.wait_gone(HARD) == []
-
-
-@pytest.mark.parametrize(
-    ("how", "leave"),
-    [
-        ("multiprocessing", deadly.leave_child),
-        ("multiprocessing", deadly.leave_child_in_task),
-        ("subprocess", deadly.leave_child),
-        ("os.fork", deadly.leave_child),
-    ],
-    ids=["multiprocessing in a thread", "multiprocessing in a task", "subprocess", "os.fork"],
-)
-@pytest.mark.asyncio_only
-async def test_k14_a_child_that_outlives_its_worker_holds_nothing_of_percore(how: str, leave: Any, wire: Wire) -> None:
-    async with percore.Runner(1, loop_factory=asyncio.new_event_loop) as runner:
-        future = runner.submit(leave, how, wire.path)
-        of_worker = {(fd, target) for fd, target in json.loads(await wire.line())}
-        child, of_child = json.loads(await wire.line())
-        with Watch([child]) as left:
-            try:
-                assert (await died(future)).exitcode == 7
-                await serves(runner)
-                await asyncio.wait_for(runner.aclose(), LIMIT)
-                assert left.wait_gone(0) == [child]
-            finally:
-                left.kill()
-            assert left.wait_gone(HARD) == []
-    shared = sorted(re.sub(r":\[\d+\]", "", target) for fd, target in of_child if (fd, target) in of_worker)
-    # What its loop has open is the worker's own, and shared by every fork of a process with a loop.
-    assert shared == ([] if how == "subprocess" else ["anon_inode:[eventpoll]", "socket", "socket"])
-
-
-@pytest.mark.parametrize(
-    ("end", "factory"),
-    [(deadly.end_child, None), (deadly.end_child_in_task, asyncio.new_event_loop)],
-    ids=["in a thread", "in a task, asyncio"],
-)
-@pytest.mark.asyncio_only
-async def test_k14_sigterm_to_a_forked_child_ends_the_child_and_does_not_drain_the_worker(end: Any, factory: Any) -> None:
-    async with percore.Runner(1, loop_factory=factory) as runner:
-        pid = pid_of(runner)
-        assert await ended(runner.submit(end)) == (-signal.SIGTERM, pid)
-        assert await ended(runner.submit(calls.who)) == (0, 1, pid)
-        assert runner.statistics().restarts == 0
-
-
 async def test_memory_that_a_dead_worker_could_write_is_not_used_again() -> None:
     async with percore.Runner(1) as runner:
         before = await runner.run(calls.writable_memory)
@@ -431,133 +293,6 @@ async def test_c6_cancelled_calls_of_a_dead_worker_stay_cancelled(wire: Wire) ->
         kill(pid)
         await serves(runner)
         assert future.cancelled()
-
-
-async def test_k8_a_stopped_worker_that_is_killed_fails_its_calls(wire: Wire) -> None:
-    async with percore.Runner(2) as runner:
-        future = runner.submit(calls.stay, wire.path)
-        _, _, pid = await wire.worker()
-        kill(pid, signal.SIGSTOP)
-        wait_stopped(pid)
-        for _ in range(3):  # turns of the loop: what it said before it was stopped is heard
-            await asyncio.sleep(0)
-        # Some of three are given to it, unless it counts as silent already. Once it does, it gets nothing more.
-        some = [runner.submit(calls.accept) for _ in range(3)]
-        (stopped,) = (member for member in runner._supervisor.members if member.pid == pid)
-        (other,) = (member for member in runner._supervisor.members if member is not stopped)
-        while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
-            await asyncio.sleep(0)
-        for _ in range(10):
-            while other.worker.channel.tx.is_unread():  # noqa: ASYNC110  # on a loaded machine it may be as silent for a moment
-                await asyncio.sleep(0)
-            assert await ended(runner.submit(calls.accept)) == 0
-        kill(pid)
-        assert (await died(future)).signal == "SIGKILL"
-        assert [await ended(call) for call in some] == [0, 0, 0]
-
-
-async def test_k8_a_stopped_worker_goes_on_when_it_is_continued(wire: Wire, gate: Wire) -> None:
-    async with percore.Runner(1) as runner:
-        future = runner.submit(calls.hold, wire.path, gate.path)
-        _, _, pid = await wire.worker()
-        kill(pid, signal.SIGSTOP)
-        wait_stopped(pid)
-        other = runner.submit(calls.who)
-        gate.give(1)
-        await asyncio.sleep(0)
-        kill(pid, signal.SIGCONT)
-        assert await ended(future) == await ended(other) == (0, 1, pid)
-
-
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-async def test_k8_a_worker_that_is_stopped_idle_holds_up_nobody(end: int) -> None:
-    async with percore.Runner(2) as runner:
-        pid = pid_of(runner)
-        kill(pid, signal.SIGSTOP)
-        wait_stopped(pid)
-        some = [runner.submit(calls.who) for _ in range(3)]  # it is given some of them, until it counts as silent
-        (stopped,) = (member for member in runner._supervisor.members if member.pid == pid)
-        while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
-            await asyncio.sleep(0)
-        for _ in range(20):
-            assert (await ended(runner.submit(calls.who)))[0] == 1
-        kill(pid, end)
-        assert {(await ended(call))[0] for call in some} <= {0, 1}
-        await serves(runner)
-        assert (runner.statistics().failed, runner.statistics().restarts) == (0, int(end == signal.SIGKILL))
-
-
-@pytest.mark.parametrize("size", [10, 3_000_000], ids=["frame", "slot"])
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-async def test_k8_a_worker_that_is_stopped_amid_a_result(end: int, size: int, wire: Wire) -> None:
-    async with percore.Runner(2) as runner:
-        call = runner.submit(deadly.give_half_in_task, size, signal.SIGSTOP)
-        beside = runner.submit(calls.stay, wire.path)
-        index, _, other = await wire.worker()
-        pid = pid_of(runner, 1 - index)
-        await asyncio.to_thread(wait_stopped, pid)
-        (stopped,) = (member for member in runner._supervisor.members if member.pid == pid)
-        some = [runner.submit(calls.who) for _ in range(3)]
-        while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
-            await asyncio.sleep(0)
-        for _ in range(10):
-            assert (await ended(runner.submit(calls.who)))[2] == other
-        kill(pid, end)
-        if end == signal.SIGCONT:
-            assert await ended(call) == [calls.pattern(1, size), 0, calls.pattern(2, size)]
-        else:
-            assert (await died(call)).signal == "SIGKILL"
-        assert len([await ended(one) for one in some]) == 3
-        assert not beside.done()
-        beside.cancel()
-
-
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-async def test_k8_a_worker_that_is_stopped_before_it_rings(end: int, points: Callable[[str], None]) -> None:
-    points("worker.frame.written=stop@2#0.1")
-    async with percore.Runner(1) as runner:
-        call = runner.submit(calls.pattern_in_task, 7, 100_000)
-        await asyncio.to_thread(wait_stopped, pid_of(runner))
-        assert not call.done()
-        kill(pid_of(runner), end)
-        if end == signal.SIGCONT:
-            assert await ended(call) == calls.pattern(7, 100_000)
-        else:
-            assert (await died(call)).started
-
-
-async def test_k9_sigterm_drains_a_worker_and_nothing_fails(wire: Wire, gate: Wire) -> None:
-    async with percore.Runner(1, threads=1) as runner:
-        held = runner.submit(calls.hold, wire.path, gate.path)
-        task = runner.submit(calls.hold_in_task, wire.path, gate.path)
-        _, _, pid = await wire.worker()
-        await wire.worker()
-        ahead = [runner.submit(calls.who_in_thread) for _ in range(10)]
-        await asyncio.sleep(0)
-        kill(pid, signal.SIGTERM)
-        assert {(await ended(future))[1] for future in ahead} == {2}
-        gate.give(2)
-        assert await ended(held) == await ended(task) == (0, 1, pid)
-        assert runner.statistics().failed == 0
-
-
-async def test_k9_a_worker_that_swallows_sigterm_goes_on_and_can_be_killed_and_closed(wire: Wire) -> None:
-    runner = percore.Runner(1, kill_after=0.3)
-    await runner.start()
-    pid = pid_of(runner)
-    for generation in (1, 2):
-        await ended(runner.submit(deadly.be_deaf_to_sigterm, wire.path))
-        pid = pid_of(runner)
-        kill(pid, signal.SIGTERM)
-        assert await wire.line() == "swallowed"
-        assert await ended(runner.submit(calls.who)) == (0, generation, pid)
-        if generation == 1:
-            kill(pid)
-            while runner.statistics().restarts == 0:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
-    with Watch([pid]) as worker:
-        await asyncio.wait_for(runner.aclose(), HARD)
-        assert worker.wait_gone(0) == []
 
 
 # Broken channels

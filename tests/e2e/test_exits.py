@@ -11,18 +11,22 @@ from tests.faults import Program
 HARD = 2.0
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize(
-    ("story", "code"),
+    ("story", "code", "loop"),
     [
-        ("by_sys_exit", 3),
-        ("by_an_error", 1),
-        ("by_os_exit", 4),
-        ("by_sys_exit_in_a_callback", 5),
-        ("by_abort", -signal.SIGABRT),
-        ("by_its_last_line", 0),
-        ("in_a_daemon_thread", 6),
-        ("by_stopping_the_loop", 7),
+        ("by_sys_exit", 3, "asyncio"),
+        ("by_sys_exit", 3, "uvloop"),
+        ("by_an_error", 1, "asyncio"),
+        ("by_os_exit", 4, "uvloop"),
+        ("by_sys_exit_in_a_callback", 5, "asyncio"),
+        ("by_sys_exit_in_a_callback", 5, "uvloop"),
+        ("by_abort", -signal.SIGABRT, "asyncio"),
+        ("by_its_last_line", 0, "asyncio"),
+        ("by_its_last_line", 0, "uvloop"),
+        ("in_a_daemon_thread", 6, "asyncio"),
+        ("in_a_daemon_thread", 6, "uvloop"),
+        ("by_stopping_the_loop", 7, "asyncio"),
+        ("by_stopping_the_loop", 7, "uvloop"),
     ],
 )
 def test_p8_the_end_of_a_program_is_its_own(story: str, code: int, loop: str, tmp_path: Path) -> None:
@@ -37,3 +41,16 @@ def test_p8_the_end_of_a_program_is_its_own(story: str, code: int, loop: str, tm
         assert program.stderr.count("Traceback") == 1
     else:
         assert program.stderr == ""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("story", ["after_the_main_thread", "after_the_main_thread_and_left_open"])
+def test_peers_18_it_works_in_a_thread_that_outlives_the_main_one(story: str, loop: str, tmp_path: Path) -> None:
+    family = Family()
+    with family.marked():
+        program = Program(story, loop, stderr=tmp_path / "stderr", module="tests.e2e.exit_programs")
+    with program:
+        assert program.expect("sum") == str(sum(range(101)))
+        assert program.end() == 0, program.stderr
+        assert family.wait_gone(HARD) == []
+    assert program.stderr == ""

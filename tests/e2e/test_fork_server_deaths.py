@@ -1,4 +1,4 @@
-"""The fork server is killed at each of its steps: its workers go with it, another one takes over, and each call ends as it should."""
+"""The fork server is killed at each of its steps: its workers go with it, another one takes over, each call ends as it should."""
 
 import asyncio
 import contextlib

@@ -249,7 +249,7 @@ def test_a_thread_that_ends_after_it_has_closed_its_runner(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LOOP_FACTORIES)
-def test_the_fork_server_survives_the_thread_that_started_it(kind: str) -> None:
+def test_p5_the_fork_server_survives_the_thread_that_started_it(kind: str) -> None:
     factory = LOOP_FACTORIES[kind]
     opened, may_close = threading.Event(), threading.Event()
 

@@ -241,18 +241,21 @@ def test_peers_2_workers_killed_amid_large_replies_hold_up_no_other(loop: str, s
     ends_well(program, *[r"worker \d \(pid \d+\) died by SIGKILL \(.*\)"] * kills)
 
 
+@pytest.mark.parametrize("kind", ["daemonic", "waited for"])
 def test_peers_19_a_child_that_a_call_left_behind_does_not_hold_up_the_end(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::DeprecationWarning")  # of the fork beside threads
     gate = Wire(tmp_path / "gate")
     try:
-        program = start("wedged", "asyncio", gate.path)
+        program = start("wedged", "asyncio", kind, gate.path)
         with Watch([program.told("child")]) as child:
             try:
                 gate.give(1)
                 assert program.told("left", LIMIT) == [[], [], 0, 0, 0]
                 assert program.end() == 0
+                if kind == "daemonic":
+                    assert child.wait_gone(HARD) == []
             finally:
                 child.kill()
             assert child.wait_gone(HARD) == []

@@ -396,7 +396,7 @@ async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
 
 
 @both
-async def test_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
+async def test_p9_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         launcher = open_launcher(kind, "obey")
@@ -409,7 +409,7 @@ async def test_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-async def test_a_stolen_child_never_gives_a_wrong_exit_code() -> None:
+async def test_p9_a_stolen_child_never_gives_a_wrong_exit_code() -> None:
     launcher = open_launcher("spawn", "obey")
     end = End()
     process = launcher.launch(b"exit 3", [], end)

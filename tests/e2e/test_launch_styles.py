@@ -253,7 +253,7 @@ WITH_SPAWN: list[Style] = [script, module_of_package, package, command, zip_appl
     [("forkserver", style) for style in BY_REFERENCE + BY_VALUE] + [("spawn", style) for style in WITH_SPAWN],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_what_lives_in_main_travels(method: str, style: Style, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s8_what_lives_in_main_travels(method: str, style: Style, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METHOD", method)
     done = style(tmp_path)
     assert (done.code, done.err) == (0, ""), done
@@ -262,7 +262,7 @@ def test_what_lives_in_main_travels(method: str, style: Style, tmp_path: Path, m
     assert len(seen) == 20
 
 
-def test_a_prompt_on_a_terminal(tmp_path: Path) -> None:
+def test_s8_a_prompt_on_a_terminal(tmp_path: Path) -> None:
     typed = as_typed(
         """
 import asyncio, percore
@@ -333,7 +333,7 @@ def starts(folder: Path) -> int:
 
 
 @both_methods
-def test_a_script_whose_functions_live_elsewhere_needs_no_guard(method: str, tmp_path: Path) -> None:
+def test_s8_a_script_whose_functions_live_elsewhere_needs_no_guard(method: str, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text("def double(n):\n    return 2 * n\n")
     text = f"{COUNTED}from work import double\n{LISTENING.replace('(2)', f'(2, start_method={method!r})')}asyncio.run(main())\n"
     assert output_of(text, tmp_path) == "8\n[0, 2, 4]\n"
@@ -342,7 +342,7 @@ def test_a_script_whose_functions_live_elsewhere_needs_no_guard(method: str, tmp
 
 @pytest.mark.parametrize("host", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("definition", ["def", "async def"])
-def test_a_missing_guard_is_told_on_the_terminal(definition: str, host: str, tmp_path: Path) -> None:
+def test_s8_a_missing_guard_is_told_on_the_terminal(definition: str, host: str, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(f"{COUNTED}{LISTENING}\n{definition} double(n):\n    return 2 * n\n\n{host}\n")
     done = python("app.py", cwd=tmp_path)
     assert done.code == 1
@@ -351,7 +351,7 @@ def test_a_missing_guard_is_told_on_the_terminal(definition: str, host: str, tmp
     assert starts(tmp_path) == 2  # here, and in the one worker that looked for the function
 
 
-def test_a_missing_guard_is_told_of_a_module(tmp_path: Path) -> None:
+def test_s8_a_missing_guard_is_told_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(f"{COUNTED}{LISTENING}\ndef double(n):\n    return 2 * n\n\nasyncio.run(main())\n")
     done = python("-m", "app", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
@@ -360,7 +360,7 @@ def test_a_missing_guard_is_told_of_a_module(tmp_path: Path) -> None:
 
 
 @both_methods
-def test_a_missing_guard_of_a_lifespan_fails_the_start_once(method: str, tmp_path: Path) -> None:
+def test_s8_a_missing_guard_of_a_lifespan_fails_the_start_once(method: str, tmp_path: Path) -> None:
     text = f"""\
 {COUNTED}
 import asyncio
@@ -385,7 +385,7 @@ asyncio.run(main())
     assert starts(tmp_path) <= 3
 
 
-def test_calls_that_wait_for_an_unguarded_script_all_get_the_sentence(tmp_path: Path) -> None:
+def test_s8_calls_that_wait_for_an_unguarded_script_all_get_the_sentence(tmp_path: Path) -> None:
     text = f"""\
 {COUNTED}
 import asyncio
@@ -407,7 +407,7 @@ asyncio.run(main())
 
 
 @both_methods
-def test_a_guarded_script_runs_once_in_a_worker_and_only_when_it_is_needed(method: str, tmp_path: Path) -> None:
+def test_s8_a_guarded_script_runs_once_in_a_worker_and_only_when_it_is_needed(method: str, tmp_path: Path) -> None:
     text = f"""\
 {COUNTED}
 import asyncio
@@ -426,6 +426,43 @@ if __name__ == "__main__":
     asyncio.run(main())
 """
     assert output_of(text, tmp_path) == "3 1\n8 2\n[0, 2, 4] 2\n"
+
+
+@both_methods
+def test_s8_a_module_that_has_changed_since_the_program_imported_it(method: str, tmp_path: Path) -> None:
+    """The program has one version, its workers the next: what the two do not share fails its own call, in words."""
+    text = f"""\
+import asyncio
+import pathlib
+import percore
+
+file = pathlib.Path("shop.py")
+file.write_text("def price(n): return n\\ndef gone(n): return n\\nclass Item: pass\\nclass Gone: pass\\n")
+import shop
+
+file.write_text("def price(n): return n + 100\\nclass Item: pass\\nclass New: pass\\ndef make(): return New()\\n")
+shop.make = lambda: None
+shop.make.__module__, shop.make.__qualname__ = "shop", "make"
+
+async def outcome(runner, fn, *args):
+    try:
+        return await runner.run(fn, *args)
+    except Exception as error:
+        return type(error).__name__, "shop" in str(error)
+
+async def main():
+    async with percore.Runner(1, start_method={method!r}) as runner:
+        print(await outcome(runner, shop.price, 1))
+        print(await outcome(runner, shop.gone, 1))
+        print(await outcome(runner, len, [shop.Gone()]))
+        print(await outcome(runner, shop.make))
+        print(await outcome(runner, len, [shop.Item()]), runner.statistics().restarts)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    told = output_of(text, tmp_path).splitlines()
+    assert told == ["101", "('AttributeError', True)", "('AttributeError', True)", "('RemoteError', True)", "1 0"]
 
 
 # Notebooks
@@ -468,7 +505,7 @@ def run_notebook(cells: list[str], folder: Path) -> list[dict[str, str]]:
 
 
 @both_methods
-def test_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s8_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("METHOD", method)

@@ -19,7 +19,6 @@ from tests.faults import LIMIT, Program, Watch, wait_stopped
 
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 PAIRS = pytest.mark.parametrize(("loop", "method"), [("asyncio", "forkserver"), ("uvloop", "spawn")])
-METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 
@@ -53,18 +52,19 @@ def lines(program: Program, word: str, count: int) -> list[Any]:
 # T3
 
 
-LIMITS = (1, 2, 3, 7)
+LIMITS = [(1,), (2,), (3,), (7,)] if LONG else [(1, 2, 3, 7)]
 WORKERS = range(1, 9) if LONG else (1, 4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @LOOPS
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_t3_every_call_ends_once_over_recycling_deaths_and_closing(
-    loop: str, program: Callable[..., Program], tmp_path: Path
+    loop: str, limits: tuple[int, ...], program: Callable[..., Program], tmp_path: Path
 ) -> None:
     kind = ["asyncio", "uvloop"].index(loop)
-    places = [(limit, workers) for limit in LIMITS for workers in WORKERS if not LONG or workers % 2 == kind]
+    places = [(limit, workers) for limit in limits for workers in WORKERS if not LONG or workers % 2 == kind]
     count = times(200, 3200)
     shapes = [(limit, workers, count, (limit + workers) % 3 == 0) for limit, workers in places]
     running = program("recycled", loop, tmp_path, os.environ.get("CHAOS_SEED", "1"), json.dumps(shapes))
@@ -89,7 +89,7 @@ def check_history(folder: Path, name: str, count: int, *, is_cut: bool) -> None:
     assert {number for number, outcome in outcomes.items() if outcome == ["value"]} <= set(began)
     died = sum(outcome[0] == "WorkerDied" for outcome in outcomes.values())
     assert died < count // 4, "a death has cost more than what had begun"
-    assert is_cut or len({generation for _, _, generation in entries}) > 2
+    assert is_cut or len({generation for _, _, generation in entries}) > 1
 
 
 # M2
@@ -111,7 +111,8 @@ def test_m2_when_its_loop_closes_the_input_is_closed(loop: str, program: Callabl
 # R1: sizes around every limit of 2**31 and 2**32
 
 GIGABYTE = 1 << 30
-LARGE = [(1 << 31) - 1, (1 << 31) + 1, (1 << 32) + 1] if LONG else [(1 << 26) + 1]
+# One size each way: they touch 13 GB of fresh pages as it is, which is all the time that this takes.
+LARGE = [("down", (1 << 31) + 1), ("up", (1 << 32) + 1)] if LONG else [("down", (1 << 26) + 1), ("up", (1 << 26) + 1)]
 
 
 def available() -> int:
@@ -122,14 +123,15 @@ def available() -> int:
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.asyncio_only
-@pytest.mark.parametrize("size", LARGE)
-async def test_r1_lengths_that_need_more_than_32_bits(size: int) -> None:
+@pytest.mark.parametrize(("way", "size"), LARGE)
+async def test_r1_lengths_that_need_more_than_32_bits(way: str, size: int) -> None:
     if available() < 2 * size + 2 * GIGABYTE:
-        pytest.skip(f"{size} bytes there and back need {2 * size + 2 * GIGABYTE} bytes of memory: {available()} are available")
+        pytest.skip(f"{size} bytes on their way need {2 * size + 2 * GIGABYTE} bytes of memory: {available()} are available")
     async with percore.Runner(1, max_message=8 * GIGABYTE) as runner:
-        assert await runner.run(calls.has_letters, calls.sparse_with_letters(size), size)
-    async with percore.Runner(1, max_message=8 * GIGABYTE) as runner:
-        assert calls.has_letters(await runner.run(calls.sparse_with_letters, size), size)
+        if way == "down":
+            assert await runner.run(calls.has_letters, calls.sparse_with_letters(size), size)
+        else:
+            assert calls.has_letters(await runner.run(calls.sparse_with_letters, size), size)
 
 
 # R3
@@ -137,8 +139,11 @@ async def test_r1_lengths_that_need_more_than_32_bits(size: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-@LOOPS
-@pytest.mark.parametrize(("bell", "max_pending"), [("", 0), ("eventfd", 0), ("", 1000)], ids=["eventfd", "socket", "max_pending"])
+@pytest.mark.parametrize(
+    ("loop", "bell", "max_pending"),
+    [("asyncio", "", 0), ("uvloop", "eventfd", 0), ("asyncio", "", 1000)],
+    ids=["eventfd", "socket", "max_pending"],
+)
 def test_r3_a_worker_that_is_stopped_reads_it_all_when_it_is_continued(
     loop: str, bell: str, max_pending: int, program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,9 +211,8 @@ def test_r4_what_is_larger_than_the_memory_of_its_cgroup_fails_alone(cgroup: Pat
     ends_well(running)
 
 
-@LOOPS
-def test_r4_what_is_larger_than_the_address_space_fails_alone(loop: str, program: Callable[..., Program]) -> None:
-    running = program("short_of_memory", loop, "")
+def test_r4_what_is_larger_than_the_address_space_fails_alone(program: Callable[..., Program]) -> None:
+    running = program("short_of_memory", "uvloop", "")
     assert running.told("up") == "MemoryError"
     assert running.told("down") in ("MemoryError", "PayloadTooLarge")
     assert running.told("serves") is True
@@ -293,9 +297,8 @@ def test_r6_without_descriptors_a_replacement_is_tried_again(loop: str, method: 
     ends_well(running)
 
 
-@LOOPS
-def test_r6_large_results_need_no_descriptors(loop: str, program: Callable[..., Program]) -> None:
-    running = program("no_descriptors_for_results", loop)
+def test_r6_large_results_need_no_descriptors(program: Callable[..., Program]) -> None:
+    running = program("no_descriptors_for_results", "uvloop")
     assert running.told("serves") is True
     ends_well(running)
 
@@ -319,8 +322,7 @@ def told_on(fifo: int, count: int) -> set[int]:
     return set(map(int, data.split()))
 
 
-@LOOPS
-@METHODS
+@PAIRS
 def test_l3_threads_that_never_end_hold_up_nothing_else(
     loop: str, method: str, fifo: int, program: Callable[..., Program], tmp_path: Path
 ) -> None:
@@ -338,11 +340,8 @@ def test_l3_threads_that_never_end_hold_up_nothing_else(
     ends_well(running)
 
 
-@LOOPS
-def test_l3_a_call_that_waits_for_another_thread_of_its_worker(
-    loop: str, fifo: int, program: Callable[..., Program], tmp_path: Path
-) -> None:
-    running = program("waiting_for_itself", loop, tmp_path / "wire")
+def test_l3_a_call_that_waits_for_another_thread_of_its_worker(fifo: int, program: Callable[..., Program], tmp_path: Path) -> None:
+    running = program("waiting_for_itself", "asyncio", tmp_path / "wire")
     told_on(fifo, 1)
     assert running.told("through") == 3
     assert running.told("closed") == "RunnerClosed"
@@ -355,8 +354,16 @@ def test_l3_a_call_that_waits_for_another_thread_of_its_worker(
 SHM = Path("/dev/shm")
 
 
-@LOOPS
-@pytest.mark.parametrize(("how", "code"), [("in order", 0), ("worker", 0), ("exit", 3), ("kill", -signal.SIGKILL), ("open", 0)])
+@pytest.mark.parametrize(
+    ("loop", "how", "code"),
+    [
+        ("uvloop", "in order", 0),
+        ("asyncio", "worker", 0),
+        ("uvloop", "exit", 3),
+        ("asyncio", "kill", -signal.SIGKILL),
+        ("uvloop", "open", 0),
+    ],
+)
 def test_peers_26_nothing_is_left_and_nothing_is_said_however_it_ends(
     loop: str, how: str, code: int, program: Callable[..., Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.counts import times
+from tests.counts import LONG, times
 from tests.e2e import held
 from tests.e2e.family import Family
 from tests.faults import Program, Watch, figures, wait_stopped
@@ -105,8 +105,14 @@ def kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str, st
 Kill = Callable[[str, str, int], None]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("state", STATES)
+def each(under_fork_server: list[str], spawned: list[str]) -> pytest.MarkDecorator:
+    """States under the fork server, and those that differ where each worker is an interpreter of its own."""
+    return pytest.mark.parametrize(
+        ("state", "method"), [(state, "forkserver") for state in under_fork_server] + [(state, "spawn") for state in spawned]
+    )
+
+
+@each(STATES, ["idle", "mid_spawn", "close", "nested"])
 def test_p1_a_killed_supervisor_leaves_nobody(state: str, method: str, kill: Kill) -> None:
     kill(state, method, 1)
 
@@ -127,8 +133,7 @@ def test_p1_a_killed_supervisor_leaves_no_process_that_only_comes_up(method: str
             assert everybody.wait_gone(HARD) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("state", ["sleep", "c", "blocked", "stopped", "ignoring"])
+@each(["sleep", "c", "blocked", "stopped", "ignoring"], ["c", "stopped"])
 def test_p2_whatever_its_workers_do(state: str, method: str, kill: Kill) -> None:
     kill(state, method, 1)
 
@@ -141,7 +146,7 @@ def test_p3_although_a_fork_of_it_lives(method: str, kill: Kill) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("part", range(times(1, 10)))
-@pytest.mark.parametrize("state", [state for state in STATES if state != "in_flight"])
+@pytest.mark.parametrize("state", STATES if LONG else ["load", "mid_spawn"])
 def test_p4_again_and_again(state: str, part: int, kill: Kill) -> None:
     """200 times in each state, in parts that can share the processors."""
     kill(state, "forkserver", times(2, 20))

@@ -1,27 +1,53 @@
-"""The harness of the benchmarks: its arithmetic, its order of play, its table. No process is started here."""
+"""The harness of the benchmarks: its arithmetic, its order of play, its verdicts, its table and its page.
+
+No worker is started here; one test starts a process that fails at once.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.__main__ import draw, row_module, row_names, title_of
-from benchmarks._figures import Limit, Spread, Target, in_items, in_mebibytes, in_times, in_words, paired_ratios, quantile
-from benchmarks._harness import Result, Round, Row, Sample, judge, measure, rotated
-from benchmarks._table import row_lines
+from benchmarks import _docs
+from benchmarks.__main__ import check, draw, draw_all, names_of
+from benchmarks._figures import (
+    Limit,
+    Spread,
+    Target,
+    in_items,
+    in_mebibytes,
+    in_percent,
+    in_times,
+    in_words,
+    latencies,
+    paired_ratios,
+    quantile,
+)
+from benchmarks._harness import Choice, Result, Round, Row, Sample, Wanted, measure, rotated
+from benchmarks._kinds import _derive
+from benchmarks._plan import Share, share_of
+from benchmarks._regression import Change, changes, other_machine, settings_of
+from benchmarks._results import as_json, from_json, to_text
+from benchmarks._runs import Request, RowFailed, row_names, row_of, run_row, title_of
+from benchmarks._table import row_lines, setting_of
+from benchmarks._verdicts import judge
 from benchmarks.calls import spin
+from benchmarks.peers import Pair, awaiting, mapping
 from benchmarks.rows import map_mixed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from benchmarks._harness import Contestant
+    from benchmarks._results import Json
 
 
 class TestQuantile:
@@ -48,6 +74,10 @@ class TestQuantile:
     def test_spread_is_the_median_and_the_quartiles(self) -> None:
         assert Spread.of([5, 1, 4, 2, 3]) == Spread(2, 3, 4)
 
+    def test_latencies_have_a_thousandth_only_where_there_are_a_thousand(self) -> None:
+        assert latencies([1.0, 2.0, 6.0]) == {"p50": 2.0, "p99": pytest.approx(5.92), "mean": 3.0}
+        assert latencies([1.0] * 999 + [9.0])["p99.9"] == pytest.approx(1.008)
+
 
 class TestRatios:
     def test_are_taken_round_by_round(self) -> None:
@@ -64,12 +94,12 @@ class TestRatios:
         assert not target.is_reached(1.79)
         assert target.wording == "at least 1.8 x as fast"
 
-    def test_at_most_asks_how_many_times_the_time(self) -> None:
+    def test_at_most_asks_how_many_times_as_much(self) -> None:
         target = Target("ours", "theirs", "a call", at_most=1.4)
         assert target.ratios([1.0, 2.0], [2.0, 2.0]) == [0.5, 1.0]
         assert target.is_reached(1.4)
         assert not target.is_reached(1.41)
-        assert target.wording == "at most 1.4 x the time"
+        assert target.wording == "at most 1.4 x"
 
     @pytest.mark.parametrize("bounds", [{}, {"at_least": 1.0, "at_most": 1.0}])
     def test_a_target_has_one_bound(self, bounds: dict[str, float]) -> None:
@@ -96,6 +126,7 @@ def test_other_units_in_words() -> None:
     assert in_mebibytes(2.5 * 2**20) == "2.50 MiB"
     assert in_times(1.04) == "1.040 x"
     assert in_items(16_384.0) == "16384 items"
+    assert in_percent(0.0005) == "0.05%"
 
 
 def test_every_contestant_is_first_in_turn() -> None:
@@ -108,53 +139,120 @@ def test_every_contestant_is_first_in_turn() -> None:
     assert rotated([], 3) == []
 
 
-class TestMeasure:
-    async def test_opens_all_warms_up_interleaves_and_closes(self) -> None:
-        story: list[str] = []
+class Players:
+    """Contestants that write down what happens to them; a round takes as long as it is told."""
 
+    def __init__(self) -> None:
+        self.story: list[str] = []
+        self.now = 0.0
+
+    def make(self, name: str, seconds: float = 1.0, failing: Exception | None = None) -> Contestant:
         @asynccontextmanager
-        async def contestant(name: str) -> AsyncIterator[Round]:
-            story.append(f"open {name}")
+        async def contestant() -> AsyncIterator[Round]:
+            self.story.append(f"open {name}")
             clock = itertools.count()
 
             async def once() -> Sample:
-                story.append(name)
-                return {"a call": float(next(clock))}
+                self.story.append(name)
+                self.now += seconds
+                if failing is not None:
+                    raise failing
+                return {"number": float(next(clock)), "a call": seconds}
 
             yield once
-            story.append(f"close {name}")
+            self.story.append(f"close {name}")
 
-        names = ("a", "b")
-        result = await measure(Row({name: partial(contestant, name) for name in names}, [], rounds=3, warm_ups=1))
-        played = ["a", "b", "a", "b", "b", "a", "a", "b"]
-        assert story == ["open a", "open b", *played, "close b", "close a"]
-        assert result.values("a", "a call") == [1, 2, 3]  # the warm-up is not among them
+        return contestant
 
-    async def test_leaves_out_what_is_not_installed(self) -> None:
-        @asynccontextmanager
-        async def missing() -> AsyncIterator[Round]:
-            raise ModuleNotFoundError("No module named 'rival'")
-            yield  # a generator all the same
+    async def play(self, row: Row, wanted: Wanted | None = None) -> Result:
+        return await measure(row, wanted, clock=lambda: self.now)
 
-        result = await measure(Row({"rival": missing}, [Target("ours", "rival", "a call", at_most=1)], rounds=1))
-        assert result == Result(samples={}, absent={"rival": "No module named 'rival'"})
 
-    async def test_a_failing_contestant_fails_the_row_and_closes_the_others(self) -> None:
-        closed: list[str] = []
+@pytest.fixture
+def players() -> Players:
+    return Players()
 
-        @asynccontextmanager
-        async def failing() -> AsyncIterator[Round]:
-            async def once() -> Sample:
-                raise RuntimeError("a wrong result")
 
-            try:
-                yield once
-            finally:
-                closed.append("failing")
+class TestMeasure:
+    async def test_opens_warms_up_interleaves_and_closes(self, players: Players) -> None:
+        result = await players.play(Row({name: players.make(name) for name in "ab"}, [], rounds=3))
+        played = ["a", "b", "b", "a", "a", "b"]
+        assert players.story == ["open a", "a", "open b", "b", *played, "close b", "close a"]
+        assert result.values("a", "number") == [1, 2, 3]  # the warm-up is not among them
+        assert (result.rounds, result.seconds) == (3, 8)
 
+    async def test_those_that_are_restless_are_open_for_their_rounds_alone(self, players: Players) -> None:
+        row = Row({name: players.make(name) for name in "ab"}, [], rounds=2, anew=frozenset("b"))
+        result = await players.play(row)
+        alone = ["open b", "b", "b", "close b"]
+        assert players.story == ["open a", "a", "a", *alone, *alone, "a", "close a"]
+        assert result.rounds == 2
+
+    async def test_a_peer_plays_with_the_fastest_of_its_settings(self, players: Players) -> None:
+        settings = {"slow": players.make("slow", 3), "fast": players.make("fast", 1), "fair": players.make("fair", 2)}
+        result = await players.play(Row({"peer": settings}, [], rounds=1, choose_by="a call"))
+        assert result.choices == {"peer": Choice("fast", {"slow": 3, "fast": 1, "fair": 2})}
+        assert result.values("peer", "a call") == [1]
+        assert players.story[:5] == ["open slow", "slow", "slow", "slow", "close slow"]
+
+    async def test_settings_that_are_known_are_not_tried(self, players: Players) -> None:
+        row = Row({"peer": {name: players.make(name) for name in "ab"}, "other": players.make("other")}, [], rounds=1, warm_ups=0)
+        known = await players.play(row, Wanted(settings={"peer": "b"}, only=frozenset({"peer"})))
+        assert known.choices == {"peer": Choice("b", {})}
+        assert players.story == ["open b", "b", "close b"]
+        first = await players.play(row, Wanted(untried=True))
+        assert first.choices["peer"].setting == "a"
+        assert set(first.samples) == {"peer", "other"}
+
+    async def test_no_round_begins_that_would_end_after_the_time(self, players: Players) -> None:
+        row = Row({"a": players.make("a", 10)}, [], rounds=9)
+        assert (await players.play(row, Wanted(seconds=35))).rounds == 2  # the warm-up took ten
+        assert (await players.play(row, Wanted(seconds=1))).rounds == 1
+        assert (await players.play(row, Wanted(seconds=1, rounds=3))).rounds == 3
+        assert (await players.play(row, Wanted())).rounds == 9
+
+    async def test_a_peer_that_is_missing_or_fails_is_left_out(self, players: Players) -> None:
+        missing = players.make("missing", failing=ModuleNotFoundError("No module named 'rival'"))
+        broken = players.make("broken", failing=RuntimeError("a wrong result"))
+        row = Row({"rival": missing, "broken": {"so": broken}, "percore": players.make("percore")}, [], rounds=2)
+        result = await players.play(row)
+        assert result.absent == {"rival": "No module named 'rival'", "broken": "it failed: RuntimeError: a wrong result"}
+        assert set(result.samples) == {"percore"}
+
+    async def test_our_own_failure_fails_the_row_and_closes_the_others(self, players: Players) -> None:
+        row = Row({"peer": players.make("peer"), "percore, b": players.make("b", failing=RuntimeError("a wrong result"))}, [])
         with pytest.raises(RuntimeError, match="a wrong result"):
-            await measure(Row({"failing": failing}, []))
-        assert closed == ["failing"]
+            await players.play(row)
+        assert players.story[-1] == "b"  # a contestant that failed sees to itself
+
+    async def test_what_takes_several_contestants_is_derived_at_the_end(self, players: Players) -> None:
+        def derive(result: Result) -> None:
+            result.samples["b"] = [{**sample, "rounds": float(result.rounds)} for sample in result.samples["b"]]
+
+        row = Row({name: players.make(name) for name in "ab"}, [], rounds=2, derive=derive)
+        assert (await players.play(row)).values("b", "rounds") == [2, 2]
+
+
+class TestPlan:
+    def test_gives_what_is_wished_where_there_is_enough(self) -> None:
+        assert share_of([60, 100], 1800) == Share(60, 140)
+
+    def test_shares_what_there_is_in_proportion_and_keeps_some_back(self) -> None:
+        assert share_of([60, 40], 50) == Share(60 * (50 * 0.85 / 100), 50)
+        assert share_of([40], 20) == Share(40 * (20 * 0.85 / 40), 20)
+
+    def test_begins_nothing_that_has_no_time(self) -> None:
+        assert share_of([60], 2) is None
+
+    def test_a_whole_run_never_takes_longer_than_it_may(self) -> None:
+        wishes, left = [100.0] * 30, 1800.0
+        for number in range(len(wishes)):
+            share = share_of(wishes[number:], left)
+            if share is None:
+                break
+            assert share.limit <= left
+            left -= share.limit  # each takes all that it can
+        assert left >= 0
 
 
 def result_of(times: Mapping[str, list[float]]) -> Result:
@@ -182,6 +280,18 @@ def test_a_limit_is_judged_by_the_median_of_its_own_metric() -> None:
     assert not unknown.is_reached
 
 
+def test_of_several_rivals_the_best_counts() -> None:
+    result = result_of({"ours": [2.0, 2.0, 2.0], "a": [1.0, 8.0, 8.0], "b": [4.0, 4.0, 4.0]})
+    target = Target("ours", ("a", "b", "missing"), "a call", at_most=1.05)
+    (verdict,) = judge([target], result)
+    assert (verdict.against, verdict.measured) == ("b", Spread(0.5, 0.5, 0.5))
+    assert target.question == "ours / the best of the others, a call"
+    (unknown,) = judge([Target("ours", ("missing",), "a call", at_most=1)], result)
+    assert unknown.measured is None
+    assert names_of(target) == {"ours", "a", "b", "missing"}
+    assert names_of(Limit("ours", "a call", 1)) == {"ours"}
+
+
 def test_the_table_says_a_metric_in_its_unit() -> None:
     result = Result({"ours": [{"growth": 2.0**20, "a call": 0.002}]}, {"rival": "No module named 'rival'"})
     targets = [Limit("ours", "growth", 2 << 20), Limit("ours", "a call", 0.001), Limit("rival", "growth", 2 << 20)]
@@ -200,61 +310,262 @@ def test_the_table_tells_target_and_reached() -> None:
     result.absent["rival"] = "No module named 'rival'"
     targets = [
         Target("ours", "theirs", "a call", at_least=2),
-        Target("ours", "theirs", "a call", at_least=4),
+        Target("ours", "theirs", "a call", at_least=4, towards=5),
         Target("ours", "rival", "a call", at_most=1),
     ]
+    result.choices["theirs"] = Choice("b", {"a": 0.006, "b": 0.003})
     text = "\n".join(row_lines("calls: what a call costs", result, judge(targets, result), {}))
+    assert "theirs played with b (tried, relative to the best: a 2.00, b 1.00)" in text
     assert "left out: No module named 'rival'" in text
     assert "reached       ours / theirs, a call: target at least 2 x as fast, measured 3.00 (3.00 to 3.00)" in text
-    assert "MISSED        ours / theirs, a call: target at least 4 x as fast, measured 3.00 (3.00 to 3.00)" in text
-    assert "not measured  ours / rival, a call: target at most 1 x the time" in text
+    assert (
+        "MISSED        ours / theirs, a call: target at least 4 x as fast, then towards 5.00, measured 3.00 (3.00 to 3.00)" in text
+    )
+    assert "not measured  ours / rival, a call: target at most 1 x" in text
+
+
+def test_a_setting_that_was_not_tried_is_only_named() -> None:
+    assert setting_of(Choice("qsize=2", {})) == "qsize=2"
+
+
+def full_result() -> Result:
+    return Result(
+        samples={"ours": [{"p50": 1e-6}, {"p50": 3e-6}], "theirs": [{"p50": 4e-6}, {"p50": 6e-6}]},
+        absent={"rival": "No module named 'rival'"},
+        choices={"theirs": Choice("b", {"a": 2.0, "b": 1.0})},
+        seconds=1.5,
+    )
+
+
+TARGETS = (Target("ours", "theirs", "p50", at_least=2, towards=3), Limit("ours", "p50", 1e-6), Limit("rival", "p50", 1))
+
+
+def full_json() -> Json:
+    result = full_result()
+    return as_json(result, judge(TARGETS, result))
+
+
+class TestResults:
+    def test_come_back_from_json(self) -> None:
+        assert from_json(json.loads(to_text(full_json()))) == full_result()
+
+    def test_have_the_verdicts(self) -> None:
+        reached, missed, unknown = full_json()["targets"]
+        assert reached == {
+            "question": "ours / theirs, p50",
+            "metric": "p50",
+            "kind": "times as fast",
+            "reach": 2,
+            "towards": 3,
+            "against": "theirs",
+            "measured": [2.5, 3.0, 3.5],
+            "reached": True,
+        }
+        assert (missed["kind"], missed["measured"], missed["reached"]) == ("limit", [1.5e-6, 2e-6, 2.5e-6], False)
+        assert (unknown["measured"], unknown["reached"]) == (None, None)
+
+    def test_numbers_stand_beside_each_other(self) -> None:
+        text = to_text({"samples": {"ours": {"p50": [1.5, -2e-05, 3]}}, "words": ["a", "b"]})
+        assert '"p50": [ 1.5, -2e-05, 3 ]' in text
+        assert json.loads(text) == {"samples": {"ours": {"p50": [1.5, -2e-05, 3]}}, "words": ["a", "b"]}
+
+
+class TestRegression:
+    @pytest.mark.parametrize(
+        ("kind", "now", "is_worse"),
+        [
+            ("times as fast", (1.5, 1.7, 1.8), True),
+            ("times as fast", (1.5, 1.7, 1.91), False),  # the spreads touch
+            ("times as fast", (2.5, 2.6, 2.7), False),
+            ("times as much", (2.2, 2.3, 2.4), True),
+            ("times as much", (2.12, 2.3, 2.4), False),  # within the slack
+            ("limit", (2.2, 2.3, 2.4), True),
+            ("limit", (1.0, 1.1, 1.2), False),
+        ],
+    )
+    def test_is_worse_when_it_is_beyond_both_spreads(self, kind: str, now: tuple[float, float, float], is_worse: bool) -> None:
+        change = Change("ours, p50", kind, (1.9, 2.0, 2.1), now)
+        assert change.is_worse is is_worse
+        assert change.line.startswith("WORSE" if is_worse else "as before")
+
+    def test_compares_what_is_in_both(self) -> None:
+        now = full_json()
+        before = full_json()
+        del before["targets"][1]
+        (change,) = changes(before, now)
+        assert (change.question, change.before, change.now) == ("ours / theirs, p50", (2.5, 3.0, 3.5), (2.5, 3.0, 3.5))
+        assert not change.is_worse
+
+    def test_between_machines_only_ratios_count(self) -> None:
+        kinds = [change.kind for change in changes(full_json(), full_json())]
+        assert kinds == ["times as fast", "limit"]
+        assert [change.kind for change in changes(full_json(), full_json(), ratios_only=True)] == ["times as fast"]
+
+    def test_plays_with_the_settings_on_record(self) -> None:
+        assert settings_of(full_json()) == {"theirs": "b"}
+
+    def test_names_what_is_another_machine(self) -> None:
+        here = {"python": "3.13", "processor": "x", "CPUs": "2", "load": "0"}
+        assert other_machine({**here, "load": "9"}, here) == []
+        assert other_machine({**here, "CPUs": "8"}, here) == ["CPUs: 2, on record 8"]
+
+    def test_without_a_record_there_is_nothing_to_compare(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert check(None) == 0
+        assert "No run is on record yet" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("factors", "status"), [((1.0,), 0), ((9.0, 1.0), 0), ((9.0, 9.0), 1)])
+    def test_fails_when_a_row_is_worse_twice(
+        self, factors: tuple[float, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        machine = {"python": "", "processor": "", "CPUs": ""}
+        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
+        record = {"machine": machine, "rows": {"replacement": self.row_of(1.0), "map_window": self.row_of(1.0)}}
+        runs = iter(factors)
+        asked: list[str] = []
+
+        def run(name: str, _request: Request) -> Json:
+            asked.append(name)
+            return self.row_of(next(runs))
+
+        monkeypatch.setattr("benchmarks.__main__.run_row", run)
+        assert check(record) == status
+        assert asked == ["replacement"] * len(factors)  # map_window is not cheap
+        assert ("1 figures are worse" in capsys.readouterr().out) is bool(status)
+
+    def row_of(self, factor: float) -> Json:
+        result = Result({"percore": [{"p50": 0.005 * factor}] * 3})
+        return as_json(result, judge([Limit("percore", "p50", 0.01)], result))
+
+
+class TestPage:
+    def test_the_block_is_filled_and_the_rest_stays(self) -> None:
+        page = f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n"
+        filled = _docs.filled(page, "new")
+        assert filled == f"before\n{_docs.BEGIN}\n\nnew\n\n{_docs.END}\nafter\n"
+        assert _docs.filled(filled, "new") == filled
+
+    @pytest.mark.parametrize("page", ["nothing", f"{_docs.BEGIN} no end", f"{_docs.BEGIN}{_docs.END}{_docs.BEGIN}{_docs.END}"])
+    def test_a_page_without_its_marks_is_refused(self, page: str) -> None:
+        with pytest.raises(ValueError, match="exactly one"):
+            _docs.filled(page, "new")
+
+    def test_without_a_record_it_says_so(self) -> None:
+        assert _docs.block(None) == _docs.NO_RECORD
+
+    def test_has_machine_targets_and_figures(self) -> None:
+        machine = {"python": "CPython 3.13", "CPUs": "2"}
+        record = {"machine": machine, "seconds": 600.0, "rows": {"round_trip": full_json()}, "failed": {"close": "too late\nmore"}}
+        lines = _docs.block(record).splitlines()
+        assert "One run, 10 minutes in all." in lines
+        assert "| python | CPython 3.13 |" in lines
+        assert "| `round_trip` | ours / theirs, p50 | ≥ 2.00 x | 3.00 x | 3.00 x | 2.50 x to 3.50 x | reached |" in lines
+        assert "| `round_trip` | ours, p50 | ≤ 1.00 us |  | 2.00 us | 1.50 us to 2.50 us | **missed** |" in lines
+        assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | | | not measured |" in lines
+        assert "| theirs | p50 | 5.00 us | 4.50 us to 5.50 us |" in lines
+        assert "- theirs played with b (tried, relative to the best: a 2.00, b 1.00)" in lines
+        assert "- rival was left out: No module named 'rival'" in lines
+        assert "Not run: `close`, too late" in lines
+
+    def test_the_page_in_the_repository_is_what_the_record_makes_it(self) -> None:
+        record = json.loads(_docs.RECORD.read_text()) if _docs.RECORD.exists() else None
+        page = _docs.PAGE.read_text(encoding="utf-8")
+        assert _docs.filled(page, _docs.block(record)) == page
+
+
+class TestRuns:
+    def test_a_row_that_fails_tells_its_last_words(self) -> None:
+        with pytest.raises(RowFailed, match=r"No module named 'benchmarks\.rows\.nonesuch'"):
+            run_row("nonesuch", Request(seconds=1, limit=40))
+
+    def test_a_row_that_takes_too_long_is_stopped(self) -> None:
+        with pytest.raises(RowFailed, match="stopped after 0 s"):
+            run_row("close", Request(seconds=1, limit=0.01))
+
+
+class TestPeers:
+    @pytest.mark.parametrize("name", sorted(awaiting(Pair(print, print))))  # type: ignore[arg-type]
+    def test_a_call_is_awaited_in_at_least_three_settings(self, name: str) -> None:
+        assert len(awaiting(Pair(print, print))[name]) >= 3  # type: ignore[arg-type]
+
+    def test_a_map_is_made_in_at_least_three_settings(self) -> None:
+        peers = mapping(Pair(print, print), (10, 100, 1000))  # type: ignore[arg-type]
+        assert all(len(settings) >= 3 for settings in peers.values())
+
+
+def test_efficiency_is_the_speed_up_over_one_task_by_the_workers() -> None:
+    base = dict.fromkeys(("low", "medium", "high"), 2.0)
+    result = Result({"one task, one thread": [base], "percore": [dict.fromkeys(base, 4.0)]})
+    _derive(result)
+    assert result.samples["one task, one thread"][0]["low: speed-up"] == 1
+    sample = result.samples["percore"][0]
+    assert (sample["low: tasks/s"], sample["low: speed-up"], sample["low: efficiency"]) == (1, 2, 0.5)
 
 
 class TestDraw:
     def test_tells_where_the_plot_is(self, tmp_path: Path) -> None:
         drawn: list[Path] = []
         row = Row({}, [], draw=lambda _result, path: drawn.append(path))
-        assert draw(row, Result(), tmp_path / "row.png") == f"  plot: {tmp_path / 'row.png'}"
+        assert draw(row, Result(), tmp_path / "row.png") == f"plot: {tmp_path / 'row.png'}"
         assert drawn == [tmp_path / "row.png"]
 
     def test_does_without_matplotlib(self, tmp_path: Path) -> None:
         def needs(_result: Result, _path: Path) -> None:
             raise ModuleNotFoundError("No module named 'matplotlib'")
 
-        assert draw(Row({}, [], draw=needs), Result(), tmp_path) == "  no plot: No module named 'matplotlib'"
-        assert draw(Row({}, []), Result(), tmp_path) == "  no plot: this row has none"
+        assert draw(Row({}, [], draw=needs), Result(), tmp_path) == "no plot: No module named 'matplotlib'"
+        assert draw(Row({}, []), Result(), tmp_path) == "no plot: this row has none"
+
+    def test_draws_what_was_measured_and_has_something_to_draw(self, tmp_path: Path) -> None:
+        drawn: list[Path] = []
+        drawing = Row({}, [], draw=lambda _result, path: drawn.append(path))
+        made = [("a", drawing), ("b", Row({}, [])), ("c", drawing)]
+        lines = list(draw_all(made, {"a": full_json(), "b": full_json()}, tmp_path / "plots"))
+        assert drawn == [tmp_path / "plots" / "a.png"]
+        assert len(lines) == 1
 
     @pytest.mark.skipif(find_spec("matplotlib") is None, reason="comes with the extra bench alone")
-    def test_the_window_over_the_durations(self, tmp_path: Path) -> None:
+    def test_every_plot_is_drawn(self, tmp_path: Path) -> None:
         # A process of its own: matplotlib keeps its fonts open.
         program = """
 import sys
 from pathlib import Path
-from benchmarks._figures import in_words
 from benchmarks._harness import Result
+from benchmarks._kinds import LOADS
+from benchmarks._figures import in_words
+from benchmarks._runs import row_names, row_of
 from benchmarks.rows import map_window
-row = map_window.row(quick=False)
-sample = {in_words(seconds): 64.0 for seconds in map_window.DURATIONS}
-row.draw(Result({name: [sample] for name in row.contestants}), Path(sys.argv[1]))
+metrics = ["1", "64", *LOADS, *map(in_words, map_window.DURATIONS)]
+for name in row_names():
+    row = row_of(name, quick=True)
+    if row.draw is not None:
+        result = Result({name: [{metric: 2.0 for metric in metrics}] for name in row.contestants})
+        if row.derive is not None:
+            row.derive(result)
+        row.draw(result, Path(sys.argv[1]) / f"{name}.png")
 """
         root = Path(__file__).parents[2]
-        subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path / "row.png")], cwd=root, check=True)
-        assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
+        subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], cwd=root, check=True)
+        plots = sorted(tmp_path.iterdir())
+        assert {"article_figure.png", "in_flight.png", "scaling.png"} <= {plot.name for plot in plots}
+        assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
 
 
 class TestRows:
     @pytest.mark.parametrize("quick", [True, False])
     @pytest.mark.parametrize("name", row_names())
     def test_has_a_title_and_targets_among_its_contestants(self, name: str, quick: bool) -> None:
-        try:
-            row: Row = row_module(name).row(quick=quick)
-        except SystemExit as error:  # round_trip, on a machine with one CPU
-            pytest.skip(str(error))
+        row = row_of(name, quick=quick)
         assert title_of(name).endswith((".", "?"))
         assert len(title_of(name)) <= 132
         for target in row.targets:
-            named = {target.contestant} if isinstance(target, Limit) else {target.ours, target.theirs}
-            assert named <= set(row.contestants)
+            assert names_of(target) <= set(row.contestants)
+        assert row.anew <= set(row.contestants)
+        assert all(not name.startswith("percore") or not isinstance(one, dict) for name, one in row.contestants.items())
+        assert all(len(one) >= 3 for one in row.contestants.values() if isinstance(one, dict))
+
+    def test_all_together_fit_into_the_time_of_a_run(self) -> None:
+        assert sum(row_of(name, quick=False).seconds for name in row_names()) <= 35 * 60
+        assert any(row_of(name, quick=False).is_cheap for name in row_names())
 
     def test_the_costs_of_map_mixed_are_the_same_every_time_and_of_all_magnitudes(self) -> None:
         costs = map_mixed.costs_of(1000)

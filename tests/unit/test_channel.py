@@ -613,8 +613,9 @@ class Ticket:
     def is_wanted(self) -> bool:
         return self.wanted
 
-    def stored(self, payload: int) -> None:
+    def stored(self, payload: int) -> bool:
         self.payloads.append(payload)
+        return self.wanted
 
 
 async def test_who_sent_a_payload_learns_where_it_lies(pair: Pair) -> None:
@@ -642,6 +643,17 @@ async def test_a_payload_that_is_no_longer_wanted_takes_no_slot(pair: Pair) -> N
     slots.give(taken[0], 0)
     assert not ticket.payloads
     assert slots.in_use == SLOTS - 1
+
+
+async def test_s6_a_payload_whose_call_is_cancelled_while_it_is_stored_is_not_sent(pair: Pair) -> None:
+    """By a `__del__` that a garbage collection runs there."""
+    slots = pair.up.channel.outgoing
+    ticket = Ticket()
+    ticket.wanted = False
+    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
+    assert slots.in_use == 0
+    pair.up.channel.send_payload(1, 2, b"next")
+    assert await pair.down.receive(1) == [(1, 2, b"next")]
 
 
 @pytest.mark.parametrize("waits", [True, False])

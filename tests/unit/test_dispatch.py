@@ -1,7 +1,7 @@
 """Who gets which call: the rules of places, turns, keys, batches and recalls, held by a model that plays the shell."""
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -1060,3 +1060,80 @@ def test_no_recall_while_calls_wait_here() -> None:
 
 def test_coroutines_are_never_recalled() -> None:
     assert dispatch_of((0, 2), (2, 2)).recall() is None
+
+
+# Collections: a garbage collection may begin behind any call, and a `__del__` that it runs submit or cancel something
+
+
+@dataclass(eq=False)
+class ActingCall(Call):
+    """Acts when it is asked whether it is done, once: as a collection that begins there."""
+
+    act: Callable[[], object] | None = None
+
+    def done(self) -> bool:
+        if (act := self.act) is not None:
+            self.act = None
+            act()
+        return self.is_done
+
+
+@pytest.mark.parametrize("key", [None, "key"])
+def test_s6_a_collection_that_submits_and_cancels_while_cancelled_calls_are_dropped(key: Hashable | None) -> None:
+    dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
+    waiting: list[Call] = [ActingCall(TASK, number, key) for number in range(300)]
+    for call in waiting:
+        assert dispatch.submitted(call) is None
+    late = [Call(TASK, 1000 + number, key) for number in range(200)]
+    behind = waiting[-1]
+    assert isinstance(behind, ActingCall)
+
+    def act() -> None:
+        assert [dispatch.submitted(call) for call in late] == [None] * len(late)
+        for call in late[:100]:
+            call.is_done = True
+            dispatch.ended(call)
+
+    behind.act = act
+    for call in waiting[:200]:
+        call.is_done = True
+        dispatch.ended(call)
+    assert dispatch.waiting() == 200
+    assert {call.number for call in dispatch.withdraw()} == {call.number for call in (*waiting[200:], *late[100:])}
+    assert dispatch.waiting() == 0
+
+
+def test_s6_a_collection_that_submits_while_everything_is_withdrawn() -> None:
+    dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
+    late = Call(TASK, 7)
+    for call in (first := Call(TASK, 1)), (acting := ActingCall(TASK, 2)):
+        dispatch.submitted(call)
+    acting.act = lambda: dispatch.submitted(late)
+    assert dispatch.withdraw() == [first, acting, late]
+    assert dispatch.waiting() == 0
+
+
+class _ActingCalls(deque[Any]):
+    """Acts when it is asked whether there are any."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.act = act
+
+    def __bool__(self) -> bool:
+        self.act()
+        return len(self) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_s6_a_collection_that_lists_a_queue_while_the_queues_are_looked_through(kind: int) -> None:
+    dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
+    queues: list[Queue[Any, Seat]] = [Queue(kind) for _ in range(3)]
+    for queue in queues[:2]:
+        dispatch.open(queue)
+        dispatch.appended(queue)
+    queues[0].calls = _ActingCalls(lambda: dispatch.appended(queues[2]))
+    dispatch.seat(Seat())
+    dispatch._note_ahead()
+    dispatch.recall()
+    assert dispatch.submitted(Call(kind, 1), queues[1]) is dispatch.seats[0]

@@ -1,9 +1,13 @@
 """Slots: handed out once, lowest first, kept warm within a bound; and the file that picklers write into them."""
 
+import contextlib
+import faulthandler
+import heapq
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +58,38 @@ def byte_slots(count: int, slot_size: int, limit: int | None = None) -> SlotWrit
 
 def reader_of(writer: SlotWriter) -> SlotReader:
     return SlotReader(writer._memory, writer.slot_size)
+
+
+def test_s6_a_collection_that_takes_and_gives_slots_while_one_is_taken_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 3.12 on a garbage collection may begin behind any call, the one that is made under the lock included."""
+    slots, _ = ledger_slots(4, 64)
+    inner: list[int | None] = []
+
+    def heappop(heap: list[int]) -> int:
+        slot = heapq.heappop(heap)
+        if not inner:  # what a `__del__` does that submits a large call
+            inner.append(None)
+            inner[0] = slots.take()
+        return slot
+
+    monkeypatch.setattr(module, "heapq", SimpleNamespace(heappop=heappop, heappush=heapq.heappush))
+    for slot in [slots.take() for _ in range(3)]:
+        assert slot is not None
+        slots.give(slot, 1)
+    with faulthandler_limit():
+        taken = slots.take()
+    assert {taken, inner[0]} == {0, 1}
+    assert slots.in_use == 2
+
+
+@contextlib.contextmanager
+def faulthandler_limit() -> Iterator[None]:
+    """A lock that waits for itself cannot even be interrupted: end the process with its stacks instead."""
+    faulthandler.dump_traceback_later(20, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # Slots

@@ -93,8 +93,15 @@ class Queue(Lanes[C, S]):
     def purge(self) -> None:
         """Drop cancelled calls once half of the queue is such."""
         if self.ended > _FEW and self.ended * 2 > len(self.calls):
-            self.calls = deque(call for call in self.calls if not call.done())
-            self.ended = 0
+            # In place: a garbage collection may begin behind any call, and a `__del__` that it runs submit or cancel something.
+            for _ in range(len(self.calls)):
+                if not self.calls:
+                    break
+                call = self.calls.popleft()
+                if call.done():
+                    self.ended -= 1
+                else:
+                    self.calls.append(call)
 
 
 def room_of(concurrency: int, threads: int) -> int:
@@ -178,7 +185,7 @@ class Dispatch(Generic[C, S]):
         home = self.singles[kind] if queue is None else queue
         turns = self._turns[kind]
         # Lanes are nobody before it: they may wait for one worker while others have room.
-        if not home.calls and (not turns or not any(waiting.calls or waiting.batches for waiting in turns)):
+        if not home.calls and (not turns or not any(waiting.calls or waiting.batches for waiting in tuple(turns))):
             seats = self.seats
             if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
                 return seats[0]
@@ -347,9 +354,12 @@ class Dispatch(Generic[C, S]):
         """Take everything that waits out."""
         calls: list[C] = []
         for queue in (*self.singles, *self._maps):
-            calls += (call for call in queue.calls if not call.done())
-            queue.calls.clear()
-            queue.ended = 0
+            while queue.calls:
+                call = queue.calls.popleft()
+                if call.done():
+                    queue.ended -= 1
+                else:
+                    calls.append(call)
             calls += self.keys.forget(queue)
             while queue.batches:
                 calls.append(queue.batches.pop(1))
@@ -358,7 +368,7 @@ class Dispatch(Generic[C, S]):
     def recall(self) -> Recall[S] | None:
         """Whom to ask for plain calls that have not begun, when a worker has a free thread and nothing waits here."""
         kind = Kind.THREAD
-        if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in self._turns[kind]):
+        if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in tuple(self._turns[kind])):
             return None
         threads = self._places[kind]
         free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)

@@ -58,8 +58,8 @@ class Ticket(Protocol):
     def is_wanted(self) -> bool:
         """Whether it still has to be sent."""
 
-    def stored(self, payload: int) -> None:
-        """It lies in a slot now, which is the owner's to free once the other side has read it."""
+    def stored(self, payload: int) -> bool:
+        """It lies in a slot now, which is the owner's to free once the other side has read it; False: it is not wanted any more."""
 
 
 class Channel:
@@ -179,8 +179,9 @@ class Channel:
             if payload is None:
                 self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, ticket))
                 return
-            if ticket is not None:
-                ticket.stored(payload)
+            if ticket is not None and not ticket.stored(payload):
+                self.outgoing.discard(payload)
+                return
             body = payload
             if POINTS:
                 point(f"{self._side}.slot.filled")

@@ -4,7 +4,7 @@ It may outlive the worker, and it is no worker itself.
 
 Descriptors  Those of percore are replaced by the null device under the same numbers: what still exists of the objects that had
              them may close them, and hits nothing else. (Up to Python 3.12 a mapping has a descriptor of its own, with a number
-             that nobody is told; hence the look at what each one is.)
+             that nobody is told; hence the look at what each one is.) The channel closes its bells by itself.
 SIGTERM      It drains a worker, by a handler that writes to a socket of its loop, and forks share that socket: sent to the fork it
              would drain the worker, and not end the fork. There it is what it was before; and held back while a fork is made.
 """
@@ -50,12 +50,12 @@ def _leave_behind() -> None:
     if signal.getsignal(signal.SIGTERM) in _handlers:  # else the user's own, to be inherited as in any fork
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    _let_through()
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):
         if number != null and (number in _numbers or _is_withheld(number)):
             os.dup2(null, number, inheritable=False)
     os.close(null)
-    _let_through()
 
 
 def _is_withheld(fd: int) -> bool:

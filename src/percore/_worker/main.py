@@ -92,7 +92,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
     *memory_fds, out_fd, in_fd, log_fd, pipe = fds
-    forks.withhold([*memory_fds, log_fd], [out_fd, in_fd, pipe, *lifelines])
+    forks.withhold([*memory_fds, log_fd], [pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
     main = MainInfo(*boot.main)
