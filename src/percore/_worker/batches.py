@@ -74,8 +74,6 @@ class Batch:
         """Run what is left, in this thread. This word tells how many have begun, those of a step all at once. Never raises."""
         self.results = results
         step = min(_LONGEST_STEP, max(1, self.end // _STEPS))
-        if POINTS:
-            fn = _at_point(fn)
         while self.items:
             marks[word] = begun = self.begun + step
             if not self._run_some(begun, results, fn):
@@ -92,6 +90,8 @@ class Batch:
             except IndexError:  # that was all, or the loop has taken the rest
                 return False
             try:
+                if POINTS:
+                    point("worker.call.running")
                 result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
                 if type(result) in _SCALARS:
                     keep(result)
@@ -101,14 +101,6 @@ class Batch:
                 results.fail(begun - 1 - length_hint(left), error)
         self.begun = begun
         return True
-
-
-def _at_point(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        point("worker.call.running")
-        return fn(*args, **kwargs)
-
-    return call
 
 
 def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
