@@ -396,6 +396,8 @@ class Dispatch(Generic[C, S]):
             if load < best_load:
                 silence = seat.silence()
                 if not silence:
+                    if not load:  # there is no better one
+                        return seat
                     best, best_load = seat, load
                 elif silent is None or (silence, load) < shortest:
                     silent, shortest = seat, (silence, load)
