@@ -6,6 +6,7 @@
 #   make test-fallbacks  the contract suite with each system call that others lack switched off
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
+#   make soak       the raciest tests, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make lint       ruff and mypy --strict
@@ -30,7 +31,7 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 
-.PHONY: help demo test test-fallbacks test-all long sweep chaos lint bench bench-check bench-record clean stale
+.PHONY: help demo test test-fallbacks test-all long soak sweep chaos lint bench bench-check bench-record clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -66,7 +67,10 @@ test-fallbacks: $(VENV)/.percore-test
 	done
 
 long: $(VENV)/.percore-test
-	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
+	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 $(PYTEST_ARGS)
+
+soak: $(VENV)/.percore-test
+	$(RUN) scripts/soak.py $(SOAK_TIMES)
 
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
