@@ -189,6 +189,8 @@ class Pool:
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
         """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
+        if member not in self.members:  # a KeyboardInterrupt came in the midst of its start: it never was anybody's
+            return
         if POINTS:
             point("supervisor.worker.exited")
         try:

@@ -16,6 +16,8 @@ import pytest
 
 import percore
 from percore._core import restart
+from percore._engine import Worker
+from percore._member import Member
 from tests.counts import LONG
 from tests.e2e import boot_calls, fault_calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
@@ -250,3 +252,28 @@ async def test_b5_done_callbacks_that_raise(wire: Wire) -> None:
         await asyncio.wait(futures)
         await serves(runner)
     assert [str(error) for error in reports] == ["a callback's own"] * 3
+
+
+@pytest.mark.asyncio_only
+def test_an_interrupt_in_the_midst_of_a_start_is_the_only_thing_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two Ctrl-C may come where a process is started and nobody has it yet."""
+    started: list[Worker] = []
+
+    def interrupted(self: Member, worker: Worker) -> None:
+        started.append(worker)
+        worker.kill()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Member, "attach", interrupted)
+    loop = asyncio.new_event_loop()
+    told: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    runner = percore.Runner(1)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(runner.start())
+    loop.run_until_complete(runner.aclose())
+    for worker in started:
+        worker.close()
+    loop.close()
+    assert len(started) == 1
+    assert told == []

@@ -191,7 +191,7 @@ def test_p6_two_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[i
             # Or when percore has ended, in the midst of what Python does to end itself: then the end is Python's.
             assert program.end() in (plain[0], 1)
             assert everybody.wait_gone(HARD) == []
-        assert "KeyboardInterrupt" in program.stderr.splitlines()
+        assert "KeyboardInterrupt" in program.stderr
         assert_no_word_of_workers(program.stderr)
 
 
