@@ -121,8 +121,8 @@ async def in_flight(method: Any) -> None:
 
 async def load(method: Any) -> None:
     async with percore.Runner(2, start_method=method) as runner:
-        results = runner.map(pattern, _sizes(), ordered=False)
-        await anext(aiter(results))
+        results = aiter(runner.map(pattern, _sizes(), ordered=False))
+        await anext(results)
         ready()
         async for _ in results:
             pass
