@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 RACES = (
     "(k3_ or k4_ or k8_ or k11_ or c6_cancelled or cancelled_while_its_worker or x5_a_fork or two_at_once or comes_up "
-    "or death_in_a_batch or sigterm_in_the_middle or what_is_behind_a_heavy_item or keys_over_deaths or deaths_in_between or killed_while_it_replaces "
-    "or at_once_and_again) and not fake and not spawn and not uvloop"
+    "or death_in_a_batch or sigterm_in_the_middle or what_is_behind_a_heavy_item or keys_over_deaths or deaths_in_between "
+    "or killed_while_it_replaces or at_once_and_again) and not fake and not spawn and not uvloop"
 )
 FOLDERS = ("tests/contract", "tests/e2e")
 LOAD = 4
