@@ -256,7 +256,7 @@ def _in_mounts(*commands: str) -> Callable[[], None]:
         if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS
             raise OSError(ctypes.get_errno(), "unshare")
         for command in ("mount --make-rprivate /", *commands):
-            subprocess.run(command.split(), check=True)
+            subprocess.run([os.path.expandvars(word) for word in command.split()], check=True)
 
     return do
 
@@ -286,8 +286,8 @@ _LACKS = {
     "shm readonly": _in_mounts("mount -t tmpfs -o ro,size=64k none /dev/shm"),
     "shm noexec": _in_mounts("mount -t tmpfs -o noexec,size=64k none /dev/shm"),
     "shm absent": _in_mounts("umount -l /dev/shm"),
-    "tmp 64m": _in_mounts("mount -t tmpfs -o size=64m none /tmp"),
-    "tmp 1m": _in_mounts("mount -t tmpfs -o size=1m none /tmp"),
+    "tmp 64m": _in_mounts("mount -t tmpfs -o size=64m none $TMPDIR"),
+    "tmp 1m": _in_mounts("mount -t tmpfs -o size=1m none $TMPDIR"),
 }
 
 
@@ -296,7 +296,6 @@ def refused(loop: str, code: str, *lacks: str) -> None:
     for lack in lacks:
         _LACKS[lack]()
     _no_memfd(int(code))()
-    os.environ["TMPDIR"] = "/tmp" if lacks else os.environ.get("TMPDIR", "/tmp")
     os.execv(sys.executable, [sys.executable, "-m", "tests.e2e.limit_programs", "without", loop])
 
 

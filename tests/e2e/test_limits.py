@@ -247,13 +247,21 @@ def test_r5_without_memfd_there_are_files(code: int, program: Callable[..., Prog
     works(program("refused", "asyncio", code))
 
 
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files is one of its own, where the program may mount something smaller."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
 @as_root
-def test_r5_without_memfd_what_the_disk_has_no_room_for_fails_alone(program: Callable[..., Program]) -> None:
+def test_r5_without_memfd_what_the_disk_has_no_room_for_fails_alone(disk: None, program: Callable[..., Program]) -> None:
     works(program("refused", "asyncio", errno.ENOSYS, "tmp 64m"), but=66 << 20)
 
 
 @as_root
-def test_r5_without_memfd_and_room_for_a_worker_the_start_fails(program: Callable[..., Program]) -> None:
+def test_r5_without_memfd_and_room_for_a_worker_the_start_fails(disk: None, program: Callable[..., Program]) -> None:
     running = program("refused", "asyncio", errno.ENOSYS, "tmp 1m")
     assert "No space left on device" in running.told("refused")
     assert running.told("left") == []
