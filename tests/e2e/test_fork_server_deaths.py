@@ -59,14 +59,15 @@ async def all_new(runner: percore.Runner, before: set[int | None]) -> None:
 
 
 @pytest.mark.parametrize("place", SERVER)
-async def test_killed_while_it_replaces_a_worker(place: str, plans: Plans, tmp_path: Path) -> None:
+async def test_killed_while_it_replaces_a_worker(place: str, plans: Plans, wire: Wire, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     async with percore.Runner(2) as runner:
         before = pids_of(runner)
         victim = next(iter(before))
         assert victim is not None
-        stays = [runner.submit(calls.stay, os.devnull) for _ in range(20)]
-        await asyncio.gather(*(runner.run(calls.who) for _ in range(20)))
+        stays = [runner.submit(calls.stay, wire.path) for _ in range(20)]
+        for _ in stays:  # what has not begun would stay in the replacement
+            await wire.worker()
         plans.kill_at(place)
         os.kill(victim, signal.SIGKILL)
         futures = [runner.submit(write_down, str(ledger), number) for number in range(500)]
