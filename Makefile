@@ -3,7 +3,7 @@
 #
 #   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
 #   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
-#   make test-fallbacks  the contract suite with each system call that others lack switched off
+#   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
 #   make soak       the raciest tests, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
@@ -30,6 +30,8 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 # The ways of other systems, forced on Linux.
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
+# Where they matter most; `make test-fallbacks` runs the whole contract.
+FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches calls cancellation closing deaths inside logs payloads recycling usage)
 
 .PHONY: help demo test test-fallbacks test-all long soak sweep chaos lint bench bench-check bench-record clean stale
 .DELETE_ON_ERROR:
@@ -58,10 +60,10 @@ demo: $(VENV)/.percore-examples
 
 test: $(VENV)/.percore-test
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile tests/contract)
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(FALLBACKS))
 
 test-fallbacks: $(VENV)/.percore-test
-	@for one in $(subst $(comma), ,$(WITHOUT_ALL)); do \
+	@for one in $(WITHOUT_ALL) $(subst $(comma), ,$(WITHOUT_ALL)); do \
 		echo "== without $$one"; \
 		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) --dist loadfile tests/contract || exit; \
 	done
