@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._core.batches import Batches
-from percore._core.keys import Keys, Lanes
+from percore._core.keys import Keys, Lanes, purge
 from percore._messages import Kind
 
 AHEAD: Final = 4
@@ -22,8 +22,6 @@ AHEAD: Final = 4
 
 BESIDE: Final = 16
 """Calls that a worker may hold beside all others: broadcasts."""
-
-_FEW: Final = 64
 
 
 class Queued(Protocol):
@@ -89,19 +87,6 @@ class Queue(Lanes[C, S]):
     def __len__(self) -> int:
         """What waits here, cancelled or not."""
         return len(self.calls) + self.count + (0 if self.batches is None else len(self.batches))
-
-    def purge(self) -> None:
-        """Drop cancelled calls once half of the queue is such."""
-        if self.ended > _FEW and self.ended * 2 > len(self.calls):
-            # In place: a garbage collection may begin behind any call, and a `__del__` that it runs submit or cancel something.
-            for _ in range(len(self.calls)):
-                if not self.calls:
-                    break
-                call = self.calls.popleft()
-                if call.done():
-                    self.ended -= 1
-                else:
-                    self.calls.append(call)
 
 
 def room_of(concurrency: int, threads: int) -> int:
@@ -227,7 +212,7 @@ class Dispatch(Generic[C, S]):
         home = self.singles[call.kind] if queue is None else queue
         if call.key is None:
             home.ended += 1
-            home.purge()
+            purge(home)
         else:
             self.keys.cancelled(call.key, home)
 
@@ -329,7 +314,7 @@ class Dispatch(Generic[C, S]):
         while calls:
             call = calls.popleft()
             if not call.done():
-                queue.purge()
+                purge(queue)
                 return call, seat
             queue.ended -= 1
         if queue.batches:

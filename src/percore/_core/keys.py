@@ -56,6 +56,30 @@ class Key(Generic[C, S]):
         self.lanes: dict[Any, Lane[C, S]] = {}
 
 
+class Waiting(Protocol[C]):
+    """Where calls wait, cancelled ones among them."""
+
+    calls: deque[C]
+    ended: int
+
+
+def purge(waiting: Waiting[C]) -> None:
+    """Drop cancelled calls once half of them are such.
+
+    In place: a garbage collection may begin behind any call, and a `__del__` that it runs submit or cancel something.
+    """
+    if waiting.ended <= _FEW or waiting.ended * 2 <= len(waiting.calls):
+        return
+    for _ in range(len(waiting.calls)):
+        if not waiting.calls:
+            break
+        call = waiting.calls.popleft()
+        if call.done():
+            waiting.ended -= 1
+        else:
+            waiting.calls.append(call)
+
+
 class Lane(Generic[C, S]):
     """The calls of one key that wait in one queue."""
 
@@ -189,15 +213,7 @@ class Keys(Generic[C, S]):
         lane = self._keys[name].lanes[queue]
         lane.ended += 1
         queue.count -= 1
-        if lane.ended > _FEW and lane.ended * 2 > len(lane.calls):
-            for _ in range(len(lane.calls)):  # in place: as in `Queue.purge`
-                if not lane.calls:
-                    break
-                call = lane.calls.popleft()
-                if call.done():
-                    lane.ended -= 1
-                else:
-                    lane.calls.append(call)
+        purge(lane)
 
     def _drop_lane(self, lane: Lane[C, S]) -> None:
         key = lane.key

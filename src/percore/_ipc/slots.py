@@ -272,6 +272,7 @@ class Sink:
         self._head, self._view, self._slot, self._position = None, None, None, 0
         self._parts = [] if private else None
         self._frames = []
+        self._sure = self._limit
         if slot is not None:
             self._slots.give(slot, used)
 
