@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
 from percore._engine import Engine
-from percore._engines.process import Cell, Shared, began, make_boot
+from percore._engines.process import Cell, CommonMemory, began, make_boot
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
 from percore._ipc.memory import Memory
@@ -57,7 +57,7 @@ class FakeWorker:
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
         self._memories = (
             Memory(os.dup(self._cell.memory.fd), cell_size(boot.places), writable=True),
-            Memory(engine.shared.memory.reader_fd(), boot.arena_size, writable=False),
+            Memory.of_reader(engine.shared.memory.reader_fd(), boot.arena_size),
             Memory(os.dup(self._cell.results.fd), boot.results_size, writable=True),
         )
         for memory in (*self._memories, self._cell.memory, self._cell.results):
@@ -78,6 +78,7 @@ class FakeWorker:
             bell_of(self._cell.theirs),
             (SlotWriter(results, self._boot.slot_size, self._boot.max_message), SlotReader(arena, self._boot.slot_size)),
             prompt=True,
+            leases=self._boot.leases,
         )
         self._own_marks = marks_of(cell, self._boot.places)
         self._server = Server(
@@ -177,7 +178,7 @@ class FakeWorker:
 class FakeEngine:
     """Starts fake workers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: Shared, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:
         self.loop = loop
         self.shared = shared
         self._boot = make_boot(options, shared, main, debug=False)

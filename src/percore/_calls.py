@@ -176,7 +176,7 @@ class Functions:
 
     def _number(self, function: Function) -> None:
         sink = Sink(self._slots, private=self._is_scarce())
-        dump(function.fn, sink, main_by_value=self._main_by_value)
+        dump(function.fn, sink, main_by_value=self._main_by_value, out_of_band=True)
         function.payload = sink.payload()
         self._last += 1
         function.number = self._last
@@ -190,5 +190,5 @@ class Functions:
         """
         carried = (args, kwargs) if function.number else (function.fn, args, kwargs)
         sink = Sink(self._slots, private=self._is_scarce())
-        dump(carried, sink, main_by_value=self._main_by_value)
+        dump(carried, sink, main_by_value=self._main_by_value, out_of_band=True)
         return sink.payload()

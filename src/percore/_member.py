@@ -62,6 +62,8 @@ class Member:
         self.parked: set[int] = set()
         """Ids of calls that wait for a slot for their arguments, and so have not been sent after all."""
         self.defined: set[int] = set()
+        self.leases: list[int] = []
+        """Payloads whose slots its arrays lie in. It holds a few at most."""
         self.load = [0, 0, 0]
         self._batched = 0
         self.recalling = self.gave_back = False

@@ -28,6 +28,7 @@ ONCE_THREAD: Final = -8
 BATCH: Final = -9  # body: marshalled (number of the function, bodies of the items, whether each is its only argument, bare)
 TERMS: Final = -10  # what the next message of this id is to be run under; body: (seconds or None, context or None, is_beside)
 DRAIN: Final = -11  # take no more calls, hand back what has not begun, and end
+FORGET: Final = -12  # id: number of a shared object that is to be given up
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -41,6 +42,10 @@ UNREADY: Final = 8  # the start failed; body: a pickled exception
 DRAINING: Final = 9  # asked to end from outside: takes no more calls
 VALUES: Final = 10  # of a batch; body: marshalled (first item, seconds they took, the results, immutable scalars)
 TIMED_OUT: Final = 11  # a plain function has run for longer than it may; its thread runs on
+LEASED: Final = 12  # id: 0; body: a payload of the supervisor's; arrays lie in its slot, which has to stay as it is
+UNLEASED: Final = 13  # id: 0; body: the same; the last of them has gone
+KNOWN: Final = 14  # id: number of a shared object that this worker has met
+FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this worker uses any more
 
 
 ITEM_SHIFT: Final = 48

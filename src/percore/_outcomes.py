@@ -18,6 +18,7 @@ from percore._messages import (
     ERROR,
     ID_MASK,
     ITEM_SHIFT,
+    LEASED,
     READY,
     RELEASE,
     RESULT,
@@ -25,6 +26,7 @@ from percore._messages import (
     SLOT_BITS,
     SLOT_MASK,
     TIMED_OUT,
+    UNLEASED,
     UNPICKLED,
     UNREADY,
     VALUE,
@@ -57,10 +59,16 @@ class Outcomes:
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
+            LEASED: lambda _, payload: self._leased(member, payload),
+            UNLEASED: lambda _, payload: self._unleased(member, payload),
             READY: lambda _, pid: self._ready(slot, member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
             DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
         }
+
+        leases = member.worker.channel.leases
+        leases.on_begin = lambda _payload: None
+        leases.on_end = lambda payload: self._release(member, payload)
 
         calls, free, stride, load = member.calls, member.free, member.stride, member.load
         left = self._supervisor.dispatch.left
@@ -108,11 +116,26 @@ class Outcomes:
         if call.plan is None or not call.plan.policy.retries:
             self._supervisor.release(call)
 
+    def _leased(self, member: Member, payload: Any) -> None:
+        """Arrays in the worker lie in this slot: it stays as it is until they have gone, or the worker has."""
+        if type(payload) is not int:
+            raise BrokenFrame(f"{type(payload).__name__} was leased, which is no slot")
+        self._supervisor.arena.hold(payload)
+        member.leases.append(payload)
+
+    def _unleased(self, member: Member, payload: Any) -> None:
+        if payload not in member.leases:
+            raise BrokenFrame("the end of a lease that was never begun")
+        member.leases.remove(payload)
+        self._supervisor.arena.discard(payload)
+        if POINTS:
+            point("supervisor.lease.ended")
+
     def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
         return member.worker.channel.incoming.read(payload)
 
     def _release(self, member: Member, payload: Payload) -> None:
-        if type(payload) is int:
+        if type(payload) is int and member.worker.channel.is_open:
             if POINTS:
                 point("supervisor.slot.released")
             member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
@@ -168,7 +191,6 @@ class Outcomes:
 
     def _result(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
-        data = self._bytes(member, payload)
         if target.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
             self._release(member, payload)
             self._ended(member, call_id)
@@ -176,21 +198,14 @@ class Outcomes:
         if self._is_late(member, call_id, target):
             self._release(member, payload)
             return
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = load(data)
-        except BaseException as error:  # user code: whatever it raises is this call's, converted
-            failure = error
-        size = len(data)
-        if isinstance(data, memoryview):
-            data.release()
+        result, failure, size, is_leased = _load(member, payload)
         if not target.done():
             if failure is None:
                 target.deliver(result, size)
             else:
                 target.set_exception(_unloadable(failure))
-        self._release(member, payload)
+        if not is_leased:
+            self._release(member, payload)
         self._ended(member, call_id, failed=failure is not None)
         # Taken for the terminal's: to swallow that would be worse than one worker less.
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
@@ -305,6 +320,24 @@ class Outcomes:
         member.failed += failed
         if POINTS:
             point("supervisor.outcome.delivered")
+
+
+def _load(member: Member, payload: Payload) -> tuple[Any, BaseException | None, int, bool]:
+    """Unpickle a result: it, or its failure; its bytes; whether its slot is in use from now on. Runs user code.
+
+    Raises:
+        BrokenFrame: there is no such payload.
+    """
+    try:
+        if type(payload) is bytes and payload[-1:] == b".":  # most of them: small, and no buffers
+            return load(payload), None, len(payload), False
+    except BaseException as error:  # whatever it raises is this call's, converted
+        return None, error, 0, False
+    received = member.worker.channel.leases.receive(payload)
+    try:
+        return received.load(), None, received.size, received.is_leased
+    except BaseException as error:  # likewise
+        return None, error, received.size, received.is_leased
 
 
 def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:

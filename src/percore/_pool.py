@@ -205,6 +205,7 @@ class Pool:
         self._supervisor.dispatch.unseat(member)
         # It stays one of the members meanwhile: an error of one of its calls may cancel others, in its batches too.
         began = self._supervisor.deaths.end_calls(member, exitcode) or member.done > 0 or member.retried > 0
+        self._supervisor.end_leases(member)
         self.members.discard(member)
         slot.done += member.done
         slot.failed += member.failed

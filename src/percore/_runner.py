@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from percore._closing import Closing
 from percore._contexts import references
-from percore._engines.process import ProcessEngine, Shared
+from percore._engines.process import CommonMemory, ProcessEngine
 from percore._errors import RunnerClosed
 from percore._ipc.pickles import alias_main, main_info
 from percore._options import Knobs, Lifespan, StartMethod, grace_of
@@ -113,7 +113,7 @@ class Runner(Verbs):
         self._thread = 0
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor
-        self._shared: Shared
+        self._shared: CommonMemory
         self._engine: Engine
         self._closing: Closing | None = None
 
@@ -144,7 +144,7 @@ class Runner(Verbs):
         alias_main()
         main = main_info()
         try:
-            self._shared = Shared.create(self._options)
+            self._shared = CommonMemory.create(self._options)
             try:
                 self._engine = self._make_engine(main)
             except BaseException:

@@ -207,6 +207,12 @@ class Supervisor:
             if POINTS:
                 point("supervisor.call.released")
 
+    def end_leases(self, member: Member) -> None:
+        """The worker is dead: nobody looks at the slots any more that its arrays lay in."""
+        leases, member.leases = member.leases, []
+        for payload in leases:
+            self.arena.discard(payload)
+
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
         if self._retired:

@@ -18,7 +18,7 @@ SRC = Path(__file__).parents[2] / "src" / "percore"
 VOCABULARY = frozenset({"_errors", "_options", "_messages", "_platform", "_points"})
 # Words only: what decides touches neither the system (_platform) nor a place where tests strike (_points).
 WORDS = frozenset({"_errors", "_options", "_messages"})
-FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.channel"})
+FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.leases", "_ipc.channel"})
 PICKLES = frozenset({"_ipc.rebuild", "_ipc.pickles", "_ipc.exceptions"})
 BYTES = FRAMES | PICKLES
 # How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
@@ -55,9 +55,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.doorbell": VOCABULARY,
     "_ipc.codec": VOCABULARY | {"_ipc.ring"},
     "_ipc.room": VOCABULARY,
-    "_ipc.slots": VOCABULARY | {"_ipc.memory", "_ipc.ring", "_ipc.room"},
+    "_ipc.buffers": VOCABULARY | {"_ipc.ring"},
+    "_ipc.exports": VOCABULARY,
+    "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory", "_ipc.ring", "_ipc.room"},
+    "_ipc.leases": VOCABULARY | {"_ipc.buffers", "_ipc.exports", "_ipc.slots"},
     "_ipc.records": VOCABULARY | {"_ipc.ring", "_ipc.codec"},
-    "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"},
+    "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.pickles": VOCABULARY | {"_ipc.rebuild"},
     "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.pickles"},

@@ -29,7 +29,7 @@ _LEAST_SLOT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class CommonMemory:
     """The memory that all workers of a runner share, and how it and theirs are cut.
 
     Attributes:
@@ -37,15 +37,17 @@ class Shared:
         arena: slots for large arguments; workers can only read them.
         results_size: bytes of each worker's map of result slots.
         slot_size: bytes of every slot.
+        leases: slots of the arena that one worker may go on using after it has read them.
     """
 
     memory: Memory
     arena: SlotWriter
     results_size: int
     slot_size: int
+    leases: int
 
     @classmethod
-    def create(cls, options: Knobs) -> "Shared":
+    def create(cls, options: Knobs) -> "CommonMemory":
         """Map the arena. Under a limit of the address space or of file sizes there are fewer slots.
 
         Raises:
@@ -71,11 +73,17 @@ class Shared:
         results = min(max(2**36 // slot_size, 4), 64)
         if budget != resource.RLIM_INFINITY:
             results = max(1, min(results, budget // 4 // options.workers // slot_size))
-        return cls(memory, SlotWriter(memory, slot_size, options.max_message), min(results, wanted) * slot_size, slot_size)
+        arena = SlotWriter(memory, slot_size, options.max_message)
+        return cls(memory, arena, min(results, wanted) * slot_size, slot_size, _most_of(arena.count) // options.workers)
 
     def close(self) -> None:
         """Let go of the arena."""
         self.memory.close()
+
+
+def _most_of(slots: int) -> int:
+    """The rest is for what passes through."""
+    return slots * 3 // 4
 
 
 def began(marks: memoryview, place: int, call_id: int) -> tuple[float, int] | None:
@@ -87,7 +95,7 @@ def began(marks: memoryview, place: int, call_id: int) -> tuple[float, int] | No
 class Cell:
     """A worker's own memory and bells, at the supervisor's side."""
 
-    def __init__(self, places: int, shared: Shared) -> None:
+    def __init__(self, places: int, shared: CommonMemory) -> None:
         """Create them.
 
         Raises:
@@ -102,11 +110,12 @@ class Cell:
             self.ours, self.theirs = bell_fds()
             undo.pop_all()
 
-    def channel(self, loop: asyncio.AbstractEventLoop, shared: Shared) -> Channel:
+    def channel(self, loop: asyncio.AbstractEventLoop, shared: CommonMemory) -> Channel:
         """The supervisor's side of the channel."""
         view = self.memory.view
         rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
-        return Channel(loop, rings, bell_of(self.ours), (shared.arena, SlotReader(self.results, shared.slot_size)), prompt=False)
+        slots = shared.arena, SlotReader(self.results, shared.slot_size)
+        return Channel(loop, rings, bell_of(self.ours), slots, prompt=False, leases=_most_of(slots[1].count))
 
     def close(self) -> None:
         """Unmap."""
@@ -144,7 +153,7 @@ class ProcessWorker:
         self._cell.close()
 
 
-def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) -> Boot:
+def make_boot(options: Knobs, shared: CommonMemory, main: MainInfo, *, debug: bool) -> Boot:
     """What every worker of a runner is told; index, generation and levels of loggers are those of its start.
 
     Raises:
@@ -170,6 +179,7 @@ def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) ->
         results_size=shared.results_size,
         slot_size=shared.slot_size,
         max_message=options.max_message,
+        leases=shared.leases,
         debug=debug,
         main=main.as_tuple(),
         loop_factory=pickled(options.loop_factory),
@@ -183,7 +193,7 @@ def make_boot(options: Knobs, shared: Shared, main: MainInfo, *, debug: bool) ->
 class ProcessEngine:
     """Starts workers through a launcher."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: Shared, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:
         self._loop = loop
         self._shared = shared
         self._boot = make_boot(options, shared, main, debug=loop.get_debug())

@@ -33,6 +33,8 @@ from weakref import WeakSet
 
 from percore._ipc.codec import decode, encode
 from percore._ipc.doorbell import Bell
+from percore._ipc.exports import Endings
+from percore._ipc.leases import Leases
 from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
 from percore._messages import Body, Message
@@ -73,10 +75,14 @@ class Channel:
         slots: tuple[SlotWriter, SlotReader],
         *,
         prompt: bool,
+        leases: int = 0,
     ) -> None:
+        """`leases`: slots of the other side that may go on being used after they were read."""
         self.loop = loop
         self.tx, self.rx = rings
         self.outgoing, self.incoming = slots
+        self.endings = Endings(loop)
+        self.leases = Leases(self.incoming, self.endings, leases)
         self.on_message: Callable[[int, int, Body], None]
         self.on_broken: Callable[[BaseException], None] = _ignore
         self.on_batch: Callable[[], None] | None = None
@@ -356,6 +362,10 @@ class Channel:
         if self._is_open:
             self.stop()
             self.on_broken(error)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
 
     def stop(self) -> None:
         """Receive nothing more. Idempotent."""

@@ -60,10 +60,26 @@ def anonymous_file() -> int:
     return fd
 
 
+_CHUNK = 1 << 16
+_PRISTINE = frozenset({0, 0xA0, 0xA1})
+"""The highest byte of what is said of a page that is not mapped, or is one of a file (Linux, admin-guide/mm/pagemap)."""
+
+
+def _is_pristine(address: int, end: int) -> bool:
+    """Whether no page of this process in [address, end) was copied because somebody wrote to it. False also where nobody tells."""
+    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        last = end // _PAGE
+        return all(
+            _PRISTINE.issuperset(os.pread(pages.fileno(), 8 * min(_CHUNK, last - page), 8 * page)[7::8])
+            for page in range(address // _PAGE, last, _CHUNK)
+        )
+    return False
+
+
 class Memory:
     """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
 
-    __slots__ = ("_map", "_reader", "fd", "size", "view")
+    __slots__ = ("_address", "_map", "_reader", "fd", "size", "view")
 
     def __init__(self, fd: int, size: int, *, writable: bool, reader: int = -1) -> None:
         """Map `size` bytes of `fd` and take both descriptors over.
@@ -74,6 +90,8 @@ class Memory:
         self.fd = fd
         self._reader = reader
         self.size = size
+        self._address: int | None = None
+        """Where it is mapped, if its pages are copied when they are written to here; 0: not asked for yet."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | _NORESERVE, protection, **_TRACK)
@@ -81,6 +99,37 @@ class Memory:
             self.close_fds()
             raise
         self.view = memoryview(self._map)
+
+    @classmethod
+    def of_reader(cls, fd: int, size: int) -> Self:
+        """Memory of someone else, which stays as it is: what is written here is seen here alone, until `forget_writes`.
+
+        Where the system does not take that (it counts all of it as if it were written) it can only be read.
+
+        Raises:
+            OSError: as for the other kinds.
+        """
+        memory = cls(fd, size, writable=False)
+        if sys.platform == "linux":  # elsewhere MADV_DONTNEED does not bring the original back
+            with contextlib.suppress(OSError):
+                own = mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, **_TRACK)
+                memory.view.release()
+                memory._map.close()
+                memory._map, memory.view = own, memoryview(own)
+                memory._address = 0
+        return memory
+
+    def forget_writes(self, start: int, end: int) -> None:
+        """What was written over memory of someone else in [start, end), which begins with a page, is gone."""
+        if self._address is None:
+            return
+        if not self._address:
+            import ctypes  # seldom needed, and not cheap to import
+
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        end = min(self.size, -(-end // _PAGE) * _PAGE)
+        if not _is_pristine(self._address + start, self._address + end):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     @classmethod
     def create(cls, size: int) -> Self:

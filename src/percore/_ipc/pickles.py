@@ -20,9 +20,9 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable
-from pickle import Pickler
+from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, cast
 
 from percore._errors import RemoteError
 from percore._ipc.rebuild import format_traceback, text_of, type_name_of
@@ -37,8 +37,12 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 class File(Protocol):
     """What a pickler writes to."""
 
+    buffers: list[memoryview]
+
     def write(self, data: Any, /) -> object: ...
     def contains(self, needle: bytes) -> bool: ...
+    def keep(self, buffer: PickleBuffer) -> bool: ...
+    def write_buffers(self) -> None: ...
     def reset(self) -> None: ...
 
 
@@ -47,8 +51,11 @@ class _FastPickler(Pickler):
     dispatch_table = copyreg.dispatch_table
 
 
-def dump(obj: object, file: File, *, main_by_value: bool) -> None:
-    """Pickle `obj` into `file`.
+Keep = Callable[[PickleBuffer], bool]
+
+
+def dump(obj: object, file: File, *, main_by_value: bool, out_of_band: bool = False) -> None:
+    """Pickle `obj` into `file`; with `out_of_band` large buffers go beside the pickle.
 
     Raises:
         PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle it.
@@ -56,8 +63,18 @@ def dump(obj: object, file: File, *, main_by_value: bool) -> None:
 
     After an error the file has been reset.
     """
+    _dump(obj, file, main_by_value, file.keep if out_of_band else None)
+    if out_of_band and file.buffers:
+        try:
+            file.write_buffers()
+        except BaseException:
+            file.reset()
+            raise
+
+
+def _dump(obj: object, file: File, main_by_value: bool, keep: Keep | None) -> None:
     try:
-        _FastPickler(file, PROTOCOL).dump(obj)
+        _FastPickler(file, PROTOCOL, buffer_callback=keep).dump(obj)
     except _CANNOT as error:
         proxies_may_help = isinstance(error, TypeError) and "multidict" in sys.modules
     except BaseException:
@@ -69,10 +86,10 @@ def dump(obj: object, file: File, *, main_by_value: bool) -> None:
         proxies_may_help = False
     # Outside the handler: the second error is not to be reported as one "during handling" of the first.
     file.reset()
-    if proxies_may_help and _dump_with_proxies(obj, file, main_by_value):
+    if proxies_may_help and _dump_with_proxies(obj, file, main_by_value, keep):
         return
     try:
-        value_pickler(main_by_value)(file, PROTOCOL).dump(obj)
+        value_pickler(main_by_value)(file, PROTOCOL, buffer_callback=keep).dump(obj)
     except BaseException:
         file.reset()
         raise
@@ -81,9 +98,9 @@ def dump(obj: object, file: File, *, main_by_value: bool) -> None:
 load: Callable[[Any], object] = pickle.loads
 
 
-def _dump_with_proxies(obj: object, file: File, main_by_value: bool) -> bool:
+def _dump_with_proxies(obj: object, file: File, main_by_value: bool, keep: Keep | None) -> bool:
     try:
-        _proxy_pickler()(file, PROTOCOL).dump(obj)
+        _proxy_pickler()(file, PROTOCOL, buffer_callback=keep).dump(obj)
     except _CANNOT:
         file.reset()
         return False
@@ -127,7 +144,7 @@ def value_pickler(main_by_value: bool) -> type[Pickler]:
 def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
     import cloudpickle
 
-    own = _proxy_reducers() if with_proxies else {}
+    own: dict[type, Callable[[Any], Any]] = {memoryview: _refuse_view, **(_proxy_reducers() if with_proxies else {})}
 
     class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
         dispatch_table: ClassVar[Any] = ChainMap(own, cloudpickle.Pickler.dispatch_table)
@@ -141,6 +158,14 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
             return super().reducer_override(obj)
 
     return cast("type[Pickler]", ValuePickler if main_by_value else MainByReference)
+
+
+def _refuse_view(_view: memoryview) -> NoReturn:
+    """cloudpickle would copy it into bytes, and what arrives would be something else than what was sent."""
+    raise TypeError(
+        "a memoryview cannot be sent as it is: send pickle.PickleBuffer(view), which arrives as a memoryview without a copy "
+        "where it is large, or bytes(view)"
+    )
 
 
 # Results that cannot leave their worker
@@ -159,6 +184,7 @@ _INSTEAD = {
     "TextIOWrapper": "return its content or its path",
     "BufferedReader": "return its content or its path",
     "module": "return its name",
+    "memoryview": "return pickle.PickleBuffer(view), or bytes(view)",
 }
 
 

@@ -5,6 +5,9 @@ written: a pickler writes straight into a slot, one copy, and what does not fit 
 free first so that pages stay warm; a slot comes back when the other side says that it has been read.
 
 No slot free is no failure: the payload stays in private bytes and is copied in when one is.
+
+A slot may have several holders: the call whose arguments lie there, and each worker that has views of them. It is free when the
+last one has given it back.
 """
 
 import heapq
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from pickle import PickleBuffer
 
 from percore._errors import PayloadTooLarge
+from percore._ipc.buffers import ALIGNMENT, BUFFER_LIMIT, table_of
 from percore._ipc.memory import Memory
 from percore._ipc.ring import BrokenFrame
 from percore._ipc.room import MARGIN, room_left
@@ -44,7 +48,7 @@ class SlotWriter:
         self._lock = threading.RLock()
         self._freed: list[int] = []
         self._fresh = 0
-        self._is_taken = bytearray(self.count)
+        self._holders = [0] * self.count
         self._touched = [0] * self.count
         self._warm = 0
         self._is_ours = True
@@ -63,12 +67,24 @@ class SlotWriter:
                 self._fresh += 1
             else:
                 return None
-            self._is_taken[slot] = True
+            self._holders[slot] = 1
             self.in_use += 1
             return slot
 
+    def hold(self, payload: int) -> None:
+        """The slot of this payload has one holder more.
+
+        Raises:
+            BrokenFrame: there is no such payload.
+        """
+        slot, length = payload & SLOT_MASK, payload >> SLOT_BITS
+        with self._lock:
+            if slot >= self.count or not self._holders[slot] or not 0 <= length <= self.slot_size:
+                raise BrokenFrame(f"{length} bytes in slot {slot} are held, which is not in use")
+            self._holders[slot] += 1
+
     def give(self, slot: int, used: int) -> None:
-        """Take `slot` back, of which `used` bytes were written, and offer it to the waiters.
+        """A holder gives `slot` back, of which `used` bytes were written. It was the last: offer it to the waiters.
 
         Raises:
             BrokenFrame: it was not in use.
@@ -77,9 +93,11 @@ class SlotWriter:
         with self._lock:
             if not self._is_ours:
                 return
-            if not 0 <= slot < self.count or not self._is_taken[slot]:
+            if not 0 <= slot < self.count or not self._holders[slot]:
                 raise BrokenFrame(f"slot {slot} was released and is not in use")
-            self._is_taken[slot] = False
+            self._holders[slot] -= 1
+            if self._holders[slot]:
+                return
             touched = max(self._touched[slot], used)
             self._warm += touched - self._touched[slot]
             if self._warm > WARM_LIMIT:
@@ -161,12 +179,17 @@ class SlotWriter:
 class SlotReader:
     """The reading end."""
 
-    __slots__ = ("_count", "_memory", "_slot_size")
+    __slots__ = ("_memory", "_slot_size", "count")
 
     def __init__(self, memory: Memory, slot_size: int) -> None:
         self._memory = memory
         self._slot_size = slot_size
-        self._count = min(memory.size // slot_size, SLOT_MASK + 1)
+        self.count = min(memory.size // slot_size, SLOT_MASK + 1)
+
+    @property
+    def may_lease(self) -> bool:
+        """Whether what lies there may be written to by whoever receives it."""
+        return not self._memory.view.readonly
 
     def read(self, payload: Payload) -> memoryview | bytes:
         """The bytes of a payload that the other side sent.
@@ -177,10 +200,15 @@ class SlotReader:
         if isinstance(payload, bytes):
             return payload
         slot, length = payload & SLOT_MASK, payload >> SLOT_BITS
-        if slot >= self._count or not 0 <= length <= self._slot_size:
-            raise BrokenFrame(f"payload of {length} bytes in slot {slot}: there are {self._count} slots of {self._slot_size} bytes")
+        if slot >= self.count or not 0 <= length <= self._slot_size:
+            raise BrokenFrame(f"payload of {length} bytes in slot {slot}: there are {self.count} slots of {self._slot_size} bytes")
         start = slot * self._slot_size
         return self._memory.view[start : start + length]
+
+    def forget(self, payload: int) -> None:
+        """Whatever was written here over a payload is gone: the next one in its slot will be seen."""
+        start = (payload & SLOT_MASK) * self._slot_size
+        self._memory.forget_writes(start, start + (payload >> SLOT_BITS))
 
 
 class Sink:
@@ -190,7 +218,7 @@ class Sink:
     worth it. Where none may be taken the bytes stay private.
     """
 
-    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_sure", "_view", "lacks_room")
+    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_sure", "_view", "buffers", "lacks_room")
 
     def __init__(self, slots: SlotWriter, *, private: bool = False) -> None:
         """With `private`, no slot is taken however large the pickle is."""
@@ -202,6 +230,8 @@ class Sink:
         self._view: memoryview | None = None
         self._parts: list[bytes] | None = [] if private else None
         self._frames: list[tuple[int, int]] = []
+        self.buffers: list[memoryview] = []
+        """What is to travel beside the pickle."""
         self._sure = self._limit
         """How far may be written without a second look."""
         self.lacks_room = False
@@ -235,6 +265,34 @@ class Sink:
         elif self._parts is not None:
             self._parts.append(bytes(data))
         self._position = end
+
+    def keep(self, buffer: PickleBuffer) -> bool:
+        """For the pickler: whether this buffer is to be part of the pickle. If not, it is copied by `write_buffers`."""
+        try:
+            data = buffer.raw()
+        except BufferError:  # not contiguous, which the pickler says better
+            return True
+        if data.nbytes < BUFFER_LIMIT:
+            return True
+        self.buffers.append(data)
+        return False
+
+    def write_buffers(self) -> None:
+        """The pickle is complete: append what was kept beside it.
+
+        Raises:
+            PayloadTooLarge, MemoryError: as `write`.
+        """
+        if self._view is None and self._parts is None:
+            self._grow_large()
+        pickled, places = self._position, []
+        for data in self.buffers:
+            if gap := -self._position % ALIGNMENT:
+                self.write(bytes(gap))
+            places.append((self._position, data.nbytes))
+            self.write(data)
+        self.buffers = []
+        self.write(table_of(pickled, places))
 
     def _grow_large(self) -> None:
         self._slot = self._slots.take()
@@ -272,6 +330,7 @@ class Sink:
         self._head, self._view, self._slot, self._position = None, None, None, 0
         self._parts = [] if private else None
         self._frames = []
+        self.buffers = []
         self._sure = self._limit
         if slot is not None:
             self._slots.give(slot, used)

@@ -9,7 +9,7 @@ from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
 from percore._ipc.pickles import dump, load, qualified_name, unpicklable
 from percore._ipc.slots import Sink
-from percore._messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
+from percore._messages import ERROR, LEASED, RESULT, UNLEASED, UNPICKLED, VALUE, Body, Payload
 from percore._points import POINTS, point
 
 Send = Callable[[int, int, Body], None]
@@ -36,13 +36,24 @@ class Answers:
     def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
         self._channel = channel
         self._main_by_value = main_by_value
+        channel.leases.on_begin = self._leased
+        channel.leases.on_end = self._unleased
+
+    def _leased(self, payload: int) -> None:
+        self._channel.send_from_thread(LEASED, 0, payload)
+
+    def _unleased(self, payload: int) -> None:
+        if self._channel.is_open:
+            if POINTS:
+                point("worker.lease.ended")
+            self._channel.send(UNLEASED, 0, payload)
 
     def function(self, function: Function) -> Callable[..., Any]:
         """The function itself."""
         fn = function.fn
         if fn is None:
             # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
-            fn = cast("Callable[..., Any]", load(self._channel.incoming.read(function.payload)))
+            fn = cast("Callable[..., Any]", self._channel.leases.receive(function.payload).load())
             function.name = qualified_name(fn)
             function.fn = fn
         return fn
@@ -61,15 +72,14 @@ class Answers:
         return fn, args, kwargs
 
     def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
-        if type(payload) is bytes:
+        if type(payload) is bytes and payload[-1:] == b".":  # most of them: no buffers
             loaded = load(payload)
         else:
-            data = cast("memoryview", self._channel.incoming.read(payload))
             try:
-                loaded = load(data)
+                loaded = self._channel.leases.receive(payload).load()
             finally:
-                data.release()
-                send(UNPICKLED, call_id, None)
+                if type(payload) is int:
+                    send(UNPICKLED, call_id, None)
         if POINTS:
             point("worker.call.unpickled")
         return loaded
@@ -83,10 +93,10 @@ class Answers:
             return None
         sink = Sink(self._channel.outgoing)
         try:
-            dump(value, sink, main_by_value=self._main_by_value)
+            dump(value, sink, main_by_value=self._main_by_value, out_of_band=True)
             payload = sink.payload()
         except PayloadTooLarge as error:
-            self.error(call_id, error, send)
+            self.error(call_id, error.with_traceback(None), send)  # of ours, which would itself be too large for some limits
         except BaseException as error:
             self.error(call_id, error if sink.lacks_room else unpicklable(value, error), send)
         else:

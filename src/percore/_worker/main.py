@@ -42,6 +42,7 @@ class Boot:
     results_size: int
     slot_size: int
     max_message: int
+    leases: int
     debug: bool
     main: tuple[Any, ...]
     loop_factory: bytes
@@ -133,7 +134,7 @@ async def _serve(
 ) -> int:
     cell_fd, arena_fd, results_fd = fds
     cell = Memory(cell_fd, cell_size(boot.places), writable=True)
-    arena = Memory(arena_fd, boot.arena_size, writable=False)
+    arena = Memory.of_reader(arena_fd, boot.arena_size)
     results = Memory(results_fd, boot.results_size, writable=True)
     for memory in (cell, arena, results):
         memory.close_fds()
@@ -143,6 +144,7 @@ async def _serve(
         bell,
         (SlotWriter(results, boot.slot_size, boot.max_message), SlotReader(arena, boot.slot_size)),
         prompt=True,
+        leases=boot.leases,
     )
     server = Server(
         channel,
