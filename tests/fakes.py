@@ -89,6 +89,7 @@ class FakeWorker:
             thread_initializer=unpickler(self._boot.thread_initializer),
             contextvars=self._boot.contextvars,
         )
+        self._context.shares = self._server.shares
         self._side.open(self._server.receive, lambda _error: self._die(70))
         self._task = self._loop.create_task(
             serve_until_finished(
@@ -195,4 +196,4 @@ class FakeRunner(Runner):
     """A runner whose workers are fakes."""
 
     def _make_engine(self, main: MainInfo) -> Engine:
-        return FakeEngine(self._loop, self._options, self._shared, main)
+        return FakeEngine(self._loop, self._options, self._memory, main)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
     from percore._map import Map
     from percore._runner import Runner
+    from percore._shared import Shared
     from percore._statistics import Statistics, WorkerStatistics
     from percore._usage import ProcessUsage, Usage
     from percore._verbs import Options
@@ -41,6 +42,7 @@ __all__ = [
     "RunnerBroken",
     "RunnerClosed",
     "RunnerFull",
+    "Shared",
     "StartupFailed",
     "Statistics",
     "Usage",
@@ -64,6 +66,7 @@ _HOMES: Final = {
     "RunnerBroken": "_broken",
     "RunnerClosed": "_errors",
     "RunnerFull": "_errors",
+    "Shared": "_shared",
     "StartupFailed": "_broken",
     "Statistics": "_statistics",
     "Usage": "_usage",

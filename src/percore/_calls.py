@@ -16,6 +16,7 @@ from percore._ipc.pickles import dump, is_by_reference, qualified_name
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
 from percore._messages import Kind, Payload
 from percore._policy import Plan
+from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
 """Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
@@ -114,8 +115,9 @@ def kind_of(fn: object) -> int:
 class Functions:
     """The functions of one runner, by number."""
 
-    def __init__(self, slots: SlotWriter, *, main_by_value: bool) -> None:
+    def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
         self._slots = slots
+        self._shares = shares
         self._main_by_value = main_by_value
         self.known: dict[int, Function] = {}
         """Functions that travel by reference, by their id; each is held, so no other can have that id."""
@@ -152,6 +154,7 @@ class Functions:
             if isinstance(function.payload, bytes) and len(function.payload) > INLINE_LIMIT:
                 # No slot was free for something this large: it has to travel with each call.
                 function.number, function.payload = 0, b""
+                self._shares.drop(function)
             else:
                 function.users = 1
         return function
@@ -160,6 +163,7 @@ class Functions:
         """No call will name this held function again."""
         self._slots.discard(function.payload)
         function.payload = b""
+        self._shares.drop(function)
 
     def discard(self, body: tuple[Any, ...] | Payload) -> None:
         """What a call was to carry is of no use: its slot, if it has one, is free."""
@@ -175,20 +179,22 @@ class Functions:
         return (self._slots.in_use + 1) * 2 > self._slots.count
 
     def _number(self, function: Function) -> None:
-        sink = Sink(self._slots, private=self._is_scarce())
-        dump(function.fn, sink, main_by_value=self._main_by_value, out_of_band=True)
-        function.payload = sink.payload()
+        function.payload, met = self._pickled(function.fn)
+        if met:
+            self._shares.hold(function, met)
         self._last += 1
         function.number = self._last
 
-    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
-        """What a call of this function is to carry.
+    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
+        """What a call of this function is to carry, and the shared objects it has to hold until it has ended.
 
         Raises:
             PayloadTooLarge: above max_message.
             BaseException: whatever the user's objects raise while they are pickled.
         """
-        carried = (args, kwargs) if function.number else (function.fn, args, kwargs)
+        return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+
+    def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
         sink = Sink(self._slots, private=self._is_scarce())
-        dump(carried, sink, main_by_value=self._main_by_value, out_of_band=True)
-        return sink.payload()
+        met = self._shares.watch(lambda: dump(obj, sink, main_by_value=self._main_by_value, out_of_band=True))
+        return sink.payload(), met

@@ -15,6 +15,7 @@ from percore._messages import Kind
 from percore._policy import DEFAULT, Plan
 from percore._results import AsTheyCome, Failure, Listed, Ordered, Results
 from percore._rows import Rows, Spec
+from percore._shares import Share
 from percore._supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -293,12 +294,14 @@ class Flow:
         self._window.pull(len(run.bodies), size)
         self._batches.append(run)
 
-    def take_item(self, body: Any, key: Hashable | None) -> None:
+    def take_item(self, body: Any, key: Hashable | None, shares: list[Share]) -> None:
         """As Taker."""
         number, size = self._window.pulled, size_of(body)
         item = Item(self, number, body, size, self.plan(), key)
         self._window.pull(1, size)
         self._alive[number] = item
+        if shares:
+            self.owner.shares.hold(item, shares)
         self.owner.accept(item)
 
     def runs_alone(self, item: Item) -> None:

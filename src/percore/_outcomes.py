@@ -16,8 +16,10 @@ from percore._messages import (
     CANCELLED,
     DRAINING,
     ERROR,
+    FORGOTTEN,
     ID_MASK,
     ITEM_SHIFT,
+    KNOWN,
     LEASED,
     READY,
     RELEASE,
@@ -61,6 +63,8 @@ class Outcomes:
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
             LEASED: lambda _, payload: self._leased(member, payload),
             UNLEASED: lambda _, payload: self._unleased(member, payload),
+            KNOWN: lambda number, _: self._supervisor.shares.known(member, number),
+            FORGOTTEN: lambda number, _: self._supervisor.shares.forgotten(member, number),
             READY: lambda _, pid: self._ready(slot, member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
             DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
@@ -114,7 +118,7 @@ class Outcomes:
         """The arguments have been read from their slot: it is free, unless they may be needed for another attempt."""
         call = member.calls[call_id]
         if call.plan is None or not call.plan.policy.retries:
-            self._supervisor.release(call)
+            self._supervisor.unpickled(call)
 
     def _leased(self, member: Member, payload: Any) -> None:
         """Arrays in the worker lie in this slot: it stays as it is until they have gone, or the worker has."""

@@ -10,6 +10,7 @@ from percore._errors import as_error
 from percore._ipc.codec import is_inline, weight_inline
 from percore._items import size_of
 from percore._policy import Policy
+from percore._shares import Share
 
 _SMALL: Final = 16_384
 """Bytes of pickled arguments up to which they travel in a batch."""
@@ -47,8 +48,8 @@ class Taker(Protocol):
     def take_run(self, run: Run, size: int) -> None:
         """Items for batches; `size`: bytes of their pickled arguments."""
 
-    def take_item(self, body: Any, key: Hashable | None) -> None:
-        """An item that goes alone."""
+    def take_item(self, body: Any, key: Hashable | None, shares: list[Share]) -> None:
+        """An item that goes alone, and holds these."""
 
     def take_failure(self, error: BaseException) -> None:
         """An item that cannot be sent: the user's objects have failed."""
@@ -97,13 +98,16 @@ class Rows:
             key = self._spec.key(*args)
             hash(key)
         is_scalar = bool(self._function.number) and is_inline(args)
-        body = args if is_scalar else self._functions.pickle(self._function, args, {})
+        shares: list[Share] = []
+        body: Any = args
+        if not is_scalar:
+            body, shares = self._functions.pickle(self._function, args, {})
         if self._taker.is_done():
             self._functions.discard(body)
             return False
         size = size_of(body)
-        if not self._is_batched or type(body) is int or size > _SMALL:
-            self._taker.take_item(body, key)
+        if not self._is_batched or type(body) is int or size > _SMALL or shares:
+            self._taker.take_item(body, key, shares)
             return True
         weight = size or 16 + 4 * sum(len(value) for value in args if isinstance(value, str | bytes))
         self._taker.take_run(Run(number, [body], False, weight), size)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from percore._closing import Closing
 from percore._contexts import references
@@ -17,6 +17,7 @@ from percore._ipc.pickles import alias_main, main_info
 from percore._options import Knobs, Lifespan, StartMethod, grace_of
 from percore._policy import Backoff, RetryOn
 from percore._pool import Slot
+from percore._shared import Shared
 from percore._statistics import Statistics, WorkerStatistics
 from percore._supervisor import Supervisor
 from percore._usage import Usage, UsageMeter
@@ -25,6 +26,8 @@ from percore._worker import context
 
 if TYPE_CHECKING:
     from percore._engine import Engine
+
+T = TypeVar("T")
 
 _running_loop = asyncio._get_running_loop  # None where none runs, instead of an exception
 
@@ -113,7 +116,7 @@ class Runner(Verbs):
         self._thread = 0
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor
-        self._shared: CommonMemory
+        self._memory: CommonMemory
         self._engine: Engine
         self._closing: Closing | None = None
 
@@ -144,16 +147,16 @@ class Runner(Verbs):
         alias_main()
         main = main_info()
         try:
-            self._shared = CommonMemory.create(self._options)
+            self._memory = CommonMemory.create(self._options)
             try:
                 self._engine = self._make_engine(main)
             except BaseException:
-                self._shared.close()
+                self._memory.close()
                 raise
         except BaseException:
             self._state = _CLOSED
             raise
-        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._shared.arena, main_by_value=main.by_value)
+        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._memory.arena, main_by_value=main.by_value)
         try:
             await self._supervisor.pool.start()
         except BaseException:
@@ -165,7 +168,7 @@ class Runner(Verbs):
         self._state = _OPEN
 
     def _make_engine(self, main: Any) -> "Engine":
-        return ProcessEngine(self._loop, self._options, self._shared, main)
+        return ProcessEngine(self._loop, self._options, self._memory, main)
 
     async def aclose(self, *, grace: float | None = None) -> None:
         """Close the runner: no new calls, accepted ones finish, workers leave their lifespans and end.
@@ -197,7 +200,8 @@ class Runner(Verbs):
         try:
             await self._engine.aclose()
         finally:
-            self._shared.close()
+            self._supervisor.shares.shut()
+            self._memory.close()
             self._state = _CLOSED
 
     async def __aenter__(self) -> Self:
@@ -256,6 +260,27 @@ class Runner(Verbs):
         return options(
             self._supervisor, self._check_open, key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout
         )
+
+    # Data
+
+    async def share(self, obj: T) -> Shared[T]:
+        """Put an object into shared memory once, for all workers: give what this returns to calls, and read its `.value` there.
+
+        It is pickled once, in a thread, and built once per worker that asks for it. Its buffers (numpy arrays, Arrow tables and the
+        like of 64 kB and more) lie on the same physical pages in all workers, replacements included, and can only be read. It is
+        freed by `close()`, when what this returns is dropped and no call uses it any more, and with the runner.
+        Cancelled: the pickling runs on in its thread, and nothing is kept.
+
+        Raises:
+            PayloadTooLarge: its pickle is above max_message.
+            MemoryError: there is too little memory for it.
+            RuntimeError: as many objects as there may be are shared already; from another loop or thread, or after a fork.
+            RunnerClosed: before start and after close; the runner was closed meanwhile.
+            TypeError: there is a Shared in it.
+            Exception: whatever pickling it raises.
+        """
+        self._check_open()
+        return await self._supervisor.shares.share(obj)
 
     # Questions
 

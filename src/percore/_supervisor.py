@@ -33,6 +33,7 @@ from percore._options import Knobs
 from percore._points import POINTS, point
 from percore._policy import DEFAULT, Plan, Policy
 from percore._pool import Pool
+from percore._shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,8 @@ class Supervisor:
         self.engine = engine
         self.arena = arena
         self.dispatch: Dispatch[Any, Member] = Dispatch(options.concurrency, options.threads, options.per_key)
-        self.functions = Functions(arena, main_by_value=main_by_value)
+        self.shares = Shares(loop, arena, main_by_value=main_by_value)
+        self.functions = Functions(arena, self.shares, main_by_value=main_by_value)
         self.known = self.functions.known
         self.policy = Policy(retries=options.retries) if options.retries else None
         """What calls are run under that are given nothing else."""
@@ -134,10 +136,12 @@ class Supervisor:
         """Pickle what the call is to carry. False: the call has ended instead."""
         call.body = ()
         try:
-            call.body = self.functions.pickle(call.function, args, kwargs)
+            call.body, met = self.functions.pickle(call.function, args, kwargs)
         except BaseException as error:
             self._unpicklable(call, error)
             return False
+        if met:
+            self.shares.hold(call, met)
         if not self._plan(call, policy, member):
             self.release(call)
             return False
@@ -198,12 +202,22 @@ class Supervisor:
             member.worker.channel.send(CANCEL, call.call_id, None)
 
     def release(self, call: Unit) -> None:
-        """Nobody will need the call's arguments again."""
+        """Nobody will need the call's arguments again, nor what was shared with it."""
         if isinstance(call, Batch):  # its items are scalars or small pickles
             return
-        body, call.body = call.body, ()
-        if type(body) is int:
-            self.arena.discard(body)
+        self._free(call, ())
+        if self.shares.held:
+            self.shares.drop(call)
+
+    def unpickled(self, call: Unit) -> None:
+        """Nobody will unpickle the call's arguments again."""
+        assert not isinstance(call, Batch)
+        self._free(call, b"" if call in self.shares.held else ())  # which tells that there is something to be released later
+
+    def _free(self, call: Call | Item, body: tuple[()] | bytes) -> None:
+        before, call.body = call.body, body
+        if type(before) is int:
+            self.arena.discard(before)
             if POINTS:
                 point("supervisor.call.released")
 
@@ -212,6 +226,7 @@ class Supervisor:
         leases, member.leases = member.leases, []
         for payload in leases:
             self.arena.discard(payload)
+        self.shares.buried(member)
 
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
@@ -308,6 +323,7 @@ class Supervisor:
         """No more calls are taken: open maps pull no more, and nobody waits to be let in."""
         for end in list(self.enders):
             end()
+        self.shares.refuse()
         if self.admission is not None:
             self.admission.refuse(self.refusal)
 

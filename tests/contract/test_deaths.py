@@ -309,7 +309,7 @@ async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: Mak
 async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
-    supervisor, engine, shared = runner._supervisor, runner._engine, runner._shared
+    supervisor, engine, shared = runner._supervisor, runner._engine, runner._memory
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
     assert await log.next() == "0"
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
@@ -327,7 +327,7 @@ async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, 
 async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
     kept = [make()]
     await kept[0].start()
-    supervisor, engine, shared, worker = kept[0]._supervisor, kept[0]._engine, kept[0]._shared, _worker(kept[0])
+    supervisor, engine, shared, worker = kept[0]._supervisor, kept[0]._engine, kept[0]._memory, _worker(kept[0])
     future = kept[0].submit(jobs.await_, log.path, gate.path, 0)
     assert await log.next() == "0"
     kill, killers = worker.kill, []

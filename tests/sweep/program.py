@@ -204,7 +204,7 @@ class Host:
         await self._map(SERVED)
         await self.runner.broadcast(calls.nothing)
         supervisor = self.runner._supervisor
-        arena = self.runner._shared.arena
+        arena = self.runner._memory.arena
         say(
             "served",
             {
@@ -280,7 +280,7 @@ class Host:
         supervisor = self.runner._supervisor
         held = sum(len(member.calls) for member in supervisor.members)
         full = [member.worker.channel.full_count for member in supervisor.members if member.worker.channel._frame is not None]
-        arena = self.runner._shared.arena
+        arena = self.runner._memory.arena
         words = ["busy" if held > 1 else "idle"]
         if full:
             words.append("full")

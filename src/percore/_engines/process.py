@@ -74,7 +74,8 @@ class CommonMemory:
         if budget != resource.RLIM_INFINITY:
             results = max(1, min(results, budget // 4 // options.workers // slot_size))
         arena = SlotWriter(memory, slot_size, options.max_message)
-        return cls(memory, arena, min(results, wanted) * slot_size, slot_size, _most_of(arena.count) // options.workers)
+        # A quarter of the arena may be leased, a quarter shared (_shares), so half of it is left for what passes through.
+        return cls(memory, arena, min(results, wanted) * slot_size, slot_size, arena.count // 4 // options.workers)
 
     def close(self) -> None:
         """Let go of the arena."""

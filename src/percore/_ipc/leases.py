@@ -14,7 +14,7 @@ from typing import Any
 from percore._ipc.buffers import has_buffers, places_in
 from percore._ipc.exports import Endings, export
 from percore._ipc.slots import SlotReader
-from percore._messages import Payload
+from percore._messages import SLOT_MASK, Payload
 
 
 class Received:
@@ -64,7 +64,7 @@ class Leases:
         self._endings = endings
         self._limit = limit if slots.may_lease else 0
         self._lock = threading.Lock()  # for arithmetic alone
-        self.count = 0
+        self._leased: set[int] = set()
         self.on_begin: Callable[[int], None]
         """Called with each payload whose slot is leased, in the thread that reads it."""
         self.on_end: Callable[[int], None]
@@ -80,9 +80,9 @@ class Leases:
         if not has_buffers(data):
             return Received(data, len(data), (), is_leased=False)
         pickled, places = places_in(data)
-        if isinstance(data, bytes) or type(payload) is not int or not self._begin():
+        if isinstance(data, bytes) or type(payload) is not int or not self._begin(payload & SLOT_MASK):
             return Received(data, pickled, [data[start:end] for start, end in places], is_leased=False)
-        seen = export(data, self._endings, partial(self._end, payload))
+        seen = export(self._slots.own(payload), self._endings, partial(self._end, payload))
         self.on_begin(payload)
         return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
 
@@ -92,21 +92,28 @@ class Leases:
         assert isinstance(data, memoryview)
         pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
         if self._slots.may_lease:
-            seen = export(data, self._endings, ended).toreadonly()
+            seen = export(self._slots.own(payload), self._endings, ended).toreadonly()
         else:  # what can only be read cannot be exported either
             seen = memoryview(bytes(data))
             self._endings.add(ended)
         return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
 
-    def _begin(self) -> bool:
+    @property
+    def count(self) -> int:
+        """How many slots are leased."""
+        return len(self._leased)
+
+    def _begin(self, slot: int) -> bool:
         with self._lock:
-            if self.count >= self._limit:
+            # One that is leased already (of an attempt before this one, or of a function that two threads unpickle at once) has
+            # been written to, and what is written now would be forgotten with that.
+            if len(self._leased) >= self._limit or slot in self._leased:
                 return False
-            self.count += 1
+            self._leased.add(slot)
             return True
 
     def _end(self, payload: int) -> None:
-        with self._lock:
-            self.count -= 1
         self._slots.forget(payload)
+        with self._lock:
+            self._leased.discard(payload & SLOT_MASK)
         self.on_end(payload)

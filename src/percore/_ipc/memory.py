@@ -79,7 +79,7 @@ def _is_pristine(address: int, end: int) -> bool:
 class Memory:
     """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
 
-    __slots__ = ("_address", "_map", "_reader", "fd", "size", "view")
+    __slots__ = ("_address", "_map", "_own", "_reader", "fd", "own", "size", "view")
 
     def __init__(self, fd: int, size: int, *, writable: bool, reader: int = -1) -> None:
         """Map `size` bytes of `fd` and take both descriptors over.
@@ -98,11 +98,13 @@ class Memory:
         except BaseException:
             self.close_fds()
             raise
-        self.view = memoryview(self._map)
+        self.view = self.own = memoryview(self._map)
+        """`own`: what a receiver may go on using, and write to where that is not read-only."""
+        self._own = self._map
 
     @classmethod
     def of_reader(cls, fd: int, size: int) -> Self:
-        """Memory of someone else, which stays as it is: what is written here is seen here alone, until `forget_writes`.
+        """Memory of someone else, which stays as it is: what is written to `own` is seen there alone, until `forget_writes`.
 
         Where the system does not take that (it counts all of it as if it were written) it can only be read.
 
@@ -112,10 +114,8 @@ class Memory:
         memory = cls(fd, size, writable=False)
         if sys.platform == "linux":  # elsewhere MADV_DONTNEED does not bring the original back
             with contextlib.suppress(OSError):
-                own = mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, **_TRACK)
-                memory.view.release()
-                memory._map.close()
-                memory._map, memory.view = own, memoryview(own)
+                memory._own = mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, **_TRACK)
+                memory.own = memoryview(memory._own)
                 memory._address = 0
         return memory
 
@@ -126,10 +126,10 @@ class Memory:
         if not self._address:
             import ctypes  # seldom needed, and not cheap to import
 
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._own))
         end = min(self.size, -(-end // _PAGE) * _PAGE)
         if not _is_pristine(self._address + start, self._address + end):
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._own.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     @classmethod
     def create(cls, size: int) -> Self:
@@ -180,6 +180,7 @@ class Memory:
     def close(self) -> None:
         """Close the descriptors and unmap. A view that somebody still holds keeps the mapping until it dies."""
         self.close_fds()
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
+        for view, mapped in ((self.view, self._map), (self.own, self._own)):
+            with contextlib.suppress(BufferError):
+                view.release()
+                mapped.close()

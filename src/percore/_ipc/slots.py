@@ -170,6 +170,10 @@ class SlotWriter:
         start = (payload & SLOT_MASK) * self.slot_size
         return self._memory.view[start : start + (payload >> SLOT_BITS)]
 
+    def reader(self) -> "SlotReader":
+        """The reading end, in this process."""
+        return SlotReader(self._memory, self.slot_size)
+
     def discard(self, payload: Payload) -> None:
         """The payload is of no use any more: its slot, if it has one, is free."""
         if isinstance(payload, int):
@@ -189,7 +193,12 @@ class SlotReader:
     @property
     def may_lease(self) -> bool:
         """Whether what lies there may be written to by whoever receives it."""
-        return not self._memory.view.readonly
+        return not self._memory.own.readonly
+
+    def own(self, payload: int) -> memoryview:
+        """The bytes of a payload that `read` has found, where they may be used for longer, and written to."""
+        start = (payload & SLOT_MASK) * self._slot_size
+        return self._memory.own[start : start + (payload >> SLOT_BITS)]
 
     def read(self, payload: Payload) -> memoryview | bytes:
         """The bytes of a payload that the other side sent.

@@ -25,10 +25,12 @@ class CurrentWorker:
 class WorkerContext:
     """One worker, as its calls see it."""
 
-    __slots__ = ("has_value", "value", "worker")
+    __slots__ = ("has_value", "shares", "value", "worker")
 
     def __init__(self, worker: CurrentWorker) -> None:
         self.worker = worker
+        self.shares: Any = None
+        """What the worker knows of shared objects, once it serves."""
         self.value: Any = None
         self.has_value = False
 
@@ -52,8 +54,13 @@ importing_main = False
 """Whether this worker is running the user's script, to find something of it."""
 
 
+def current() -> WorkerContext | None:
+    """The worker that this code runs in; None: in none."""
+    return of_task.get() or of_process
+
+
 def _current(what: str) -> WorkerContext:
-    found = of_task.get() or of_process
+    found = current()
     if found is None:
         raise RuntimeError(f"percore.{what}() works inside a call, in a worker; this is not one")
     return found

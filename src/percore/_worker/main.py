@@ -154,6 +154,7 @@ async def _serve(
         thread_initializer=unpickler(boot.thread_initializer),
         contextvars=boot.contextvars,
     )
+    context.shares = server.shares
     channel.open(server.receive, _broken)
     loop.add_signal_handler(signal.SIGTERM, server.drain)
     forks.sigterm_drains()

@@ -23,6 +23,7 @@ from percore._messages import (
     DRAIN,
     DRAINING,
     FINISH,
+    FORGET,
     ID_MASK,
     ONCE_TASK,
     ONCE_THREAD,
@@ -41,6 +42,7 @@ from percore._worker.answers import Answers, Function
 from percore._worker.batches import Batch, item_id
 from percore._worker.eager import task_starter
 from percore._worker.plain import MARK_WORDS, Plain
+from percore._worker.shares import Shares
 from percore._worker.terms import Terms, Variables, within
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Server:
         self._handed_over: dict[int, tuple[Any, float | None]] = {}
         self._terms: dict[int, Terms] = {}
         self._variables = Variables(contextvars)
+        self.shares = Shares(channel)
         self._answers = Answers(channel, main_by_value=main_by_value)
         self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
@@ -96,6 +99,7 @@ class Server:
             BATCH: self._batch,
             TERMS: self._under,
             DRAIN: lambda _, __: self.drain(),
+            FORGET: self.shares.forget,
         }
 
     # Messages
