@@ -59,11 +59,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.exports": VOCABULARY,
     "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory", "_ipc.ring", "_ipc.room"},
     "_ipc.leases": VOCABULARY | {"_ipc.buffers", "_ipc.exports", "_ipc.slots"},
+    "_ipc.copies": VOCABULARY | {"_ipc.leases"},
     "_ipc.records": VOCABULARY | {"_ipc.ring", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.pickles": VOCABULARY | {"_ipc.rebuild"},
     "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.pickles"},
+    # The handle of a shared object: it exists on both sides, and knows neither.
+    "_shared": WORDS,
     # the seam
     "_engine": VOCABULARY | {"_ipc.channel"},
     # the child
@@ -78,9 +81,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.answers": VOCABULARY | BYTES,
     "_worker.batches": VOCABULARY | BYTES | {"_worker.answers", "_worker.terms"},
     "_worker.plain": VOCABULARY | FRAMES | {"_worker.answers", "_worker.batches", "_worker.terms", "_worker.threads"},
+    "_worker.shares": VOCABULARY | FRAMES | {"_ipc.copies", "_shared", "_worker.context"},
     "_worker.serve": VOCABULARY
     | FRAMES
-    | {"_worker.answers", "_worker.batches", "_worker.eager", "_worker.plain", "_worker.terms"},
+    | {"_worker.answers", "_worker.batches", "_worker.eager", "_worker.plain", "_worker.shares", "_worker.terms"},
     "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
     "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
@@ -108,7 +112,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
     "_inputs": VOCABULARY,
     "_patience": frozenset(),
-    "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy"},
+    "_shares": VOCABULARY | {"_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
+    "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy", "_shares"},
     "_items": VOCABULARY | {"_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
     "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
@@ -117,30 +122,32 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes", "_patience", "_reports"},
     "_supervisor": VOCABULARY
     | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_items", "_member", "_policy", "_pool"}
-    | {"_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
+    | {"_shares", "_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
-    "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy"},
+    "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy", "_shares"},
     "_flow": VOCABULARY
     | {"_calls", "_core.batches", "_core.dispatch", "_core.flow"}
-    | {"_inputs", "_items", "_policy", "_results", "_rows", "_supervisor"},
+    | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
     # face
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
     "_runner": VOCABULARY
     | {"_closing", "_contexts", "_engine", "_engines.process", "_policy", "_pool", "_statistics", "_supervisor", "_usage"}
-    | {"_ipc.pickles", "_verbs", "_worker.context"},
+    | {"_ipc.pickles", "_shared", "_verbs", "_worker.context"},
 }
 
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # the public names, told to type checkers; at run time they are looked up on first use
-    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_statistics", "_usage", "_verbs", "_worker.context"}),
+    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_shared", "_statistics", "_usage", "_verbs"})
+    | {"_worker.context"},
     # parts of the supervisor, handed their owner
     "_attempts": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_member": frozenset({"_patience"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
+    "_shares": frozenset({"_member"}),
 }
 
 # Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
