@@ -46,7 +46,8 @@ class Share:
         self._copy = Copy(shares.leases, payload, self._forgotten_here)
         self._handle: ref[Shared[Any]] | None = None
         self._is_closed = False
-        self._is_ending = False
+        self.is_ending = False
+        """Whether nobody gets it any more; views may still be looked at."""
         self._is_looked_at = True
         """Whether something in this process may look at it."""
         _live[self.number] = self
@@ -89,16 +90,16 @@ class Share:
     def shut(self) -> None:
         """The runner is closed: its memory goes."""
         self._is_closed = True
-        if not self._is_ending:
-            self._is_ending = True
+        if not self.is_ending:
+            self.is_ending = True
             self._copy.forget()
 
     def look(self) -> None:
         """Whether it is of no use any more: then it ends."""
         has_handle = self._handle is not None and self._handle() is not None
-        if self._is_ending or self.holders or (has_handle and not self._is_closed):
+        if self.is_ending or self.holders or (has_handle and not self._is_closed):
             return
-        self._is_closed = self._is_ending = True
+        self._is_closed = self.is_ending = True
         for member in list(self.members):
             member.worker.channel.send(FORGET, self.number, None)
         self._copy.forget()
@@ -113,7 +114,7 @@ class Share:
         self._look_free()
 
     def _look_free(self) -> None:
-        if self._is_ending and not self.members and not self._is_looked_at:
+        if self.is_ending and not self.members and not self._is_looked_at:
             self._shares.free(self)
 
 
@@ -125,7 +126,7 @@ class Shares:
         self._thread = threading.get_ident()
         self._arena = arena
         self._main_by_value = main_by_value
-        self._limit = arena.count // 4
+        self._limit = arena.count // 4  # and as many again that are still looked at
         self._pending = 0
         self._shares: set[Share] = set()
         self.held: dict[Any, list[Share]] = {}
@@ -145,10 +146,12 @@ class Shares:
             RuntimeError: too many are shared.
             Exception: whatever pickling it raises.
         """
-        if len(self._shares) + self._pending >= self._limit:
+        live = sum(not share.is_ending for share in self._shares) + self._pending
+        if live >= self._limit or len(self._shares) + self._pending >= 2 * self._limit:
             raise RuntimeError(
-                f"{self._limit} objects are shared, which is a quarter of this runner's {self._arena.count} slots: close some, "
-                "share several as one (a dict of them), or make the runner with a smaller max_message, which gives more slots"
+                f"{len(self._shares)} objects are shared, or were and are still looked at; of this runner's {self._arena.count} slots "
+                f"{self._limit} may hold shared objects: close some, let go of views of closed ones, share several as one "
+                "(a dict of them), or make the runner with a smaller max_message, which gives more slots"
             )
         waiter: asyncio.Future[Payload] = self._loop.create_future()
         self._pending += 1

@@ -96,7 +96,8 @@ class Leases:
         else:  # what can only be read cannot be exported either
             seen = memoryview(bytes(data))
             self._endings.add(ended)
-        return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
+        # All of it is read through that one view: its last use is the end, also where there are no buffers.
+        return Received(seen, pickled, [seen[start:end] for start, end in places], is_leased=True)
 
     @property
     def count(self) -> int:

@@ -180,6 +180,7 @@ class Memory:
     def close(self) -> None:
         """Close the descriptors and unmap. A view that somebody still holds keeps the mapping until it dies."""
         self.close_fds()
+        self._address = None  # a lease may end behind this, and has nothing to forget then
         for view, mapped in ((self.view, self._map), (self.own, self._own)):
             with contextlib.suppress(BufferError):
                 view.release()

@@ -212,8 +212,9 @@ class Server:
             self._finish(0, None)
 
     def stop(self) -> None:
-        """Let go of the threads."""
+        """Let go of the threads, and of shared objects."""
         self._threads.stop()
+        self.shares.stop()
 
     def join(self) -> None:
         """Wait for threads that have no call to end."""

@@ -65,6 +65,11 @@ class Shares:
         """No call that may use it is left. In the loop."""
         self._known.pop(number).copy.forget()
 
+    def stop(self) -> None:
+        """The worker ends: let go of all of them."""
+        for number in list(self._known):
+            self.forget(number, None)
+
 
 def _find(number: int, payload: int) -> Shared[Any] | None:
     context = current()
