@@ -1,4 +1,4 @@
-"""Arrays and other large buffers: they arrive right, writable and the receiver's alone, and live as long as anything refers to them."""
+"""Arrays and other large buffers: they arrive right, writable and the receiver's alone, and live as long as anything uses them."""
 
 import asyncio
 import gc
@@ -121,6 +121,7 @@ async def test_a_bare_memoryview_as_a_result_is_refused_with_advice(make: MakeRu
         assert await runner.run(jobs.aecho, 1) == 1
 
 
+@pytest.mark.asyncio_only
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho], ids=list(BOTH))
 async def test_bytes_arrive_as_they_are(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
@@ -130,14 +131,17 @@ async def test_bytes_arrive_as_they_are(make: MakeRunner, fn: Callable[..., Any]
             assert type(there) is type(data)
 
 
+@pytest.mark.asyncio_only
 async def test_frames_of_pandas(make: MakeRunner) -> None:
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({
-        "number": arrays.numbers(1),
-        "other": arrays.numbers(2),
-        "whole": np.arange(arrays.SIZE),
-        "text": ["some text", "other text"] * (arrays.SIZE // 2),
-    })
+    frame = pandas.DataFrame(
+        {
+            "number": arrays.numbers(1),
+            "other": arrays.numbers(2),
+            "whole": np.arange(arrays.SIZE),
+            "text": ["some text", "other text"] * (arrays.SIZE // 2),
+        }
+    )
     async with make() as runner:
         there = await runner.run(jobs.aecho, frame)
         pandas.testing.assert_frame_equal(there, frame)
@@ -149,6 +153,7 @@ async def test_frames_of_pandas(make: MakeRunner) -> None:
         await settled(runner)
 
 
+@pytest.mark.asyncio_only
 async def test_tables_of_arrow(make: MakeRunner) -> None:
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)})
@@ -161,6 +166,7 @@ async def test_tables_of_arrow(make: MakeRunner) -> None:
         await settled(runner)
 
 
+@pytest.mark.asyncio_only
 async def test_frames_of_polars(make: MakeRunner) -> None:
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)})
@@ -187,6 +193,7 @@ async def test_map_and_stream_of_arrays(make: MakeRunner, fn: Callable[..., Any]
         await settled(runner)
 
 
+@pytest.mark.asyncio_only
 @both(arrays.describe, arrays.adescribe)
 async def test_arrays_that_would_fit_into_a_frame(make: MakeRunner, fn: Callable[..., Any]) -> None:
     """Between the least that travels beside a pickle, and the most that travels without a slot."""
@@ -205,6 +212,7 @@ async def test_arrays_that_would_fit_into_a_frame(make: MakeRunner, fn: Callable
 # Callables and exceptions
 
 
+@pytest.mark.asyncio_only
 async def test_callables_that_carry_an_array(make: MakeRunner) -> None:
     weights, model = arrays.numbers(7), arrays.Model(7)
 
@@ -241,6 +249,7 @@ async def test_what_a_held_function_writes_into_its_array_stays_in_its_worker(ma
         await settled(runner)
 
 
+@pytest.mark.asyncio_only
 @both(arrays.raise_with, arrays.araise_with)
 async def test_exceptions_that_carry_arrays(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
@@ -471,11 +480,13 @@ async def test_the_last_reference_may_go_in_any_thread(make: MakeRunner) -> None
 
 async def test_the_last_reference_may_go_in_a_collection(make: MakeRunner) -> None:
     async with make(**FEW_SLOTS) as runner:
-        for collect in (gc.collect, partial(asyncio.to_thread, gc.collect)):
+        for in_thread in (False, True):
             arrays.keep_in_cycle(await runner.run(arrays.anumbers, 1))
             assert all_leases(runner)[0].count == 1
-            if (waiting := collect()) is not None and not isinstance(waiting, int):
-                await waiting
+            if in_thread:
+                await asyncio.to_thread(gc.collect)
+            else:
+                gc.collect()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert all_leases(runner)[0].count == 0

@@ -5,11 +5,16 @@ import errno
 import mmap
 import os
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from percore._ipc import memory as module
 from percore._ipc.memory import Memory
@@ -205,3 +210,134 @@ def test_a_refused_memfd_is_the_callers_to_hear_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(PermissionError):
         Memory.create(PAGE)
+
+
+# Of a reader who may write
+
+
+needs_private = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a reader cannot write")
+
+
+@pytest.fixture
+def reader(memory: Memory) -> Iterator[Memory]:
+    reader = Memory.of_reader(memory.reader_fd(), memory.size)
+    reader.close_fds()
+    yield reader
+    reader.close()
+
+
+@needs_private
+def test_what_a_reader_writes_it_sees_alone_until_it_forgets_that(memory: Memory, reader: Memory) -> None:
+    memory.view[:] = b"m" * memory.size
+    assert bytes(reader.own) == b"m" * memory.size
+    reader.own[PAGE - 1 : PAGE + 1] = b"rr"
+    assert bytes(reader.own[PAGE - 1 : PAGE + 1]) == b"rr"
+    assert bytes(memory.view) == bytes(reader.view) == b"m" * memory.size
+    assert reader.view.readonly
+    reader.forget_writes(0, 2 * PAGE)
+    assert bytes(reader.own) == b"m" * memory.size
+
+
+@needs_private
+def test_what_is_written_next_is_seen_where_the_reader_has_forgotten(memory: Memory, reader: Memory) -> None:
+    for text in (b"first", b"other"):
+        memory.view[: len(text)] = text
+        assert bytes(reader.own[: len(text)]) == text
+        reader.own[: len(text)] = b"-" * len(text)
+        reader.forget_writes(0, len(text))
+        assert bytes(reader.own[: len(text)]) == text
+
+
+@needs_private
+def test_only_the_pages_that_are_meant_are_forgotten(memory: Memory, reader: Memory) -> None:
+    reader.own[:] = b"r" * reader.size
+    reader.forget_writes(PAGE, PAGE + 1)
+    assert bytes(reader.own) == b"r" * PAGE + bytes(PAGE) + b"r" * 2 * PAGE
+    reader.forget_writes(3 * PAGE, 4 * PAGE)
+    assert bytes(reader.own) == b"r" * PAGE + bytes(PAGE) + b"r" * PAGE + bytes(PAGE)
+
+
+@needs_private
+def test_nothing_is_asked_of_the_system_for_pages_that_were_only_read(
+    memory: Memory, reader: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/proc/self/pagemap").exists():
+        pytest.skip("without /proc/self/pagemap nobody knows what was written to")
+    forgotten: list[tuple[int, int]] = []
+    reader.forget_writes(0, PAGE)  # learns the address
+    own = reader._own
+    reader._own = SimpleNamespace(madvise=lambda _, start, length: forgotten.append((start, length)))  # type: ignore[assignment]
+    try:
+        memory.view[:] = b"m" * memory.size
+        assert bytes(reader.own) == b"m" * memory.size
+        reader.forget_writes(0, reader.size)
+        assert forgotten == []
+        monkeypatch.setattr(module, "_CHUNK", 2)  # the page that was written to is the last of the second chunk
+        reader.own[3 * PAGE] = 1
+        reader.forget_writes(0, 3 * PAGE)
+        assert forgotten == []
+        reader.forget_writes(0, 3 * PAGE + 1)
+        assert forgotten == [(0, 4 * PAGE)]
+    finally:
+        reader._own = own
+
+
+@needs_private
+@given(written=st.sets(st.integers(0, 15)), chunk=st.integers(1, 20), told=st.booleans())
+def test_pages_that_were_written_to_are_found_wherever_they_lie(written: set[int], chunk: int, told: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK", chunk)
+        if not told:  # a system that does not say: everything is taken for written to
+            patch.setattr(module, "open", _no_file, raising=False)
+        memory = Memory.create(16 * PAGE)
+        reader = Memory.of_reader(memory.reader_fd(), memory.size)
+        try:
+            memory.view[:] = b"m" * memory.size
+            for page in written:
+                reader.own[page * PAGE] = 0
+            reader.forget_writes(0, memory.size)
+            assert bytes(reader.own) == b"m" * memory.size
+        finally:
+            reader.close()
+            memory.close()
+
+
+def _no_file(*_arguments: object, **_options: object) -> None:
+    raise PermissionError(errno.EPERM, "not permitted")
+
+
+@needs_private
+def test_a_reader_whose_system_takes_no_private_map_can_only_read(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts all of such a map as if it were written to: under a limit, or with vm.overcommit_memory=2."""
+    real = mmap.mmap
+
+    def refuse(fd: int, size: int, flags: int, protection: int, **options: Any) -> mmap.mmap:
+        if flags & mmap.MAP_PRIVATE:
+            raise OSError(errno.ENOMEM, "cannot allocate memory")
+        return real(fd, size, flags, protection, **options)
+
+    before = open_fds()
+    names = {name: getattr(mmap, name) for name in ("MAP_SHARED", "MAP_PRIVATE", "PROT_READ", "PROT_WRITE")}
+    monkeypatch.setattr(module, "mmap", SimpleNamespace(mmap=refuse, **names))
+    reader = Memory.of_reader(memory.reader_fd(), memory.size)
+    monkeypatch.undo()
+    try:
+        memory.view[:4] = b"read"
+        assert bytes(reader.own[:4]) == bytes(reader.view[:4]) == b"read"
+        assert reader.own.readonly
+        reader.forget_writes(0, PAGE)
+        assert bytes(reader.own[:4]) == b"read"
+    finally:
+        reader.close()
+    assert open_fds() == before
+
+
+@needs_private
+def test_what_a_reader_has_written_outlives_its_close_where_somebody_looks_at_it(memory: Memory) -> None:
+    reader = Memory.of_reader(memory.reader_fd(), memory.size)
+    reader.own[:4] = b"mine"
+    held = reader.own[:4]
+    reader.close()
+    reader.close()
+    memory.view[:4] = b"next"
+    assert bytes(held) == b"mine"

@@ -96,7 +96,7 @@ def faulthandler_limit() -> Iterator[None]:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Takes and gives in any order, against a set of what is taken and a tally of what is warm."""
+    """Takes, holds and gives in any order, against a tally of holders and one of what is warm."""
 
     SIZE = 48 * MIB
     COUNT = 5
@@ -104,7 +104,8 @@ class SlotMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.writer, self.ledger = ledger_slots(self.COUNT, self.SIZE)
-        self.taken: set[int] = set()
+        self.taken: dict[int, int] = {}
+        """Holders of each slot that is taken."""
         self.warm = [0] * self.COUNT
         self.waiting: list[int] = []
         self.served: list[int] = []
@@ -113,17 +114,37 @@ class SlotMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         slot = self.writer.take()
-        free = set(range(self.COUNT)) - self.taken
+        free = set(range(self.COUNT)) - set(self.taken)
         assert slot == min(free, default=None)
         if slot is not None:
-            self.taken.add(slot)
+            self.taken[slot] = 1
+
+    @rule(data=st.data(), length=st.integers(0, SIZE))
+    def hold(self, data: st.DataObject, length: int) -> None:
+        if self.taken:
+            slot = data.draw(st.sampled_from(sorted(self.taken)))
+            self.writer.hold(length << SLOT_BITS | slot)
+            self.taken[slot] += 1
+
+    @rule(slot=st.integers(0, COUNT + 3), length=st.integers(-1, SIZE + 1))
+    def hold_what_is_not_taken_or_too_long(self, slot: int, length: int) -> None:
+        if slot not in self.taken or not 0 <= length <= self.SIZE:
+            with pytest.raises(BrokenFrame, match=f"slot {slot}"):
+                self.writer.hold(length << SLOT_BITS | slot)
 
     @rule(data=st.data(), used=st.integers(0, SIZE))
     def give(self, data: st.DataObject, used: int) -> None:
         if not self.taken:
             return
         slot = data.draw(st.sampled_from(sorted(self.taken)))
-        self.taken.discard(slot)
+        self.taken[slot] -= 1
+        if self.taken[slot]:  # somebody holds it still: it is offered to nobody, and its pages stay
+            self.ledger.given.clear()
+            self.served.clear()
+            self.writer.give(slot, used)
+            assert (self.ledger.given, self.served) == ([], [])
+            return
+        del self.taken[slot]
         self.warm[slot] = max(self.warm[slot], used)
         self.ledger.given.clear()
         self.served.clear()
@@ -183,6 +204,41 @@ def test_a_double_release_is_a_broken_frame_and_changes_nothing() -> None:
         writer.give(0, 10)
     assert writer.in_use == 0
     assert [writer.take(), writer.take(), writer.take()] == [0, 1, None]
+
+
+def test_a_slot_with_several_holders_is_free_after_the_last() -> None:
+    writer, ledger = ledger_slots(1, 80 * MIB)
+    assert writer.take() == 0
+    payload = 80 * MIB << SLOT_BITS
+    writer.hold(payload)
+    writer.hold(payload)
+    for _ in range(2):
+        writer.discard(payload)
+        assert (writer.in_use, writer.take(), ledger.given) == (1, None, [])
+    writer.discard(payload)
+    assert (writer.in_use, ledger.given) == (0, [(64 * MIB, 80 * MIB)])
+    assert writer.take() == 0
+
+
+def test_holders_that_come_and_go_in_threads_are_counted_right() -> None:
+    writer, _ = ledger_slots(1, 1024)
+    writer.take()
+
+    def hold_and_give() -> None:
+        for _ in range(2000):
+            writer.hold(10 << SLOT_BITS)
+            writer.give(0, 10)
+
+    threads = [threading.Thread(target=hold_and_give) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert writer.in_use == 1
+    writer.give(0, 10)
+    assert writer.in_use == 0
+    with pytest.raises(BrokenFrame):
+        writer.hold(10 << SLOT_BITS)
 
 
 def test_what_is_warm_above_the_bound_goes_back_at_once() -> None:
