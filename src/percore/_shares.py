@@ -149,8 +149,8 @@ class Shares:
         live = sum(not share.is_ending for share in self._shares) + self._pending
         if live >= self._limit or len(self._shares) + self._pending >= 2 * self._limit:
             raise RuntimeError(
-                f"{len(self._shares)} objects are shared, or were and are still looked at; of this runner's {self._arena.count} slots "
-                f"{self._limit} may hold shared objects: close some, let go of views of closed ones, share several as one "
+                f"{len(self._shares)} objects are shared, or were and are still looked at; of this runner's {self._arena.count} "
+                f"slots {self._limit} may hold shared objects: close some, let go of views of closed ones, share several as one "
                 "(a dict of them), or make the runner with a smaller max_message, which gives more slots"
             )
         waiter: asyncio.Future[Payload] = self._loop.create_future()

@@ -1,12 +1,13 @@
 """The harness of the benchmarks: its arithmetic, its order of play, its verdicts, its table and its page.
 
-No worker is started here; one test starts a process that fails at once.
+No worker is started here; one test starts a process that fails at once, and one the bare echo.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ from benchmarks._figures import (
 )
 from benchmarks._harness import Choice, Result, Round, Row, Sample, Wanted, measure, rotated
 from benchmarks._kinds import _derive
+from benchmarks._payloads import Payload, bare_echo, memcpy, plot, targets_of, value_of
 from benchmarks._plan import Share, share_of
 from benchmarks._regression import Change, changes, other_machine, settings_of
 from benchmarks._results import as_json, from_json, to_text
@@ -533,8 +535,8 @@ from benchmarks._harness import Result
 from benchmarks._kinds import LOADS
 from benchmarks._figures import in_words
 from benchmarks._runs import row_names, row_of
-from benchmarks.rows import map_window
-metrics = ["1", "64", *LOADS, *map(in_words, map_window.DURATIONS)]
+from benchmarks.rows import map_window, payload_arrays, payload_sizes
+metrics = ["1", "64", *LOADS, *map(in_words, map_window.DURATIONS), *payload_sizes.SIZES, *payload_arrays.SIZES]
 for name in row_names():
     row = row_of(name, quick=True)
     if row.draw is not None:
@@ -548,6 +550,43 @@ for name in row_names():
         plots = sorted(tmp_path.iterdir())
         assert {"article_figure.png", "in_flight.png", "scaling.png"} <= {plot.name for plot in plots}
         assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+
+
+class TestPayloads:
+    def test_each_is_made_once_for_all(self) -> None:
+        payload = Payload("a kB", 1000, 1, lambda: os.urandom(1000))
+        assert value_of(payload) is value_of(payload)
+
+    def test_the_targets_are_those_that_it_has(self) -> None:
+        small = Payload("int", 2, 1, lambda: 1, of_pool=0.5)
+        large = Payload("1 MB", 10**6, 1, lambda: bytes(10**6), of_bare=1.5)
+        assert targets_of([small, large]) == [
+            Target("percore", "ProcessPoolExecutor", "int", at_most=0.5),
+            Target("percore", "bare echo", "1 MB", at_most=1.5),
+            Target("percore", "InterpreterPoolExecutor", "1 MB", at_most=1.0),
+        ]
+
+    @pytest.mark.parametrize("views", [False, True])
+    async def test_a_bare_echo_brings_back_what_was_sent(self, views: bool) -> None:
+        async with bare_echo(100_000, views=views) as echo:
+            for size in (1, 100_000, 1000):
+                data = os.urandom(size)
+                answer = await echo(data)
+                assert answer == data
+                assert isinstance(answer, memoryview) is views
+
+    async def test_a_memcpy_is_timed(self) -> None:
+        async with memcpy([Payload("1 MB", 10**6, 3, bytes)]) as once:
+            sample = await once()
+        assert list(sample) == ["1 MB"]
+        assert sample["1 MB"] > 0
+
+    def test_a_plot_has_the_metrics_that_have_a_size(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        drawn: list[Result] = []
+        monkeypatch.setattr("benchmarks._plots.Lines.draw", lambda _self, result, _path: drawn.append(result))
+        draw = plot("title", {"1 kB": 1000, "1 MB": 10**6})
+        draw(Result({"percore": [{"1 kB": 1.0, "a table": 2.0}]}), tmp_path)
+        assert drawn[0].samples == {"percore": [{"1000": 1.0}]}
 
 
 class TestRows:
@@ -566,6 +605,10 @@ class TestRows:
     def test_all_together_fit_into_the_time_of_a_run(self) -> None:
         assert sum(row_of(name, quick=False).seconds for name in row_names()) <= 35 * 60
         assert any(row_of(name, quick=False).is_cheap for name in row_names())
+
+    def test_those_of_payloads_take_no_more_than_six_minutes(self) -> None:
+        rows = [name for name in row_names() if name.startswith("payload_")]
+        assert sum(row_of(name, quick=False).seconds for name in rows) <= 6 * 60
 
     def test_the_costs_of_map_mixed_are_the_same_every_time_and_of_all_magnitudes(self) -> None:
         costs = map_mixed.costs_of(1000)
