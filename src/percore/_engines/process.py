@@ -106,7 +106,8 @@ class Cell:
         with ExitStack() as undo:
             self.memory = Memory.create(cell_size(places))
             undo.callback(self.memory.close)
-            self.results = Memory.create(shared.results_size)
+            # Not to be written through here: a process that the program forks would write over what lies there for this one.
+            self.results = Memory.create_for_writer(shared.results_size)
             undo.callback(self.results.close)
             self.ours, self.theirs = bell_fds()
             undo.pop_all()

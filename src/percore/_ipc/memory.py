@@ -76,6 +76,23 @@ def _is_pristine(address: int, end: int) -> bool:
     return False
 
 
+def _sized_file(size: int) -> tuple[int, int]:
+    """A file for memory of so many bytes: open for writing and, where that cannot be had later, for reading."""
+    fd, reader = (_memfd(), -1) if HAS_MEMFD else _unlinked_file()
+    try:
+        os.ftruncate(fd, size)
+        if HAS_MEMFD:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        elif size <= _FILLED and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+    except BaseException:
+        os.close(fd)
+        if reader >= 0:
+            os.close(reader)
+        raise
+    return fd, reader
+
+
 class Memory:
     """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
 
@@ -138,19 +155,20 @@ class Memory:
         Raises:
             OSError: no descriptor, no address space, or larger than RLIMIT_FSIZE.
         """
-        fd, reader = (_memfd(), -1) if HAS_MEMFD else _unlinked_file()
-        try:
-            os.ftruncate(fd, size)
-            if HAS_MEMFD:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            elif size <= _FILLED and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, size)
-        except BaseException:
-            os.close(fd)
-            if reader >= 0:
-                os.close(reader)
-            raise
+        fd, reader = _sized_file(size)
         return cls(fd, size, writable=True, reader=reader)
+
+    @classmethod
+    def create_for_writer(cls, size: int) -> Self:
+        """As `create`, but it is someone else who will write it, and this is the reader.
+
+        Raises:
+            OSError: likewise.
+        """
+        fd, reader = _sized_file(size)
+        if reader >= 0:
+            os.close(reader)
+        return cls.of_reader(fd, size)
 
     def reader_fd(self) -> int:
         """A new descriptor through which this memory can only be read; the caller closes it."""
