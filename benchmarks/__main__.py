@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -120,8 +121,8 @@ def check(record: Json | None) -> int:
 
 def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only: bool) -> set[str]:
     """Runs those contestants of a row that its targets name, with the settings on record; the questions that came out worse."""
-    named = {rival for target in row.targets for rival in names_of(target)}
-    request = Request(seconds, 5 * seconds + 30, rounds=CHECK_ROUNDS, only=tuple(sorted(named)), settings=settings_of(before))
+    judged = tuple(sorted(row.judged))
+    request = Request(seconds, 5 * seconds + 30, rounds=CHECK_ROUNDS, only=judged, settings=settings_of(before))
     try:
         now = run_row(name, request)
     except RowFailed as error:
@@ -130,11 +131,6 @@ def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only:
     found = changes(before, now, ratios_only=ratios_only)
     show(f"{name}: {change.line}" for change in found)
     return {change.question for change in found if change.is_worse}
-
-
-def names_of(target: object) -> set[str]:
-    """The contestants that a target or a limit is about."""
-    return {getattr(target, "contestant", ""), getattr(target, "ours", ""), *getattr(target, "rivals", ())} - {""}
 
 
 def read(path: Path) -> Json | None:
@@ -151,7 +147,12 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="percore against what people use today")
     parser.add_argument("row", nargs="*", help=f"any of: {', '.join(names)} (default: all)")
     parser.add_argument("--list", action="store_true", help="tell what the rows measure, and run none")
-    parser.add_argument("--quick", action="store_true", help="smaller rounds, no settings tried: does it run, not how fast")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        default=bool(os.environ.get("QUICK")),
+        help="smaller rounds, no settings tried: does it run, not how fast (also: QUICK=1 in the environment)",
+    )
     parser.add_argument("--minutes", type=float, help=f"the whole run's time (default {MINUTES:g}, with --quick {QUICK_MINUTES:g})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw there what a row has to draw")

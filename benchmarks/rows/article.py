@@ -58,7 +58,7 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants=contestants,
         targets=[Target(f"percore, {kind}", f"hand split, {kind}", "a call", at_most=1.05, towards=1.0) for kind in kinds],
-        rounds=1 if quick else 5,
+        rounds=3 if quick else 5,
         seconds=10 if quick else 270,
         warm_ups=0,  # of ten thousand calls; some are made while it opens
     )

@@ -24,7 +24,7 @@ def row(*, quick: bool) -> Row:
             Target("percore", "ProcessPoolExecutor", "a call", at_least=20),
             Target("percore", "asyncio tasks", "a call", at_least=0.7, towards=0.9),
         ],
-        rounds=1 if quick else 9,
+        rounds=3 if quick else 9,
         seconds=15 if quick else 110,
         trials=1,
         anew=RESTLESS,

@@ -31,7 +31,7 @@ PEERS = (*IN_QUICK, "distex", "loky", "mpire", "wool")
 
 
 def row(*, quick: bool) -> Row:
-    seconds = 0.5 if quick else 10.0
+    seconds = 2.0 if quick else 10.0
     openings: dict[str, OpenCall] = {"percore": _percore}
     for name, settings in awaiting(Pair(same, same_plainly)).items():
         if name not in (IN_QUICK if quick else PEERS):

@@ -44,7 +44,7 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants=contestants,
         targets=[],
-        rounds=1 if quick else 3,
+        rounds=3,
         seconds=8 if quick else 80,
         anew=RESTLESS & contestants.keys(),
         trials=1,

@@ -29,7 +29,7 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={f"percore, {workers} workers": partial(_percore, calls, workers) for workers in (FEW, MANY)},
         targets=[Target(f"percore, {MANY} workers", f"percore, {FEW} workers", metric, at_most=1.2) for metric in CALLERS],
-        rounds=2 if quick else 9,
+        rounds=3 if quick else 9,
         seconds=8 if quick else 50,
     )
 

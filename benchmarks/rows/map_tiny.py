@@ -46,7 +46,7 @@ def row(*, quick: bool) -> Row:
             Target("percore", "ProcessPoolExecutor", "a call", at_least=1.2),
             Target("percore", "distex", "a call", at_least=1.0, towards=1.5),
         ],
-        rounds=1 if quick else 7,
+        rounds=3 if quick else 7,
         seconds=10 if quick else 130,
         trials=1,
         anew=RESTLESS & contestants.keys(),

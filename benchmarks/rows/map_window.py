@@ -39,7 +39,7 @@ def row(*, quick: bool) -> Row:
             "coroutines": partial(_percore, last_async, durations, moment),
         },
         targets=[],
-        rounds=1 if quick else 3,
+        rounds=3,
         seconds=6 if quick else 60,
         warm_ups=0,
         words={in_words(seconds): in_items for seconds in durations},

@@ -54,7 +54,7 @@ def row(*, quick: bool) -> Row:
             Target("percore", "bare ping-pong", "p99", at_most=2.0),
             Target("percore", "distex", "p50", at_most=1.0),
         ],
-        rounds=1 if quick else 15,
+        rounds=3 if quick else 15,
         seconds=8 if quick else 80,
         anew=RESTLESS & contestants.keys(),
         pin=Pin.APART,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import _docs
-from benchmarks.__main__ import check, draw, draw_all, names_of
+from benchmarks.__main__ import check, draw, draw_all
 from benchmarks._figures import (
     Limit,
     Spread,
@@ -211,6 +211,14 @@ class TestMeasure:
         assert (await players.play(row, Wanted(seconds=1, rounds=3))).rounds == 3
         assert (await players.play(row, Wanted())).rounds == 9
 
+    async def test_those_that_no_target_names_play_in_the_first_rounds_only(self, players: Players) -> None:
+        contestants = {name: players.make(name) for name in "abc"}
+        row = Row(contestants, [Target("a", "b", "a call", at_most=1)], rounds=4, shown=1)
+        result = await players.play(row)
+        assert {name: len(samples) for name, samples in result.samples.items()} == {"a": 4, "b": 4, "c": 1}
+        without = await players.play(Row(contestants, [], rounds=4, shown=1))
+        assert {len(samples) for samples in without.samples.values()} == {4}
+
     async def test_a_peer_that_is_missing_or_fails_is_left_out(self, players: Players) -> None:
         missing = players.make("missing", failing=ModuleNotFoundError("No module named 'rival'"))
         broken = players.make("broken", failing=RuntimeError("a wrong result"))
@@ -288,8 +296,8 @@ def test_of_several_rivals_the_best_counts() -> None:
     assert target.question == "ours / the best of the others, a call"
     (unknown,) = judge([Target("ours", ("missing",), "a call", at_most=1)], result)
     assert unknown.measured is None
-    assert names_of(target) == {"ours", "a", "b", "missing"}
-    assert names_of(Limit("ours", "a call", 1)) == {"ours"}
+    assert Row({}, [target]).judged == {"ours", "a", "b", "missing"}
+    assert Row({}, [Limit("ours", "a call", 1)]).judged == {"ours"}
 
 
 def test_the_table_says_a_metric_in_its_unit() -> None:
@@ -458,10 +466,10 @@ class TestPage:
         lines = _docs.block(record).splitlines()
         assert "One run, 10 minutes in all." in lines
         assert "| python | CPython 3.13 |" in lines
-        assert "| `round_trip` | ours / theirs, p50 | ≥ 2.00 x | 3.00 x | 3.00 x | 2.50 x to 3.50 x | reached |" in lines
-        assert "| `round_trip` | ours, p50 | ≤ 1.00 us |  | 2.00 us | 1.50 us to 2.50 us | **missed** |" in lines
-        assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | | | not measured |" in lines
-        assert "| theirs | p50 | 5.00 us | 4.50 us to 5.50 us |" in lines
+        assert "| `round_trip` | ours / theirs, p50 | ≥ 2.00 x | 3.00 x | 3.00 x | 2.50 x to 3.50 x | 2 | reached |" in lines
+        assert "| `round_trip` | ours, p50 | ≤ 1.00 us |  | 2.00 us | 1.50 us to 2.50 us | 2 | **missed** |" in lines
+        assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | | | | not measured |" in lines
+        assert "| theirs | p50 | 5.00 us | 4.50 us to 5.50 us | 2 |" in lines
         assert "- theirs played with b (tried, relative to the best: a 2.00, b 1.00)" in lines
         assert "- rival was left out: No module named 'rival'" in lines
         assert "Not run: `close`, too late" in lines
@@ -469,7 +477,21 @@ class TestPage:
     def test_the_page_in_the_repository_is_what_the_record_makes_it(self) -> None:
         record = json.loads(_docs.RECORD.read_text()) if _docs.RECORD.exists() else None
         page = _docs.PAGE.read_text(encoding="utf-8")
-        assert _docs.filled(page, _docs.block(record)) == page
+        assert _docs.filled(page, _docs.block(record, _docs.explained_in(page))) == page
+        assert _docs.UNEXPLAINED not in page
+
+    def test_a_miss_without_an_explanation_is_seen(self) -> None:
+        page = f"**`start`** is before the block.\n{_docs.BEGIN}\n{_docs.END}\n**`round_trip`**: why.\nnot **`close`** in a line\n"
+        assert _docs.explained_in(page) == {"round_trip"}
+        record = {"machine": {}, "seconds": 60.0, "rows": {"round_trip": full_json(), "close": full_json()}, "failed": {}}
+        lines = _docs.block(record, {"round_trip"}).splitlines()
+        assert "| `round_trip` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
+        assert f"| `close` | ours, p50; rival, p50 | {_docs.UNEXPLAINED} |" in lines
+
+    def test_without_a_miss_it_says_so(self) -> None:
+        reached = full_json() | {"targets": full_json()["targets"][:1]}
+        record = {"machine": {}, "seconds": 60.0, "rows": {"close": reached}, "failed": {}}
+        assert "No target is missed." in _docs.block(record).splitlines()
 
 
 class TestRuns:
@@ -557,8 +579,7 @@ class TestRows:
         row = row_of(name, quick=quick)
         assert title_of(name).endswith((".", "?"))
         assert len(title_of(name)) <= 132
-        for target in row.targets:
-            assert names_of(target) <= set(row.contestants)
+        assert row.judged <= set(row.contestants)
         assert row.anew <= set(row.contestants)
         assert all(not name.startswith("percore") or not isinstance(one, dict) for name, one in row.contestants.items())
         assert all(len(one) >= 3 for one in row.contestants.values() if isinstance(one, dict))
