@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 MINUTES, QUICK_MINUTES = 30.0, 5.0
 CHECK_SECONDS = 60.0
+CHECK_LIMIT = 240.0
+"""Of a check in all, however slow the machine: rows that it does not come to are not compared."""
 CHECK_ROUNDS = 4
 """At least, however slow the machine: fewer have no quartiles to speak of."""
 
 
 def main() -> int:
     arguments = parsed_arguments()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as Ctrl-C: a row under way is ended first
     if arguments.list:
         show(map(title_of, arguments.row))
     elif arguments.docs:
@@ -108,9 +112,10 @@ def check(record: Json | None) -> int:
     show(f"not the record's machine, so only ratios count: {line}" for line in differing)
     rows = {name: row for name in row_names() if name in record["rows"] and (row := row_of(name, quick=False)).is_cheap}
     worse = 0
+    end = time.monotonic() + CHECK_LIMIT
     for name, row in rows.items():
         seconds = CHECK_SECONDS * row.seconds / sum(one.seconds for one in rows.values())
-        compared = partial(_compared, name, row, record["rows"][name], seconds, ratios_only=bool(differing))
+        compared = partial(_compared, name, row, record["rows"][name], seconds, end, ratios_only=bool(differing))
         found = compared()
         if found:  # what only happened once happened to the machine
             found &= compared()
@@ -119,10 +124,14 @@ def check(record: Json | None) -> int:
     return 1 if worse else 0
 
 
-def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only: bool) -> set[str]:
+def _compared(name: str, row: Row, before: Json, seconds: float, end: float, *, ratios_only: bool) -> set[str]:
     """Runs those contestants of a row that its targets name, with the settings on record; the questions that came out worse."""
-    judged = tuple(sorted(row.judged))
-    request = Request(seconds, 5 * seconds + 30, rounds=CHECK_ROUNDS, only=judged, settings=settings_of(before))
+    left = end - time.monotonic()
+    if left < seconds:
+        show([f"not compared: {name}, the {CHECK_LIMIT:.0f} s of a check are over"])
+        return set()
+    limit = min(left, 5 * seconds + 30)
+    request = Request(seconds, limit, rounds=CHECK_ROUNDS, only=tuple(sorted(row.judged)), settings=settings_of(before))
     try:
         now = run_row(name, request)
     except RowFailed as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.peers import MapAll
     from benchmarks.peers.split import Half
 
-CHUNKS = (1000, 3000, 10_000)
+CHUNKS = (10_000, 3000, 30_000)
 FEWER = {"ThreadPoolExecutor": 50, "aiomultiprocess": 200, "mpire": 20}
 
 

@@ -440,6 +440,13 @@ class TestRegression:
         assert asked == ["replacement"] * len(factors)  # map_window is not cheap
         assert ("1 figures are worse" in capsys.readouterr().out) is bool(status)
 
+    def test_begins_no_row_when_its_time_is_over(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        machine = {"python": "", "processor": "", "CPUs": ""}
+        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks.__main__.CHECK_LIMIT", 0.0)
+        assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
+        assert "not compared: replacement" in capsys.readouterr().out
+
     def row_of(self, factor: float) -> Json:
         result = Result({"percore": [{"p50": 0.005 * factor}] * 3})
         return as_json(result, judge([Limit("percore", "p50", 0.01)], result))
@@ -515,12 +522,13 @@ class TestPeers:
 
 
 def test_efficiency_is_the_speed_up_over_one_task_by_the_workers() -> None:
-    base = dict.fromkeys(("low", "medium", "high"), 2.0)
-    result = Result({"one task, one thread": [base], "percore": [dict.fromkeys(base, 4.0)]})
+    base = {metric: 2.0 for load in ("low", "medium", "high") for metric in (load, f"{load}: CPU")}
+    result = Result({"one task, one thread": [base], "percore": [dict.fromkeys(base, 4.0) | {"low: CPU": 8.0}]})
     _derive(result)
     assert result.samples["one task, one thread"][0]["low: speed-up"] == 1
     sample = result.samples["percore"][0]
     assert (sample["low: tasks/s"], sample["low: speed-up"], sample["low: efficiency"]) == (1, 2, 0.5)
+    assert sample["low: utilisation"] == 0.5
 
 
 class TestDraw:
@@ -556,7 +564,7 @@ from benchmarks._kinds import LOADS
 from benchmarks._figures import in_words
 from benchmarks._runs import row_names, row_of
 from benchmarks.rows import map_window
-metrics = ["1", "64", *LOADS, *map(in_words, map_window.DURATIONS)]
+metrics = ["1", "64", *LOADS, *(f"{load}: CPU" for load in LOADS), *map(in_words, map_window.DURATIONS)]
 for name in row_names():
     row = row_of(name, quick=True)
     if row.draw is not None:
