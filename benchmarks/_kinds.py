@@ -67,6 +67,7 @@ def row_of(kind: Kind, *, quick: bool, seconds: float) -> Row:
         rounds=3 if quick else 7,
         shown=7,  # the others' speed-up is told by the base's round
         seconds=8 if quick else seconds,
+        trials=1,
         words=_words(),
         derive=_derive,
         draw=partial(_draw, kind.name),

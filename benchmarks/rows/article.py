@@ -59,7 +59,7 @@ def row(*, quick: bool) -> Row:
         contestants=contestants,
         targets=[Target(f"percore, {kind}", f"hand split, {kind}", "a call", at_most=1.05, towards=1.0) for kind in kinds],
         rounds=3 if quick else 5,
-        seconds=10 if quick else 270,
+        seconds=10 if quick else 215,
         warm_ups=0,  # of ten thousand calls; some are made while it opens
     )
 

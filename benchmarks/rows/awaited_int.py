@@ -25,7 +25,7 @@ def row(*, quick: bool) -> Row:
             Target("percore", "asyncio tasks", "a call", at_least=0.7, towards=0.9),
         ],
         rounds=3 if quick else 9,
-        seconds=15 if quick else 110,
+        seconds=15 if quick else 90,
         trials=1,
         anew=RESTLESS,
         is_cheap=True,

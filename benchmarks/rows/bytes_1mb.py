@@ -36,7 +36,7 @@ def row(*, quick: bool) -> Row:
             Target("percore, plain function", "ProcessPoolExecutor", "a call", at_least=7),
         ],
         rounds=3 if quick else 15,
-        seconds=6 if quick else 25,
+        seconds=6 if quick else 20,
     )
 
 

@@ -45,7 +45,7 @@ def row(*, quick: bool) -> Row:
         contestants=contestants,
         targets=[],
         rounds=3,
-        seconds=8 if quick else 80,
+        seconds=8 if quick else 60,
         anew=RESTLESS & contestants.keys(),
         trials=1,
         choose_by="64",

@@ -43,7 +43,7 @@ def row(*, quick: bool) -> Row:
         },
         targets=[Limit(f"percore, calls of {length}", "p99", at_most=0.050, towards=0.010) for length in ("100 ms", "1 ms")],
         rounds=3 if quick else 7,
-        seconds=8 if quick else 60,
+        seconds=8 if quick else 50,
         pin=Pin.TWO,
     )
 

@@ -54,8 +54,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants=contestants,
         targets=[Limit("percore", OVER, at_most=1.10, towards=1.03)],
-        rounds=3 if quick else 5,
-        seconds=10 if quick else 110,
+        rounds=3 if quick else 9,
+        seconds=10 if quick else 95,
         warm_ups=0,
         trials=1,
         anew=frozenset({"mpire"}),

@@ -47,7 +47,7 @@ def row(*, quick: bool) -> Row:
             Target("percore", "distex", "a call", at_least=1.0, towards=1.5),
         ],
         rounds=3 if quick else 7,
-        seconds=10 if quick else 130,
+        seconds=10 if quick else 80,
         trials=1,
         anew=RESTLESS & contestants.keys(),
         is_cheap=True,
