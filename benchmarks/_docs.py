@@ -90,10 +90,11 @@ def _misses(rows: Mapping[str, Json], explained: Collection[str]) -> Iterator[st
     yield from ("", "### Missed", "")
     if not missing:
         yield "No target is missed."
-        return
-    yield from ("| row | what | |", "|---|---|---|")
+    else:
+        yield from ("| row | what | |", "|---|---|---|")
     for name, questions in missing.items():
         yield f"| `{name}` | {'; '.join(questions)} | {'[explained](#below-the-target)' if name in explained else UNEXPLAINED} |"
+    yield from (f"\nReached, and explained below all the same: `{name}`." for name in sorted({*explained} - {*missing}))
 
 
 def _target(name: str, target: Json, rounds: int, words: Mapping[str, Words]) -> str:
