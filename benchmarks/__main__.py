@@ -109,7 +109,9 @@ def check(record: Json | None) -> int:
         show([f"No run is on record yet ({_docs.RECORD.name}): nothing to compare with. `make bench-record` makes one."])
         return 0
     differing = other_machine(record["machine"], _machine.describe())
-    show(f"not the record's machine, so only ratios count: {line}" for line in differing)
+    if _machine.is_busy():
+        differing.append("it is busy with something else")
+    show(f"not the machine as it was for the record, so only ratios count: {line}" for line in differing)
     rows = {name: row for name in row_names() if name in record["rows"] and (row := row_of(name, quick=False)).is_cheap}
     worse = 0
     end = time.monotonic() + CHECK_LIMIT

@@ -28,7 +28,7 @@ def row(*, quick: bool) -> Row:
         contestants={"percore": partial(_percore, 5 if quick else 40)},
         targets=[Limit("percore", "p50", at_most=0.010)],
         rounds=3 if quick else 7,
-        seconds=5 if quick else 15,
+        seconds=5 if quick else 8,
         is_cheap=True,
     )
 

@@ -56,6 +56,7 @@ def row(*, quick: bool) -> Row:
         ],
         rounds=3 if quick else 15,
         seconds=8 if quick else 80,
+        trials=1,
         anew=RESTLESS & contestants.keys(),
         pin=Pin.APART,
         is_cheap=True,

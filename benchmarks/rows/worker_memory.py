@@ -41,7 +41,7 @@ def row(*, quick: bool) -> Row:
         },
         targets=[Target("percore, coroutines", "bare interpreter", USS, at_most=0.6)],
         rounds=3 if quick else 7,
-        seconds=8 if quick else 40,
+        seconds=8 if quick else 25,
         warm_ups=0,
         words={USS: in_mebibytes},
     )

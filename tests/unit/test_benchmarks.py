@@ -427,6 +427,7 @@ class TestRegression:
     ) -> None:
         machine = {"python": "", "processor": "", "CPUs": ""}
         monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: False)
         record = {"machine": machine, "rows": {"replacement": self.row_of(1.0), "map_window": self.row_of(1.0)}}
         runs = iter(factors)
         asked: list[str] = []
@@ -440,9 +441,18 @@ class TestRegression:
         assert asked == ["replacement"] * len(factors)  # map_window is not cheap
         assert ("1 figures are worse" in capsys.readouterr().out) is bool(status)
 
+    def test_on_a_busy_machine_only_ratios_count(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        machine = {"python": "", "processor": "", "CPUs": ""}
+        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: True)
+        monkeypatch.setattr("benchmarks.__main__.run_row", lambda _name, _request: self.row_of(9.0))
+        assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
+        assert "it is busy with something else" in capsys.readouterr().out
+
     def test_begins_no_row_when_its_time_is_over(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         machine = {"python": "", "processor": "", "CPUs": ""}
         monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: False)
         monkeypatch.setattr("benchmarks.__main__.CHECK_LIMIT", 0.0)
         assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
         assert "not compared: replacement" in capsys.readouterr().out
