@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import _docs
-from benchmarks.__main__ import check, draw, draw_all
+from benchmarks.__main__ import check, draw, draw_all, parsed_arguments
 from benchmarks._figures import (
     Limit,
     Spread,
@@ -510,6 +510,16 @@ class TestPage:
         record = {"machine": {}, "seconds": 60.0, "rows": {"close": reached}, "failed": {}}
         assert "No target is missed." in _docs.block(record).splitlines()
         assert "Reached, and explained below all the same: `close`." in _docs.block(record, {"close"}).splitlines()
+
+
+@pytest.mark.parametrize(("value", "quick", "minutes"), [("1", True, 5), ("", False, 30)])
+def test_a_quick_run_is_asked_for_in_the_environment_too(
+    value: str, quick: bool, minutes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    monkeypatch.setenv("QUICK", value)
+    arguments = parsed_arguments()
+    assert (arguments.quick, arguments.minutes, arguments.row) == (quick, minutes, row_names())
 
 
 class TestRuns:
