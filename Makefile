@@ -95,8 +95,8 @@ bench-check: $(VENV)/.percore-bench
 	$(RUN) -m benchmarks --check
 
 bench-record: $(VENV)/.percore-bench
-	$(RUN) -m benchmarks --json benchmarks/record.json --plots docs/plots
-	$(RUN) -m benchmarks --docs
+	@QUICK= $(RUN) -m benchmarks --json benchmarks/record.json --plots docs/plots; status=$$?; \
+	$(RUN) -m benchmarks --docs && exit $$status
 
 test-all:
 	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from functools import partial
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
 
 MINUTES, QUICK_MINUTES = 30.0, 5.0
 CHECK_SECONDS = 60.0
+CHECK_LIMIT = 240.0
+"""Of a check in all, however slow the machine: rows that it does not come to are not compared."""
 CHECK_ROUNDS = 4
 """At least, however slow the machine: fewer have no quartiles to speak of."""
 
 
 def main() -> int:
     arguments = parsed_arguments()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as Ctrl-C: a row under way is ended first
     if arguments.list:
         show(map(title_of, arguments.row))
     elif arguments.docs:
@@ -104,12 +109,15 @@ def check(record: Json | None) -> int:
         show([f"No run is on record yet ({_docs.RECORD.name}): nothing to compare with. `make bench-record` makes one."])
         return 0
     differing = other_machine(record["machine"], _machine.describe())
-    show(f"not the record's machine, so only ratios count: {line}" for line in differing)
+    if _machine.is_busy():
+        differing.append("it is busy with something else")
+    show(f"not the machine as it was for the record, so only ratios count: {line}" for line in differing)
     rows = {name: row for name in row_names() if name in record["rows"] and (row := row_of(name, quick=False)).is_cheap}
     worse = 0
+    end = time.monotonic() + CHECK_LIMIT
     for name, row in rows.items():
         seconds = CHECK_SECONDS * row.seconds / sum(one.seconds for one in rows.values())
-        compared = partial(_compared, name, row, record["rows"][name], seconds, ratios_only=bool(differing))
+        compared = partial(_compared, name, row, record["rows"][name], seconds, end, ratios_only=bool(differing))
         found = compared()
         if found:  # what only happened once happened to the machine
             found &= compared()
@@ -118,10 +126,14 @@ def check(record: Json | None) -> int:
     return 1 if worse else 0
 
 
-def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only: bool) -> set[str]:
+def _compared(name: str, row: Row, before: Json, seconds: float, end: float, *, ratios_only: bool) -> set[str]:
     """Runs those contestants of a row that its targets name, with the settings on record; the questions that came out worse."""
-    named = {rival for target in row.targets for rival in names_of(target)}
-    request = Request(seconds, 5 * seconds + 30, rounds=CHECK_ROUNDS, only=tuple(sorted(named)), settings=settings_of(before))
+    left = end - time.monotonic()
+    if left < seconds:
+        show([f"not compared: {name}, the {CHECK_LIMIT:.0f} s of a check are over"])
+        return set()
+    limit = min(left, 5 * seconds + 30)
+    request = Request(seconds, limit, rounds=CHECK_ROUNDS, only=tuple(sorted(row.judged)), settings=settings_of(before))
     try:
         now = run_row(name, request)
     except RowFailed as error:
@@ -130,11 +142,6 @@ def _compared(name: str, row: Row, before: Json, seconds: float, *, ratios_only:
     found = changes(before, now, ratios_only=ratios_only)
     show(f"{name}: {change.line}" for change in found)
     return {change.question for change in found if change.is_worse}
-
-
-def names_of(target: object) -> set[str]:
-    """The contestants that a target or a limit is about."""
-    return {getattr(target, "contestant", ""), getattr(target, "ours", ""), *getattr(target, "rivals", ())} - {""}
 
 
 def read(path: Path) -> Json | None:
@@ -151,7 +158,12 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="percore against what people use today")
     parser.add_argument("row", nargs="*", help=f"any of: {', '.join(names)} (default: all)")
     parser.add_argument("--list", action="store_true", help="tell what the rows measure, and run none")
-    parser.add_argument("--quick", action="store_true", help="smaller rounds, no settings tried: does it run, not how fast")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        default=bool(os.environ.get("QUICK")),
+        help="smaller rounds, no settings tried: does it run, not how fast (also: QUICK=1 in the environment)",
+    )
     parser.add_argument("--minutes", type=float, help=f"the whole run's time (default {MINUTES:g}, with --quick {QUICK_MINUTES:g})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw there what a row has to draw")

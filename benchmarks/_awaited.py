@@ -22,12 +22,12 @@ CALLS = 40
 """Calls that each awaiter makes, one after the other."""
 
 FEWER = {
-    "ProcessPoolExecutor": 10,
+    "ProcessPoolExecutor": 5,
     "ThreadPoolExecutor": 10,
     "aiomultiprocess": 10,
     "anyio.to_process": 4,
-    "loky": 4,
-    "mpire": 4,
+    "loky": 2,
+    "mpire": 2,
     "wool": 1,
 }
 """The same for those to whom a call costs so much more that they need no more of them to be timed as well."""

@@ -1,7 +1,12 @@
-"""The tables of docs/performance.md, from the run on record. Numbers there come from here alone."""
+"""The tables of docs/performance.md, from the run on record. Numbers there come from here alone.
+
+The words beside them are written by hand, after the block. An explanation of a figure that misses its target begins a line
+there with the row's name, as in **`round_trip`**; the block says which rows miss one, and which lack such a line.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +16,7 @@ from benchmarks._runs import row_names, row_of, title_of
 from benchmarks._table import setting_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from benchmarks._figures import Words
     from benchmarks._results import Json
@@ -23,12 +28,20 @@ PLOTS = PAGE.with_name("plots")
 BEGIN = "<!-- begin: written by `python -m benchmarks --docs`, do not edit -->"
 END = "<!-- end -->"
 NO_RECORD = "No run is on record yet. `make bench-record` makes one and fills this part."
+UNEXPLAINED = "**not explained yet**"
+_EXPLANATION = re.compile(r"^\*\*`(\w+)`\*\*", re.MULTILINE)
 
 
 def write(record: Json | None) -> str:
     """Fills the page's block; a line that tells."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), block(record)), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(filled(page, block(record, explained_in(page))), encoding="utf-8")
     return f"{PAGE.name}: {'no run is on record yet' if record is None else 'filled from the run on record'}"
+
+
+def explained_in(page: str) -> set[str]:
+    """The rows that the page explains, after its block."""
+    return set(_EXPLANATION.findall(page.partition(END)[2]))
 
 
 def filled(page: str, lines: str) -> str:
@@ -40,12 +53,12 @@ def filled(page: str, lines: str) -> str:
     return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
 
 
-def block(record: Json | None) -> str:
-    """What is between the marks."""
-    return NO_RECORD if record is None else "\n".join(_lines(record)).strip()
+def block(record: Json | None, explained: Collection[str] = ()) -> str:
+    """What is between the marks; `explained` are the rows that the page explains."""
+    return NO_RECORD if record is None else "\n".join(_lines(record, explained)).strip()
 
 
-def _lines(record: Json) -> Iterator[str]:
+def _lines(record: Json, explained: Collection[str]) -> Iterator[str]:
     rows = {name: row for name, row in record["rows"].items() if name in row_names()}
     yield f"One run, {record['seconds'] / 60:.0f} minutes in all."
     yield ""
@@ -53,11 +66,12 @@ def _lines(record: Json) -> Iterator[str]:
     yield from ("", "### Targets", "")
     yield "`x`: median of the ratios within one round, and their quartiles. Without `x`: the metric itself."
     yield ""
-    yield "| row | what | reach | then towards | measured | quartiles | |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| row | what | reach | then towards | measured | quartiles | rounds | |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, row in rows.items():
-        yield from (_target(name, target, _words(name)) for target in row["targets"])
+        yield from (_target(name, target, row["rounds"], _words(name)) for target in row["targets"])
     yield from (f"\nNot run: `{name}`, {why.splitlines()[0]}" for name, why in record["failed"].items())
+    yield from _misses(rows, explained)
     yield from ("", "### Plots", "")
     yield from (f"![{title_of(name)}](plots/{name}.png)\n" for name in rows if (PLOTS / f"{name}.png").exists())
     yield from ("### All figures", "")
@@ -69,28 +83,42 @@ def _words(name: str) -> Mapping[str, Words]:
     return row_of(name, quick=False).words
 
 
-def _target(name: str, target: Json, words: Mapping[str, Words]) -> str:
+def _misses(rows: Mapping[str, Json], explained: Collection[str]) -> Iterator[str]:
+    """The rows that miss a target or have one that was not measured, and whether the page says why."""
+    missing = {name: [one["question"] for one in row["targets"] if not one["reached"]] for name, row in rows.items()}
+    missing = {name: questions for name, questions in missing.items() if questions}
+    yield from ("", "### Missed", "")
+    if not missing:
+        yield "No target is missed."
+    else:
+        yield from ("| row | what | |", "|---|---|---|")
+    for name, questions in missing.items():
+        yield f"| `{name}` | {'; '.join(questions)} | {'[explained](#below-the-target)' if name in explained else UNEXPLAINED} |"
+    yield from (f"\nReached, and explained below all the same: `{name}`." for name in sorted({*explained} - {*missing}))
+
+
+def _target(name: str, target: Json, rounds: int, words: Mapping[str, Words]) -> str:
     say = words.get(target["metric"], in_words) if target["kind"] == "limit" else lambda ratio: f"{ratio:.2f} x"
     sign = "≥" if target["kind"] == "times as fast" else "≤"
     towards = "" if target["towards"] is None else say(target["towards"])
     what = target["question"] + (f" ({target['against']})" if "the best of" in target["question"] and target["against"] else "")
     if target["measured"] is None:
-        return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | | | not measured |"
+        return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | | | | not measured |"
     low, median, high = map(say, target["measured"])
     verdict = "reached" if target["reached"] else "**missed**"
-    return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | {median} | {low} to {high} | {verdict} |"
+    return f"| `{name}` | {what} | {sign} {say(target['reach'])} | {towards} | {median} | {low} to {high} | {rounds} | {verdict} |"
 
 
 def _row(name: str, row: Json) -> Iterator[str]:
     result = from_json(row)
     words = _words(name)
     yield f"<details><summary>{title_of(name)} ({row['rounds']} rounds, {row['seconds']:.0f} s)</summary>"
-    yield from ("", "| contestant | metric | median | quartiles |", "|---|---|---|---|")
+    yield from ("", "| contestant | metric | median | quartiles | rounds |", "|---|---|---|---|---|")
     for contestant, samples in result.samples.items():
         for metric in samples[0]:
             say = words.get(metric, in_words)
             values = Spread.of(result.values(contestant, metric))
-            yield f"| {contestant} | {metric} | {say(values.median)} | {say(values.low)} to {say(values.high)} |"
+            yield f"| {contestant} | {metric} | {say(values.median)} | {say(values.low)} to {say(values.high)} | {len(samples)} |"
     yield ""
     yield from (f"- {name} played with {setting_of(choice)}" for name, choice in result.choices.items() if name in result.samples)
     yield from (f"- {contestant} was left out: {why}" for contestant, why in result.absent.items())

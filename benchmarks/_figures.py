@@ -81,6 +81,11 @@ class Target:
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
     @property
+    def contestants(self) -> set[str]:
+        """Who is judged by it."""
+        return {self.ours, *self.rivals}
+
+    @property
     def question(self) -> str:
         """What is compared; a run finds it again in another one by this."""
         theirs = self.theirs if isinstance(self.theirs, str) else "the best of the others"
@@ -112,6 +117,10 @@ class Limit:
     metric: str
     at_most: float
     towards: float | None = None
+
+    @property
+    def contestants(self) -> set[str]:
+        return {self.contestant}
 
     @property
     def question(self) -> str:

@@ -39,13 +39,15 @@ class Row:
     that matters most. Each setting is tried for `trials` rounds, and chosen by that metric unless `choose_by` names
     another. Those named in `anew` are opened and warmed up for each of their rounds alone: they do something even when
     they have nothing to do. `seconds` is what the row wants of a whole run's time: it stops after `rounds` rounds, or
-    when that is used up. `words` tells how a metric is written that is not in seconds; `derive` adds to the samples what
+    when that is used up. Where there are targets, those that no target names play in the first `shown` rounds only: what
+    is judged gets the time. `words` tells how a metric is written that is not in seconds; `derive` adds to the samples what
     takes several contestants to tell; `draw` makes a plot of the result in a file, with matplotlib.
     """
 
     contestants: Mapping[str, Contestant | Settings]
     targets: Sequence[Target | Limit]
     rounds: int = 9
+    shown: int = 3
     seconds: float = 60.0
     warm_ups: int = 1
     trials: int = 2
@@ -56,6 +58,11 @@ class Row:
     words: Mapping[str, Callable[[float], str]] = field(default_factory=dict)
     derive: Callable[[Result], None] | None = None
     draw: Callable[[Result, Path], None] | None = None
+
+    @property
+    def judged(self) -> set[str]:
+        """The contestants that a target names."""
+        return {name for target in self.targets for name in target.contestants}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +191,7 @@ class _Play:
     async def _rounds(self, began: float) -> None:
         for number in range(self._row.rounds):
             started = self._clock()
-            names = [name for name in self._result.samples if name in self._playing or name in self._anew]
+            names = [name for name in self._result.samples if self._plays(name, number)]
             for name in rotated(names, number):
                 await self._trying(name, self._once(name))
             if number + 1 < self._wanted.rounds or self._wanted.seconds is None:
@@ -192,6 +199,11 @@ class _Play:
             now = self._clock()
             if now + (now - started) > began + self._wanted.seconds:
                 break
+
+    def _plays(self, name: str, number: int) -> bool:
+        is_there = name in self._playing or name in self._anew
+        judged = self._row.judged
+        return is_there and (number < self._row.shown or not judged or name in judged)
 
     async def _once(self, name: str) -> None:
         if name in self._playing:

@@ -68,8 +68,9 @@ def value_of(payload: Payload) -> Any:
     return payload.make()
 
 
+@cache
 def array_of(size: int) -> Any:
-    """A numpy array of so many bytes."""
+    """A numpy array of so many bytes, always the same one."""
     import numpy as np
 
     return np.arange(size // 8, dtype=np.float64)

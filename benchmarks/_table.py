@@ -28,7 +28,8 @@ def row_lines(title: str, result: Result, verdicts: Sequence[Verdict], words: Ma
         for metric in samples[0]:
             say = words.get(metric, in_words)
             values = Spread.of(result.values(name, metric))
-            yield f"  {name:<36} {metric:<12} {say(values.median):>12}   {say(values.low)} to {say(values.high)}"
+            fewer = f" ({len(samples)} rounds)" if len(samples) < result.rounds else ""
+            yield f"  {name:<36} {metric:<12} {say(values.median):>12}   {say(values.low)} to {say(values.high)}{fewer}"
     for name, choice in result.choices.items():
         if name in result.samples:
             yield f"  {name} played with {setting_of(choice)}"

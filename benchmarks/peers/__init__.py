@@ -46,7 +46,8 @@ class Pair:
 
 
 def awaiting(pair: Pair, workers: int = WORKERS) -> dict[str, Mapping[str, OpenCall]]:
-    """Each peer's way to await one call, in several settings. A peer with processes has as many as percore, or more."""
+    """Each peer's way to await one call, in several settings, the likely best first. A peer with processes has as many as
+    percore, or more."""
     calling = executors.calling
     sizes = (workers, workers + 1, workers + 2)
     return {
@@ -57,7 +58,7 @@ def awaiting(pair: Pair, workers: int = WORKERS) -> dict[str, Mapping[str, OpenC
         "aiomultiprocess": {
             f"childconcurrency={n}": partial(aiomultiprocess.calling, workers, n, pair.coroutine) for n in (16, 64, 256)
         },
-        "distex": {f"qsize={n}": partial(distex.calling, workers, n, pair.coroutine) for n in (2, 16, 64)},
+        "distex": {f"qsize={n}": partial(distex.calling, workers, n, pair.coroutine) for n in (64, 16, 2)},
         "mpire": {f"n_jobs={n}": partial(mpire.calling, n, pair.plain) for n in sizes},
         "anyio.to_process": {f"{n} processes": partial(anyio.calling, n, pair.plain) for n in sizes},
         "wool": {f"spawn={n}": partial(wool.calling, n, pair.coroutine) for n in sizes},

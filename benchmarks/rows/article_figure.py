@@ -1,4 +1,4 @@
-"""The article's figure: seconds for 2,000 of its calls against threads and processes, for each executor.
+"""The article's figure: seconds for 1,000 of its calls against threads and processes, for each executor.
 
 The calls of the row article (20 ms waiting, about 0.8 ms of arithmetic), with so many of them at once, in threads of one
 process, in processes, and in threads or coroutines of 2 processes. There is no target; the plot (`--plots FOLDER`) shows
@@ -31,7 +31,7 @@ PROCESSES_AT_ONCE = (10, 20, 40)
 
 
 def row(*, quick: bool) -> Row:
-    calls = 100 if quick else 2000
+    calls = 100 if quick else 1000
     steps = steps_for(COMPUTING)
     sizes = AT_ONCE[1:2] if quick else AT_ONCE
     pool = partial(_executor, steps)
@@ -53,7 +53,7 @@ def row(*, quick: bool) -> Row:
         contestants={name: partial(_line, openings, calls) for name, openings in lines.items()},
         targets=[],
         rounds=1 if quick else 2,
-        seconds=10 if quick else 100,
+        seconds=10 if quick else 60,
         warm_ups=0,
         draw=plot.draw,
     )

@@ -17,8 +17,9 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants=contestants(task, awaiters=50 if quick else 500, only=("distex", "ProcessPoolExecutor")),
         targets=[Target("percore", "distex", "a call", at_least=1.5, towards=2.0)],
-        rounds=1 if quick else 9,
-        seconds=8 if quick else 50,
+        rounds=3 if quick else 9,
+        seconds=8 if quick else 40,
+        trials=1,
     )
 
 

@@ -35,8 +35,8 @@ def row(*, quick: bool) -> Row:
             Target("percore, coroutine", "ProcessPoolExecutor", "a call", at_least=7),
             Target("percore, plain function", "ProcessPoolExecutor", "a call", at_least=7),
         ],
-        rounds=2 if quick else 15,
-        seconds=6 if quick else 25,
+        rounds=3 if quick else 15,
+        seconds=6 if quick else 20,
     )
 
 

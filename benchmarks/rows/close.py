@@ -38,8 +38,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={name: partial(_closing, opening) for name, opening in openings.items()},
         targets=[Limit("percore", "close", at_most=0.050)],
-        rounds=1 if quick else 11,
-        seconds=8 if quick else 30,
+        rounds=3 if quick else 11,
+        seconds=8 if quick else 20,
         warm_ups=0,
     )
 

@@ -44,8 +44,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants=contestants,
         targets=[],
-        rounds=1 if quick else 3,
-        seconds=8 if quick else 80,
+        rounds=3,
+        seconds=8 if quick else 60,
         anew=RESTLESS & contestants.keys(),
         trials=1,
         choose_by="64",

@@ -1,7 +1,7 @@
-"""Four tasks of file work at once: a temporary file of 2, 10 and 40 MiB each, written and read.
+"""Four tasks of file work at once: a temporary file of 10, 50 and 200 MiB each, written and read.
 
-The sizes of the comparison that this follows, by five; see benchmarks/_kinds.py for what is measured. The files fit into
-the system's cache, so that this is copying and not the disk.
+The sizes of the comparison that this follows; see benchmarks/_kinds.py for what is measured. The files fit into the
+system's cache, so that this is copying and not the disk.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def row(*, quick: bool) -> Row:
-    scale = 1 << 20 if quick else 2 << 20
+    scale = 1 << 20 if quick else 10 << 20
     return row_of(Kind("file", write_and_read, [scale, 5 * scale, 20 * scale]), quick=quick, seconds=45)

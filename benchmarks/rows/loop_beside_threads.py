@@ -42,8 +42,8 @@ def row(*, quick: bool) -> Row:
             "one process, calls of 100 ms": partial(_one_process, calls, long),
         },
         targets=[Limit(f"percore, calls of {length}", "p99", at_most=0.050, towards=0.010) for length in ("100 ms", "1 ms")],
-        rounds=1 if quick else 7,
-        seconds=8 if quick else 60,
+        rounds=3 if quick else 7,
+        seconds=8 if quick else 50,
         pin=Pin.TWO,
     )
 

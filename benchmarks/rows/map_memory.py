@@ -30,8 +30,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={"percore": partial(_percore, 50_000 if quick else 1_000_000)},
         targets=[Limit("percore", metric, at_most=2 << 20) for metric in ("at most", "afterwards")],
-        rounds=2 if quick else 5,
-        seconds=6 if quick else 30,
+        rounds=3 if quick else 5,
+        seconds=6 if quick else 25,
         words={"at most": in_mebibytes, "afterwards": in_mebibytes},
     )
 

@@ -6,7 +6,7 @@ workers at the same moment: the sum of what the calls of this round have used, b
 is the time from the map's start to its end over that, and so whatever percore adds is in it, too.
 
 The costs are spread evenly over the magnitudes, and the same in every round: as many of about 10 us as of about 10 ms.
-Beside the map stand the pools with several chunks, few items in a message being what balances best there, and the costs
+Beside the map stand two pools with several chunks, few items in a message being what balances best there, and the costs
 dealt out by hand to two processes that do nothing else: so much of the distance is the machine's.
 """
 
@@ -23,7 +23,7 @@ import percore
 from benchmarks._figures import Limit, in_times
 from benchmarks._harness import Contestant, Round, Row, Sample, Settings
 from benchmarks.calls import spin, spin_all
-from benchmarks.peers import distex, executors, mpire
+from benchmarks.peers import distex, executors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -45,20 +45,17 @@ def row(*, quick: bool) -> Row:
     }
     pools = {
         "ProcessPoolExecutor": partial(executors.mapping, executors.processes, WORKERS),
-        "loky": partial(executors.mapping, executors.loky, WORKERS),
         "distex": partial(distex.mapping, WORKERS, 2),
-        "mpire": partial(mpire.mapping, WORKERS),
     }
     for name, pool in pools.items():
         contestants[name] = {f"chunks of {chunk}": partial(_pool, costs, partial(pool, chunk, spin)) for chunk in CHUNKS}
     return Row(
         contestants=contestants,
         targets=[Limit("percore", OVER, at_most=1.10, towards=1.03)],
-        rounds=1 if quick else 5,
-        seconds=10 if quick else 110,
+        rounds=3 if quick else 9,
+        seconds=10 if quick else 85,
         warm_ups=0,
         trials=1,
-        anew=frozenset({"mpire"}),
         words={OVER: in_times},
     )
 

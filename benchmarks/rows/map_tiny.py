@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.peers import MapAll
     from benchmarks.peers.split import Half
 
-CHUNKS = (1000, 3000, 10_000)
+CHUNKS = (10_000, 3000, 30_000)
 FEWER = {"ThreadPoolExecutor": 50, "aiomultiprocess": 200, "mpire": 20}
 
 
@@ -46,8 +46,8 @@ def row(*, quick: bool) -> Row:
             Target("percore", "ProcessPoolExecutor", "a call", at_least=1.2),
             Target("percore", "distex", "a call", at_least=1.0, towards=1.5),
         ],
-        rounds=1 if quick else 7,
-        seconds=10 if quick else 130,
+        rounds=3 if quick else 7,
+        seconds=10 if quick else 80,
         trials=1,
         anew=RESTLESS & contestants.keys(),
         is_cheap=True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 DURATIONS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
-MOMENT = 1.0
+MOMENT = 0.5
 """Seconds a map runs, or as long as four of its calls take one after the other."""
 
 
@@ -39,8 +39,8 @@ def row(*, quick: bool) -> Row:
             "coroutines": partial(_percore, last_async, durations, moment),
         },
         targets=[],
-        rounds=1 if quick else 3,
-        seconds=6 if quick else 60,
+        rounds=3,
+        seconds=6 if quick else 30,
         warm_ups=0,
         words={in_words(seconds): in_items for seconds in durations},
         draw=_draw,

@@ -35,8 +35,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={name: partial(_percore, awaiters, variant) for name, variant in variants.items()},
         targets=[Target(name, "plain", "a call", at_most=1.1) for name in ("key", "retries=3")],
-        rounds=2 if quick else 15,
-        seconds=6 if quick else 30,
+        rounds=3 if quick else 15,
+        seconds=6 if quick else 25,
     )
 
 

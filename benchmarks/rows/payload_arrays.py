@@ -1,4 +1,4 @@
-"""numpy arrays of 80 kB to 80 MB, a pandas frame and an Arrow table to a worker and back, 1 worker, one call at a time.
+"""numpy arrays of 80 kB to 80 MB, a pandas frame and an Arrow table there and back, 1 worker, one call at a time.
 
 An array needs one copy each way and none on receipt: its limit is a bare echo that copies as often. The plot
 (`--plots FOLDER`) shows the time over the size. See benchmarks/_payloads.py for how it is done; an array of 800 MB has a row

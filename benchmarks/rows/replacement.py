@@ -27,8 +27,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={"percore": partial(_percore, 5 if quick else 40)},
         targets=[Limit("percore", "p50", at_most=0.010)],
-        rounds=2 if quick else 7,
-        seconds=5 if quick else 15,
+        rounds=3 if quick else 7,
+        seconds=5 if quick else 8,
         is_cheap=True,
     )
 

@@ -46,7 +46,7 @@ def row(*, quick: bool) -> Row:
             "ProcessPoolExecutor, beside as much": {f"{n} submitted": partial(_pool, calls // 20 or 1, steps, n) for n in KEPT},
         },
         targets=[Limit("percore, beside the map", "p50", at_most=0.010, towards=0.003)],
-        rounds=2 if quick else 9,
+        rounds=3 if quick else 9,
         seconds=8 if quick else 45,
         pin=Pin.TWO,
         is_cheap=True,

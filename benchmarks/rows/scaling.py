@@ -52,8 +52,8 @@ def row(*, quick: bool) -> Row:
     return Row(
         contestants={name: partial(_all_sizes, opening, sizes, calls, steps) for name, opening in openings.items()},
         targets=[],
-        rounds=1 if quick else 3,
-        seconds=8 if quick else 50,
+        rounds=3,
+        seconds=8 if quick else 40,
         warm_ups=0,
         draw=plot.draw,
     )

@@ -37,7 +37,7 @@ def row(*, quick: bool) -> Row:
             "percore, 2 workers": partial(_crawl, farm, seconds, single=False),
         },
         targets=[Target("percore, 2 workers", "one process", EXCLUDED, at_least=0.9 * CPUS)],
-        rounds=1 if quick else 5,
+        rounds=3 if quick else 5,
         seconds=8 if quick else 75,
         warm_ups=0,
         pin=Pin.TWO,

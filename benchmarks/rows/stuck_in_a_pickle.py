@@ -47,7 +47,7 @@ def row(*, quick: bool) -> Row:
             "ProcessPoolExecutor": {name: partial(timed, partial(_executor, chunk)) for name, chunk in chunks.items()},
         },
         targets=[Target("percore", "limit", "a call", at_most=1.10)],
-        rounds=1 if quick else 5,
+        rounds=3 if quick else 5,
         seconds=8 if quick else 80,
         trials=1,
     )

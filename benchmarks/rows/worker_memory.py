@@ -40,8 +40,8 @@ def row(*, quick: bool) -> Row:
             "distex": partial(_pool, partial(distex.mapping, 1, 2, CHUNK, same_plainly), calls),
         },
         targets=[Target("percore, coroutines", "bare interpreter", USS, at_most=0.6)],
-        rounds=1 if quick else 3,
-        seconds=8 if quick else 40,
+        rounds=3 if quick else 7,
+        seconds=8 if quick else 25,
         warm_ups=0,
         words={USS: in_mebibytes},
     )

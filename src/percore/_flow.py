@@ -363,7 +363,8 @@ class Flow:
             window.hand_over(size, count)
         if self._space_waiter is not None and window.is_worth_a_pull():
             _wake(self._space_waiter)
-        _wake(self._result_waiter)
+        if not self._is_list or self._is_stopped or self._is_over():  # a list is looked at when it is whole
+            _wake(self._result_waiter)
 
     def cancel_from(self, number: int) -> None:
         """Cancel the items from this number on.

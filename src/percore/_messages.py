@@ -36,14 +36,14 @@ RESULT: Final = 2  # body: the result, pickled
 ERROR: Final = 3  # body: a pickled exception
 CANCELLED: Final = 4  # the call ended by the cancellation that was asked for
 RETURNED: Final = 5  # it had not begun and never will here; body, of a batch: how many of its last items
-UNPICKLED: Final = 6  # the call's arguments have been read from their slot
+UNPICKLED: Final = 6  # the call's arguments have been read from their slot; body: their payload, if it is leased from now on
 READY: Final = 7  # the lifespan is entered; body: the worker's pid
 UNREADY: Final = 8  # the start failed; body: a pickled exception
 DRAINING: Final = 9  # asked to end from outside: takes no more calls
 VALUES: Final = 10  # of a batch; body: marshalled (first item, seconds they took, the results, immutable scalars)
 TIMED_OUT: Final = 11  # a plain function has run for longer than it may; its thread runs on
-LEASED: Final = 12  # id: 0; body: a payload of the supervisor's; arrays lie in its slot, which has to stay as it is
-UNLEASED: Final = 13  # id: 0; body: the same; the last of them has gone
+LEASED: Final = 12  # id: 0; body: payload of a function; arrays lie in its slot, which has to stay as it is
+UNLEASED: Final = 13  # id: 0; body: a leased payload; the last array that lay there has gone
 KNOWN: Final = 14  # id: number of a shared object that this worker has met
 FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this worker uses any more
 

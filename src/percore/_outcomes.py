@@ -60,7 +60,7 @@ class Outcomes:
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
-            UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
+            UNPICKLED: lambda call_id, leased: self._unpickled(member, call_id, leased),
             LEASED: lambda _, payload: self._leased(member, payload),
             UNLEASED: lambda _, payload: self._unleased(member, payload),
             KNOWN: lambda number, _: self._supervisor.shares.known(member, number),
@@ -71,7 +71,6 @@ class Outcomes:
         }
 
         leases = member.worker.channel.leases
-        leases.on_begin = lambda _payload: None
         leases.on_end = lambda payload: self._release(member, payload)
 
         calls, free, stride, load = member.calls, member.free, member.stride, member.load
@@ -114,9 +113,11 @@ class Outcomes:
         error = load_exception(self._bytes(member, payload))
         self._supervisor.pool.unready(member, error, _text(error))
 
-    def _unpickled(self, member: Member, call_id: int) -> None:
-        """The arguments have been read from their slot: it is free, unless they may be needed for another attempt."""
+    def _unpickled(self, member: Member, call_id: int, leased: Any) -> None:
+        """The arguments have been read from their slot: it is free, unless arrays lie there, or for another attempt."""
         call = member.calls[call_id]
+        if leased is not None:
+            self._leased(member, leased)
         if call.plan is None or not call.plan.policy.retries:
             self._supervisor.unpickled(call)
 
@@ -142,7 +143,10 @@ class Outcomes:
         if type(payload) is int and member.worker.channel.is_open:
             if POINTS:
                 point("supervisor.slot.released")
-            member.worker.channel.send(RELEASE, payload & SLOT_MASK, payload >> SLOT_BITS)
+            channel, slot = member.worker.channel, payload & SLOT_MASK
+            # They are taken from the lowest on, so by its number the worker has enough of them, or needs this one.
+            send = channel.send_lazily if slot < channel.incoming.count // 4 else channel.send_later
+            send(RELEASE, slot, payload >> SLOT_BITS)
 
     def _target(self, member: Member, call_id: int) -> Call | Item | BatchItem:
         """Whose outcome this is.

@@ -14,7 +14,7 @@ import pytest
 
 from percore._ipc.buffers import BUFFER_LIMIT
 from percore._ipc.exports import Endings
-from percore._ipc.leases import Leases
+from percore._ipc.leases import Leases, Received
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import dump
 from percore._ipc.ring import BrokenFrame
@@ -48,8 +48,17 @@ class Sides:
         fd = self.memory.reader_fd()
         self.readers.append(Memory.of_reader(fd, self.memory.size) if private else Memory(fd, self.memory.size, writable=False))
         leases = Leases(SlotReader(self.readers[-1], SLOT), Endings(asyncio.get_running_loop()), limit)
-        leases.on_begin = self.begun.append
         leases.on_end = self.ended.append
+        receive = leases.receive
+
+        def recorded(payload: Payload) -> Received:
+            received = receive(payload)
+            if received.is_leased:
+                assert isinstance(payload, int)
+                self.begun.append(payload)
+            return received
+
+        leases.receive = recorded  # type: ignore[method-assign]
         return leases
 
     def send(self, thing: Any, *, private: bool = False) -> Payload:

@@ -1,6 +1,7 @@
 """The threads of a worker: each call runs exactly once or is taken back, and who takes turns is decided by measured time."""
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -575,6 +576,18 @@ def test_an_idle_process_tries_no_turns(clock: Clock) -> None:
         # The first look has nothing to compare with.
         assert not threads._takes_turns or call_id < 30
         threads._takes_turns = False
+
+
+def test_the_gil_changes_hands_often_while_calls_compute_for_long(clock: Clock) -> None:
+    usual = sys.getswitchinterval()
+    threads = working(clock)
+    seen = []
+    for item in [(0.1, 0.1), (0.1, 0.1), (0.1, 0.001), (0.1, 0.1)]:
+        threads._run_one(1, item)
+        seen.append(sys.getswitchinterval())
+    threads.stop()
+    assert seen == [pytest.approx(expected) for expected in (0.0005, 0.0005, usual, 0.0005)]
+    assert sys.getswitchinterval() == usual
 
 
 def test_joining_takes_milliseconds() -> None:

@@ -2,7 +2,8 @@
 
 Places are counted by kind, so a coroutine never waits behind plain calls that want a thread, nor the other way round. A place is
 free when a worker can begin the call at once. Where no worker has one, plain calls are queued ahead in workers, so that no thread
-waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it.
+waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it. What is queued ahead is sent by the
+dozen: not before a worker has room for as many as it has threads. Each message wakes it, and a loop among threads wakes dearly.
 A worker that has not read what it was last sent (its loop may be blocked) gets nothing while another has room.
 Each map has a queue of its own, and so have the single calls of each kind. They take turns: what waits in one never waits for more
 than what the workers hold already and one call or batch of each other queue.
@@ -105,6 +106,8 @@ class Dispatch(Generic[C, S]):
     def __init__(self, concurrency: int, threads: int, per_key: int | None = None) -> None:
         self._places = (concurrency, threads)
         self._room = (concurrency, threads * (1 + AHEAD))
+        self._low = (concurrency - 1, threads * AHEAD)
+        """Calls that one worker may still hold when it is sent more."""
         self.room = room_of(concurrency, threads)
         self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
@@ -240,6 +243,9 @@ class Dispatch(Generic[C, S]):
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
         """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
         turns = self._turns[kind]
+        low = self._low[kind]
+        if not turns or all(seat.load[kind] > low for seat in self.seats):
+            return
         if len(turns) == 1:  # no turns to take
             queue = turns[0]
             if not queue.by_seat:

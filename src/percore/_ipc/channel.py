@@ -43,6 +43,8 @@ from percore._points import POINTS, point
 RING_SIZE = 1 << 19
 MAX_FRAME = RING_SIZE // 2
 _BATCH = 256
+_LAZY = 0.002
+"""Seconds that what nobody waits for may wait for company: a wake-up of its own costs the peer more than all that it says."""
 _HEAVY = 1 << 17
 
 
@@ -97,7 +99,7 @@ class Channel:
         self._lock = threading.Lock()
         self._told = 0
         self._rung_at = self._lag = 0.0
-        self._ends_turn = False
+        self._ends_turn = self._is_lazy = False
         self._is_open = False
         self._is_clear = False  # nothing is queued, nor waits for the ring
         self._bell_waits = False
@@ -169,6 +171,24 @@ class Channel:
     def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
         """As `send`, from any thread; the message is in the ring on return, unless another thread is about to do that."""
         self._enqueue(op, call_id, body)
+        self.flush()
+
+    def send_later(self, op: int, call_id: int, body: Body) -> None:
+        """As `send`, but together with what else this iteration of the loop sends."""
+        self._enqueue(op, call_id, body)
+        if not self._ends_turn:
+            self._ends_turn = True
+            self.loop.call_soon(self._end_turn)
+
+    def send_lazily(self, op: int, call_id: int, body: Body) -> None:
+        """As `send`, but together with what is sent next, within two milliseconds."""
+        self._enqueue(op, call_id, body)
+        if not self._is_lazy:
+            self._is_lazy = True
+            self.loop.call_later(_LAZY, self._end_lazy)
+
+    def _end_lazy(self) -> None:
+        self._is_lazy = False
         self.flush()
 
     def send_payload(

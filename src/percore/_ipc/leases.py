@@ -65,13 +65,13 @@ class Leases:
         self._limit = limit if slots.may_lease else 0
         self._lock = threading.Lock()  # for arithmetic alone
         self._leased: set[int] = set()
-        self.on_begin: Callable[[int], None]
-        """Called with each payload whose slot is leased, in the thread that reads it."""
         self.on_end: Callable[[int], None]
-        """Called with it again, in the loop, when that is over."""
+        """Called with the payload of each lease, in the loop, when it has ended."""
 
     def receive(self, payload: Payload) -> Received:
         """A payload that the other side sent; its slot stays as it is until the other side is told otherwise.
+
+        Where it is leased the other side has to be told so before, and hears of its end from `on_end`.
 
         Raises:
             BrokenFrame: it does not lie in a slot, or its buffers do not lie in it.
@@ -83,7 +83,6 @@ class Leases:
         if isinstance(data, bytes) or type(payload) is not int or not self._begin(payload & SLOT_MASK):
             return Received(data, pickled, [data[start:end] for start, end in places], is_leased=False)
         seen = export(self._slots.own(payload), self._endings, partial(self._end, payload))
-        self.on_begin(payload)
         return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
 
     def receive_shared(self, payload: int, ended: Callable[[], None]) -> Received:

@@ -67,13 +67,20 @@ _PRISTINE = frozenset({0, 0xA0, 0xA1})
 
 def _is_pristine(address: int, end: int) -> bool:
     """Whether no page of this process in [address, end) was copied because somebody wrote to it. False also where nobody tells."""
-    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pages:
+    try:
+        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
         last = end // _PAGE
-        return all(
-            _PRISTINE.issuperset(os.pread(pages.fileno(), 8 * min(_CHUNK, last - page), 8 * page)[7::8])
-            for page in range(address // _PAGE, last, _CHUNK)
-        )
-    return False
+        for page in range(address // _PAGE, last, _CHUNK):
+            if not _PRISTINE.issuperset(os.pread(fd, 8 * min(_CHUNK, last - page), 8 * page)[7::8]):
+                return False
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _sized_file(size: int) -> tuple[int, int]:

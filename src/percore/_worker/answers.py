@@ -36,24 +36,23 @@ class Answers:
     def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
         self._channel = channel
         self._main_by_value = main_by_value
-        channel.leases.on_begin = self._leased
         channel.leases.on_end = self._unleased
-
-    def _leased(self, payload: int) -> None:
-        self._channel.send_from_thread(LEASED, 0, payload)
 
     def _unleased(self, payload: int) -> None:
         if self._channel.is_open:
             if POINTS:
                 point("worker.lease.ended")
-            self._channel.send(UNLEASED, 0, payload)
+            self._channel.send_lazily(UNLEASED, 0, payload)
 
     def function(self, function: Function) -> Callable[..., Any]:
         """The function itself."""
         fn = function.fn
         if fn is None:
             # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
-            fn = cast("Callable[..., Any]", self._channel.leases.receive(function.payload).load())
+            received = self._channel.leases.receive(function.payload)
+            if received.is_leased:
+                self._channel.send_from_thread(LEASED, 0, function.payload)
+            fn = cast("Callable[..., Any]", received.load())
             function.name = qualified_name(fn)
             function.fn = fn
         return fn
@@ -75,11 +74,12 @@ class Answers:
         if type(payload) is bytes and payload[-1:] == b".":  # most of them: no buffers
             loaded = load(payload)
         else:
+            received = self._channel.leases.receive(payload)
             try:
-                loaded = self._channel.leases.receive(payload).load()
+                loaded = received.load()
             finally:
                 if type(payload) is int:
-                    send(UNPICKLED, call_id, None)
+                    send(UNPICKLED, call_id, payload if received.is_leased else None)
         if POINTS:
             point("worker.call.unpickled")
         return loaded

@@ -82,16 +82,18 @@ class Plain:
         except RuntimeError:
             del self._batches[call_id]
             raise
-        if not self._keeps_watch:
+        if not self._keeps_watch and batch.end > 1:  # the result of a single one goes when it is there
             self._keeps_watch = True
             self._loop.call_later(KEEP, self._send_kept)
 
     def _send_kept(self) -> None:
         """Results must not wait for an item behind them that takes its time. Their thread is in there, so it falls to the loop."""
+        self._keeps_watch = False
         for batch in list(self._batches.values()):
-            if batch.results is not None:
-                batch.results.flush_kept()
-        self._keeps_watch = bool(self._batches)
+            if batch.end > 1:
+                self._keeps_watch = True
+                if batch.results is not None:
+                    batch.results.flush_kept()
         if self._keeps_watch:
             self._loop.call_later(KEEP, self._send_kept)
 

@@ -208,6 +208,7 @@ class Server:
 
     def _look_drained(self) -> None:
         has_calls = self._tasks or self._handed_over or not self._threads.is_idle()
+        self._channel.flush()  # what waits for company has had its time
         if not has_calls and self._channel.is_flushed():
             self._finish(0, None)
 
@@ -239,7 +240,7 @@ class Server:
         try:
             if terms is not None and terms.values is not None:
                 context = self._variables.context(terms.values)
-            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            fn, args, kwargs = self._answers.unpack(call_id, function, body, self._channel.send_later)
             if terms is not None and terms.timeout is not None:
                 fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
             run = self._run(call_id, fn, args, kwargs)

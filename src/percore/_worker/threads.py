@@ -10,8 +10,11 @@ has rung sits out for a moment, and short CPU-bound calls take turns, which cost
     GIL cannot be told from waiting for something else.
     Where none runs alone and the process keeps a CPU busy, turns are tried, more and more rarely if in vain.
     As soon as one call has its turn for longer than a few milliseconds, turns are over, so that none holds the others up.
+    Calls that compute for longer than that lose the GIL in their midst anyway. While there are such, they lose it ten times as
+    often: the loop needs it several times to answer one message, and each time may find every thread before it.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +30,10 @@ _YIELD_FOR: Final = 50e-6
 _LOOK_EVERY: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
 _BUSY: Final = 0.8
+_LONG: Final = 0.01
+"""Seconds of computing above which a call loses the GIL in its midst."""
+
+_SWITCH_EVERY: Final = 0.0005
 
 
 class Threads:
@@ -52,6 +59,8 @@ class Threads:
         self._looked = (0.0, 0.0)
         self._try_after = 0.0
         self._pause = 2 * _LOOK_EVERY
+        self._switches_often = False
+        self._switched_every = 0.0
         self._on_idle: Callable[[], object] | None = None
 
     # From the loop
@@ -110,6 +119,7 @@ class Threads:
 
     def stop(self) -> None:
         """End every thread that is not in a call; the others are daemons."""
+        self._switch_often(is_wanted=False)
         for _ in self._threads:
             self._ids.put(None)
 
@@ -153,12 +163,15 @@ class Threads:
         self._begun = begun = self._begun + 1
         is_alone = len(self._active) == 1
         wall = self._turn_began = time.perf_counter()
-        cpu = time.thread_time() if is_alone else 0.0
+        cpu = time.thread_time()
         try:
             self._run(call_id, item)
         finally:
+            cpu = time.thread_time() - cpu
+            if self._switches_often is not (cpu > _LONG):
+                self._switch_often(is_wanted=cpu > _LONG)
             if is_alone and self._begun == begun:
-                cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+                wall = time.perf_counter() - wall
                 self._takes_turns = cpu > 0.5 * wall
                 if self._takes_turns:
                     self._pause = 2 * _LOOK_EVERY
@@ -166,6 +179,18 @@ class Threads:
             if has_turn:
                 self._turn.release()
         self._give_way()
+
+    def _switch_often(self, *, is_wanted: bool) -> None:
+        """Have the interpreter hand the GIL over often, or as often as it did before."""
+        if self._switches_often is is_wanted:
+            return
+        self._switches_often = is_wanted
+        if is_wanted:
+            # The longest that was seen: another thread may have shortened it in this very moment.
+            self._switched_every = max(self._switched_every, sys.getswitchinterval())
+            sys.setswitchinterval(min(_SWITCH_EVERY, self._switched_every))
+        else:
+            sys.setswitchinterval(self._switched_every)
 
     def _wait_for_turn(self) -> bool:
         """Whether the turn is ours. If not, turns are over."""

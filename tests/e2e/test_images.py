@@ -1,0 +1,120 @@
+"""examples/images.py as a program: what it prints and saves, and the ways it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("PIL")
+
+import numpy as np
+from PIL import Image
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "images.py"
+COMMAND = [sys.executable, str(EXAMPLE), "--workers", "2", "--size", "640x480"]
+TIMEOUT = 45.0
+WIDTH, HEIGHT = 320, 240
+
+
+@contextmanager
+def started(folder: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """The program; its photographs are in `folder`."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
+    command = [*COMMAND, *map(str, arguments)]
+    program = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    return folder
+
+
+def seconds_in(printed: str) -> tuple[float, float]:
+    (line,) = re.findall(r"^  seconds +([\d.]+) +([\d.]+)$", printed, re.MULTILINE)
+    return float(line[0]), float(line[1])
+
+
+def is_black(sheet: Image.Image, number: int) -> bool:
+    """Whether this cell of a sheet with three pictures in a row has nothing in it."""
+    row, column = divmod(number, 3)
+    cell = np.asarray(sheet)[row * HEIGHT : (row + 1) * HEIGHT, column * WIDTH : (column + 1) * WIDTH]
+    return not cell.any()
+
+
+def test_it_tells_and_saves_what_it_has_developed(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "sheet.png"
+    with started(folder, "8", "--output", saved) as program:
+        printed, complaints = program.communicate(timeout=TIMEOUT)
+    assert (program.returncode, complaints) == (0, "")
+    shares = [float(share) for share in re.findall(r"^  \d+ to \d+ +([\d.]+)%", printed, re.MULTILINE)]
+    assert len(shares) == 8
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert re.search(r"^  pictures +8 +8$", printed, re.MULTILINE)
+    parallel, single = seconds_in(printed)
+    assert min(parallel, single) > 0
+    assert re.search(r"^percore: \d+\.\d\d times the pictures/s of one process, with 2 workers$", printed, re.MULTILINE)
+    with Image.open(saved) as sheet:
+        assert sheet.size == (3 * WIDTH, 3 * HEIGHT)
+        assert [is_black(sheet, number) for number in range(9)] == [False] * 8 + [True]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_worker_that_dies_costs_no_picture(folder: Path) -> None:
+    with started(folder, "40") as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "making 40 photographs of 640 x 480\n"
+        workers = [child for child in psutil.Process(program.pid).children(recursive=True) if not child.children()]
+        assert len(workers) == 2
+        workers[0].kill()
+        printed, complaints = program.communicate(timeout=TIMEOUT)
+    assert program.returncode == 0  # which it is only if the pictures are those of one process
+    assert re.fullmatch(r"worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
+    assert re.search(r"^  pictures +40 +40$", printed, re.MULTILINE)
+
+
+def test_ctrl_c_leaves_nothing(folder: Path) -> None:
+    with started(folder, "5000") as program:
+        assert program.stdout is not None
+        assert program.stdout.readline()
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to every process of the group
+        printed, complaints = program.communicate(timeout=TIMEOUT)
+    assert (program.returncode, printed, complaints) == (130, "", "")
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(program.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["0"], 2, "argument COUNT: invalid whole value: '0'"),
+        (["--size", "640"], 2, "argument --size: invalid size value: '640'"),
+        (["--size", "0x480"], 2, "argument --size: invalid size value: '0x480'"),
+        (["--workers", "none"], 2, "argument --workers"),
+        (["1", "--output", "/nonexistent/sheet.png"], 1, "cannot save /nonexistent/sheet.png: "),
+        (["1", "--output", "sheet.words"], 1, "cannot save sheet.words: "),
+    ],
+)
+def test_what_cannot_be_done_gets_a_sentence(folder: Path, arguments: list[str], code: int, sentence: str) -> None:
+    with started(folder, *arguments) as program:
+        _, complaints = program.communicate(timeout=TIMEOUT)
+    assert program.returncode == code
+    assert sentence in complaints
+    assert "Traceback" not in complaints
+    assert list(folder.iterdir()) == []
