@@ -6,12 +6,13 @@ says anything. So views are made of an object that exports the memory, and dies 
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any, Final
+from weakref import ref
 
 Ended = Callable[[], None]
 
@@ -44,40 +45,28 @@ class Endings:
             self._ended.popleft()()
 
 
-if sys.version_info >= (3, 12):
+_watched: Final[dict[int, ref[Any]]] = {}
 
-    class _Exporter:
-        __slots__ = ("_ended", "_endings", "_view")
 
-        def __init__(self, view: memoryview, endings: Endings, ended: Ended) -> None:
-            self._view = view
-            self._endings = endings
-            self._ended = ended
+@lru_cache(64)
+def _array_of(size: int) -> Any:
+    import ctypes  # seldom needed, and not cheap to import
 
-        def __buffer__(self, flags: int) -> memoryview:
-            return self._view
+    return ctypes.c_char * size  # a class, which takes longer to make than to use
 
-        def __del__(self) -> None:
-            self._endings.add(self._ended)
 
-    def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
-        """A view of the same writable memory; `ended` is called when nothing that was made of it is left."""
-        return memoryview(_Exporter(view, endings, ended))
+def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
+    """A view of the same writable memory; `ended` is called when nothing that was made of it is left.
 
-else:
-    from weakref import ref
+    By way of ctypes: an object of our own with `__buffer__` (3.12) exports from a view that may be collected with it, which ends
+    the process where that is cleared first (gh-77894, up to 3.12.6 and 3.13.0).
+    """
 
-    _watched: Final[dict[int, ref[Any]]] = {}
+    def gone(watch: ref[Any]) -> None:
+        _watched.pop(id(watch), None)
+        endings.add(ended)
 
-    def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
-        """A view of the same writable memory; `ended` is called when nothing that was made of it is left."""
-        import ctypes  # seldom needed, and not cheap to import
-
-        def gone(watch: ref[Any]) -> None:
-            _watched.pop(id(watch), None)
-            endings.add(ended)
-
-        array = (ctypes.c_char * len(view)).from_buffer(view)
-        watch = ref(array, gone)
-        _watched[id(watch)] = watch  # by its number: a reference is as hashable as what it refers to
-        return PickleBuffer(array).raw()  # of plain bytes, where a view of the array would be one of characters
+    array = _array_of(len(view)).from_buffer(view)
+    watch = ref(array, gone)
+    _watched[id(watch)] = watch  # by its number: a reference is as hashable as what it refers to
+    return PickleBuffer(array).raw()  # of plain bytes, where a view of the array would be one of characters
