@@ -48,11 +48,11 @@ class Endings:
 _watched: Final[dict[int, ref[Any]]] = {}
 
 
-@lru_cache(64)
+@lru_cache(16)
 def _array_of(size: int) -> Any:
     import ctypes  # seldom needed, and not cheap to import
 
-    return ctypes.c_char * size  # a class, which takes longer to make than to use
+    return ctypes.c_char * size  # a class, which takes longer to make than to use: of slots, there is one in a runner
 
 
 def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:

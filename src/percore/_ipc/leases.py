@@ -91,7 +91,7 @@ class Leases:
         assert isinstance(data, memoryview)
         pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
         if self._slots.may_lease:
-            seen = export(self._slots.own(payload), self._endings, ended).toreadonly()
+            seen = export(self._slots.own(payload), self._endings, ended)[: len(data)].toreadonly()
         else:  # what can only be read cannot be exported either
             seen = memoryview(bytes(data))
             self._endings.add(ended)

@@ -196,9 +196,9 @@ class SlotReader:
         return not self._memory.own.readonly
 
     def own(self, payload: int) -> memoryview:
-        """The bytes of a payload that `read` has found, where they may be used for longer, and written to."""
+        """The whole slot of a payload that `read` has found, where it may be used for longer, and written to."""
         start = (payload & SLOT_MASK) * self._slot_size
-        return self._memory.own[start : start + (payload >> SLOT_BITS)]
+        return self._memory.own[start : start + self._slot_size]
 
     def read(self, payload: Payload) -> memoryview | bytes:
         """The bytes of a payload that the other side sent.
