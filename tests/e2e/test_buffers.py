@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ async def test_results_lie_in_shared_memory_where_they_arrive() -> None:
         mapping, total = calls.mapping_when_read(array)
         assert total == sum(range(SOME // 8))
         assert "/memfd:percore" in mapping.name
-        assert mapping.permissions.startswith("rw-")
+        assert mapping.permissions == "rw-p"
         assert mapping.resident >= SOME
         assert mapping.private < MEGABYTE
         assert mapping.share < 0.6 * SOME
@@ -111,6 +112,30 @@ async def test_frames_and_tables_are_not_copied_either() -> None:
         assert mapping is not None
         assert "/memfd:percore" in mapping.name
         del frame, table
+        await settled(runner)
+
+
+def filled_in_a_fork(array: Any) -> bool:
+    """Whether a fork of this process could fill its copy of the array."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are none that the fork needs
+        pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            array[:] = 5
+            status = 0 if np.all(array == 5) else 1
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0) == (pid, 0)
+
+
+async def test_x5_a_fork_of_the_program_writes_into_its_own() -> None:
+    async with percore.Runner(1) as runner:
+        array = await runner.run(arrays.numbers, 1)
+        assert filled_in_a_fork(array)
+        assert arrays.is_numbers(1, array)
+        del array
         await settled(runner)
 
 
