@@ -151,10 +151,18 @@ class SlotMachine(RuleBasedStateMachine):
         expected, self.waiting = self.waiting[:1], self.waiting[1:]
         self.writer.give(slot, used)
         assert self.served == expected
+        cooled = [start // self.SIZE for start, _ in self.ledger.given]
         for start, end in self.ledger.given:
-            assert slot * self.SIZE <= start <= end
-            assert end == slot * self.SIZE + self.warm[slot]  # from the top, and all that was touched
-            self.warm[slot] = start - slot * self.SIZE
+            cold = start // self.SIZE
+            assert cold not in self.taken
+            assert end == cold * self.SIZE + self.warm[cold]  # from the top, and all that was touched
+            self.warm[cold] = start - cold * self.SIZE
+        # Those that are used last, first; and no page more than has to.
+        assert cooled == sorted(cooled, reverse=True)
+        assert min(cooled, default=slot) >= slot
+        assert not cooled or sum(self.warm) == WARM_LIMIT
+        warmer = [other for other in range(slot + 1, self.COUNT) if self.warm[other] and other not in self.taken]
+        assert slot not in cooled or not warmer
 
     @rule(slot=st.integers(-3, COUNT + 3), used=st.integers(0, SIZE))
     def give_what_is_not_taken(self, slot: int, used: int) -> None:

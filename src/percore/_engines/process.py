@@ -14,7 +14,7 @@ from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_fds, bell_of
-from percore._ipc.memory import Memory
+from percore._ipc.memory import Memory, keep_heap_warm
 from percore._ipc.pickles import MainInfo, dump
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
@@ -200,6 +200,7 @@ class ProcessEngine:
         self._shared = shared
         self._boot = make_boot(options, shared, main, debug=loop.get_debug())
         self._launcher = _launcher(options)
+        keep_heap_warm()
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:
         logs = Logs(index)

@@ -89,7 +89,6 @@ class SlotWriter:
         Raises:
             BrokenFrame: it was not in use.
         """
-        cold = 0
         with self._lock:
             if not self._is_ours:
                 return
@@ -98,21 +97,43 @@ class SlotWriter:
             self._holders[slot] -= 1
             if self._holders[slot]:
                 return
-            touched = max(self._touched[slot], used)
-            self._warm += touched - self._touched[slot]
-            if self._warm > WARM_LIMIT:
-                cold, keep = touched, max(0, touched - (self._warm - WARM_LIMIT))
-                self._warm -= touched - keep
-                touched = keep
-            self._touched[slot] = touched
-        if cold:
-            # Before anyone can take the slot: what they write there would be given back as well.
-            start = slot * self.slot_size
-            self._memory.give_back(start + touched, start + cold)
+            self._warm += max(0, used - self._touched[slot])
+            self._touched[slot] = max(self._touched[slot], used)
+            cooled = self._cool(slot) if self._warm > WARM_LIMIT else []
+        for start, end in cooled:
+            # Before anyone can take these slots: what they write there would be given back as well.
+            self._memory.give_back(start, end)
         with self._lock:
+            for start, _ in cooled:
+                if start // self.slot_size != slot:
+                    heapq.heappush(self._freed, start // self.slot_size)
             heapq.heappush(self._freed, slot)
             self.in_use -= 1
         self._offer()
+
+    def _cool(self, slot: int) -> list[tuple[int, int]]:
+        """Which pages are to go back, so that no more stay warm than may: those of higher free slots, used last, and of this one.
+
+        The slots are taken out of the free ones; what was warm at their beginning may stay so.
+        """
+        cooled = []
+        higher = sorted((other for other in self._freed if other > slot and self._touched[other]), reverse=True)
+        for other in (*higher, slot):
+            if self._warm <= WARM_LIMIT:
+                break
+            if other != slot:
+                try:
+                    self._freed.remove(other)
+                except ValueError:  # taken just now, by a collection
+                    continue
+            touched = self._touched[other]
+            keep = max(0, touched - (self._warm - WARM_LIMIT))
+            self._touched[other] = keep
+            self._warm -= touched - keep
+            start = other * self.slot_size
+            cooled.append((start + keep, start + touched))
+        heapq.heapify(self._freed)
+        return cooled
 
     def wait(self, waiter: Callable[[], bool]) -> None:
         """Have `waiter` called when a slot comes back, after those that wait already. It says whether it had a use for the slot.

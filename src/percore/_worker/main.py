@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import Bell, bell_of
-from percore._ipc.memory import Memory
+from percore._ipc.memory import Memory, keep_heap_warm
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import SlotReader, SlotWriter
@@ -98,6 +98,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
     main = MainInfo(*boot.main)
     mainmodule.install(main)
+    keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
     worker_context.of_process = context
     gc.collect()
