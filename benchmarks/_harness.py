@@ -61,6 +61,10 @@ class Row:
     draw: Callable[[Result, Path], None] | None = None
 
     @property
+    def has_ratios(self) -> bool:
+        return any(isinstance(target, Target) for target in self.targets)
+
+    @property
     def judged(self) -> set[str]:
         """The contestants that a target names."""
         return {name for target in self.targets for name in target.contestants}

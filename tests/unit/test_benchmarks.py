@@ -467,8 +467,15 @@ class TestRegression:
         machine = {"python": "", "processor": "", "CPUs": ""}
         monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
         monkeypatch.setattr("benchmarks._machine.is_busy", lambda: True)
-        monkeypatch.setattr("benchmarks.__main__.run_row", lambda _name, _request: self.row_of(9.0))
-        assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
+        asked: list[str] = []
+
+        def run(name: str, _request: Request) -> Json:
+            asked.append(name)
+            return self.row_of(9.0)
+
+        monkeypatch.setattr("benchmarks.__main__.run_row", run)
+        assert check({"machine": machine, "rows": dict.fromkeys(("replacement", "start"), self.row_of(1.0))}) == 0
+        assert asked == ["start"]  # replacement has no ratio
         assert "it is busy with something else" in capsys.readouterr().out
 
     def test_begins_no_row_when_its_time_is_over(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
