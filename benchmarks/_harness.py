@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -60,6 +61,10 @@ class Row:
     draw: Callable[[Result, Path], None] | None = None
 
     @property
+    def has_ratios(self) -> bool:
+        return any(isinstance(target, Target) for target in self.targets)
+
+    @property
     def judged(self) -> set[str]:
         """The contestants that a target names."""
         return {name for target in self.targets for name in target.contestants}
@@ -90,6 +95,9 @@ class Result:
         return [sample[metric] for sample in self.samples[contestant]]
 
 
+_PATIENCE = 20.0
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """How much of a row is played: how long (`rounds` rounds at least), who, and with which settings.
@@ -102,6 +110,14 @@ class Wanted:
     only: frozenset[str] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     untried: bool = False
+    patience: float | None = None
+    """Seconds after which a peer that is being opened, tried or played is given up; else `seconds`, and _PATIENCE at least."""
+
+    @property
+    def patience_with_peers(self) -> float | None:
+        if self.patience is not None or self.seconds is None:
+            return self.patience
+        return max(_PATIENCE, self.seconds)
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -142,13 +158,19 @@ class _Play:
 
     async def _trying(self, name: str, doing: Awaitable[None]) -> None:
         """What a peer cannot do leaves it out, from the beginning on: rounds without a partner compare nothing."""
+        patience = None if name.startswith(OURS) else self._wanted.patience_with_peers
         try:
-            await doing
+            async with asyncio.timeout(patience) as limit:
+                await doing
         except Exception as error:
             if name.startswith(OURS) and not isinstance(error, ModuleNotFoundError):
                 raise
-            is_missing = isinstance(error, ModuleNotFoundError)
-            self._result.absent[name] = str(error) if is_missing else f"it failed: {type(error).__name__}: {error}"
+            if limit.expired():
+                self._result.absent[name] = f"it did not end within {patience:.0f} s"
+            elif isinstance(error, ModuleNotFoundError):
+                self._result.absent[name] = str(error)
+            else:
+                self._result.absent[name] = f"it failed: {type(error).__name__}: {error}"
             self._playing.pop(name, None)
             self._anew.pop(name, None)
             self._result.samples.pop(name, None)

@@ -7,13 +7,17 @@ import os
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+_PATIENCE = 5.0
+"""Seconds."""
 
 
 class DistexPool(Protocol):
@@ -50,6 +54,7 @@ async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
     with _distex_environment(), _loop_of_thread():
         pool = Pool(num_workers=workers, qsize=queued, lazy_create=True)
         await pool.create()
+    await asyncio.gather(*(worker.run_task((os.getpid, (), {}, True, False)) for worker in pool._workers))
     try:
         yield pool
     finally:
@@ -57,9 +62,19 @@ async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
         # So let the processes end by the end of their connections, and wait for that, first.
         for worker in pool._workers:
             worker.stop()
-        await asyncio.gather(*(transport._wait() for transport, _ in pool._procs))
+        await asyncio.gather(*(_ended(transport) for transport, _ in pool._procs))
         with _loop_of_thread():
             await pool.shutdown_async(wait=False)
+
+
+async def _ended(transport: Any) -> None:
+    """Its process has ended. One whose connection ended before its loop ran never sees that, and is killed."""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            await transport._wait()
+    except TimeoutError:
+        transport.kill()
+        await transport._wait()
 
 
 @contextmanager

@@ -44,8 +44,8 @@ WARMING = 4
 
 
 def row(*, quick: bool) -> Row:
-    calls = 200 if quick else 10_000
-    of_threads = 200 if quick else 5000
+    calls = 1000 if quick else 10_000
+    of_threads = 1000 if quick else 5000
     steps = steps_for(COMPUTING)
     pairs: dict[str, OpenMap] = {}
     for threads in THREADS:
@@ -63,7 +63,7 @@ def row(*, quick: bool) -> Row:
         contestants=contestants,
         targets=[Target(f"percore, {kind}", f"hand split, {kind}", "a call", at_most=1.05, towards=1.0) for kind in kinds],
         rounds=3 if quick else 5,
-        seconds=10 if quick else 215,
+        seconds=15 if quick else 215,
         warm_ups=0,  # of ten thousand calls; some are made while it opens
     )
 

@@ -18,7 +18,7 @@ from benchmarks.peers import RESTLESS, Pair
 def row(*, quick: bool) -> Row:
     task = Task(Pair(same, same_plainly), argument=int, answer=int)
     return Row(
-        contestants=contestants(task, awaiters=50 if quick else 500),
+        contestants=contestants(task, awaiters=200 if quick else 500),
         targets=[
             Target("percore", "distex", "a call", at_least=1.8, towards=2.2),
             Target("percore", "ProcessPoolExecutor", "a call", at_least=20),

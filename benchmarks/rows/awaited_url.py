@@ -15,7 +15,7 @@ from benchmarks.peers import Pair
 def row(*, quick: bool) -> Row:
     task = Task(Pair(page_of, text_of), argument=_url, answer=text_of)
     return Row(
-        contestants=contestants(task, awaiters=50 if quick else 500, only=("distex", "ProcessPoolExecutor")),
+        contestants=contestants(task, awaiters=200 if quick else 500, only=("distex", "ProcessPoolExecutor")),
         targets=[Target("percore", "distex", "a call", at_least=1.5, towards=2.0)],
         rounds=3 if quick else 9,
         seconds=8 if quick else 40,

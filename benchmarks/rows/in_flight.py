@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from benchmarks.peers import Call, OpenCall
 
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)
+AT_MOST = {"loky": 256, "mpire": 256, "wool": 64}
+"""Awaiters of those to whom a call costs so much that more of them only wait longer."""
 IN_QUICK = ("ProcessPoolExecutor", "distex")
 """The peers of a quick run: the row awaited_int starts them all."""
 
@@ -39,13 +41,15 @@ def row(*, quick: bool) -> Row:
     for name, settings in awaiting(pair).items():
         if quick and name not in IN_QUICK:
             continue
-        contestants[name] = {setting: partial(timed, opening) for setting, opening in settings.items()}
+        at_most = AT_MOST.get(name, IN_FLIGHT[-1])
+        contestants[name] = {setting: partial(timed, opening, at_most=at_most) for setting, opening in settings.items()}
     plot = Lines("A no-op call, 2 workers", x="calls in flight", y="calls in a second", height=lambda _, seconds: 1 / seconds)
     return Row(
         contestants=contestants,
         targets=[],
         rounds=3,
         seconds=8 if quick else 60,
+        warm_ups=0,  # of all numbers; some calls are made while it opens
         anew=RESTLESS & contestants.keys(),
         trials=1,
         choose_by="64",
@@ -54,11 +58,12 @@ def row(*, quick: bool) -> Row:
 
 
 @asynccontextmanager
-async def _timed(opening: OpenCall, *, moment: float) -> AsyncIterator[Round]:
+async def _timed(opening: OpenCall, *, moment: float, at_most: int = IN_FLIGHT[-1]) -> AsyncIterator[Round]:
     async with opening() as call:
+        await _a_call(call, IN_FLIGHT[2], moment)
 
         async def once() -> Sample:
-            return {str(awaiters): await _a_call(call, awaiters, moment) for awaiters in IN_FLIGHT}
+            return {str(awaiters): await _a_call(call, awaiters, moment) for awaiters in IN_FLIGHT if awaiters <= at_most}
 
         yield once
 

@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def row(*, quick: bool) -> Row:
-    scale = 1 << 20 if quick else 10 << 20
+    scale = 2 << 20 if quick else 10 << 20
     return row_of(Kind("file", write_and_read, [scale, 5 * scale, 20 * scale]), quick=quick, seconds=45)

@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 
 
 def row(*, quick: bool) -> Row:
-    scale = 10_000 if quick else 500_000
+    scale = 100_000 if quick else 500_000
     return row_of(Kind("memory", sum_of_list, [scale, 2 * scale, 6 * scale]), quick=quick, seconds=40)

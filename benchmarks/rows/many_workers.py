@@ -29,7 +29,7 @@ FOR_EACH = 250
 
 
 def row(*, quick: bool) -> Row:
-    calls = 1000 if quick else 20_000
+    calls = 1000 if quick else 10_000
     return Row(
         contestants={f"percore, {workers} workers": partial(_percore, calls, workers) for workers in (FEW, MANY)},
         targets=[Target(f"percore, {MANY} workers", f"percore, {FEW} workers", metric, at_most=1.2) for metric in CALLERS],

@@ -31,7 +31,7 @@ FEWER = {"ThreadPoolExecutor": 50, "aiomultiprocess": 200, "mpire": 20}
 
 
 def row(*, quick: bool) -> Row:
-    items = range(20_000 if quick else 1_000_000)
+    items = range(200_000 if quick else 1_000_000)
     contestants: dict[str, Contestant | Settings] = {
         "percore": partial(timed_map, _percore, items),
         "hand split": partial(timed_map, partial(hand_split, loop_half, WORKERS), items),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WORKERS = 2
 DURATIONS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)
 MOMENT = 0.5
-"""Seconds a map runs, or as long as four of its calls take one after the other."""
+"""Seconds a map runs, or as long as two of its calls take one after the other."""
 
 
 def row(*, quick: bool) -> Row:
@@ -40,7 +40,7 @@ def row(*, quick: bool) -> Row:
         },
         targets=[],
         rounds=3,
-        seconds=6 if quick else 30,
+        seconds=6 if quick else 35,
         warm_ups=0,
         words={in_words(seconds): in_items for seconds in durations},
         draw=_draw,
@@ -67,7 +67,7 @@ async def _window(runner: percore.Runner, function: Callable[[float], object], s
             most = max(most, pulled - handed_over)
             yield seconds
 
-    end = time.perf_counter() + max(moment, 4 * seconds)
+    end = time.perf_counter() + max(moment, 2 * seconds)
     async with runner.map(function, items()) as results:
         async for _ in results:
             handed_over += 1

@@ -166,7 +166,8 @@ class Batch:
         end = first + len(results)
         if first < self._ended or end > self.size:
             raise BrokenFrame(f"results of items {first} to {end} of a batch of {self.size}")
-        self._late.update(range(self._ended, first))
+        if first > self._ended:
+            self._late.update(range(self._ended, first))
         self._ended = end
         self.outstanding -= len(results)
         if end > self.wanted:

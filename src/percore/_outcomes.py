@@ -186,7 +186,7 @@ class Outcomes:
             raise BrokenFrame(f"results of a batch do not decode: {error}") from error
         if batch.queue.batches is not None and count and seconds >= 0:
             batch.queue.batches.cost.measured(count, seconds)
-        size = sum(len(results[place]) for place in pickled)
+        size = sum(len(results[place]) for place in pickled) if pickled else 0
         failures = _load_all(results, pickled) if pickled else {}
         batch.values(first, results, size, failures)
         member.done += count

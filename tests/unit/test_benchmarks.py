@@ -5,6 +5,7 @@ No worker is started here; one test starts a process that fails at once, and one
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -229,6 +230,27 @@ class TestMeasure:
         assert result.absent == {"rival": "No module named 'rival'", "broken": "it failed: RuntimeError: a wrong result"}
         assert set(result.samples) == {"percore"}
 
+    async def test_a_peer_that_does_not_end_is_left_out(self, players: Players) -> None:
+        @asynccontextmanager
+        async def hanging() -> AsyncIterator[Round]:
+            try:
+                await asyncio.Event().wait()
+                raise AssertionError("nobody sets it")
+                yield
+            finally:
+                players.story.append("close hanging")
+
+        result = await players.play(Row({"hanging": hanging, "peer": players.make("peer")}, [], rounds=1), Wanted(patience=0))
+        assert result.absent == {"hanging": "it did not end within 0 s"}
+        assert players.story[0] == "close hanging"
+        assert set(result.samples) == {"peer"}
+
+    @pytest.mark.parametrize(
+        ("wanted", "patience"), [(Wanted(), None), (Wanted(5), 20), (Wanted(50), 50), (Wanted(50, patience=1), 1)]
+    )
+    def test_patience_with_peers_is_the_row_s_time(self, wanted: Wanted, patience: float | None) -> None:
+        assert wanted.patience_with_peers == patience
+
     async def test_our_own_failure_fails_the_row_and_closes_the_others(self, players: Players) -> None:
         row = Row({"peer": players.make("peer"), "percore, b": players.make("b", failing=RuntimeError("a wrong result"))}, [])
         with pytest.raises(RuntimeError, match="a wrong result"):
@@ -447,8 +469,15 @@ class TestRegression:
         machine = {"python": "", "processor": "", "CPUs": ""}
         monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
         monkeypatch.setattr("benchmarks._machine.is_busy", lambda: True)
-        monkeypatch.setattr("benchmarks.__main__.run_row", lambda _name, _request: self.row_of(9.0))
-        assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
+        asked: list[str] = []
+
+        def run(name: str, _request: Request) -> Json:
+            asked.append(name)
+            return self.row_of(9.0)
+
+        monkeypatch.setattr("benchmarks.__main__.run_row", run)
+        assert check({"machine": machine, "rows": dict.fromkeys(("replacement", "start"), self.row_of(1.0))}) == 0
+        assert asked == ["start"]  # replacement has no ratio
         assert "it is busy with something else" in capsys.readouterr().out
 
     def test_begins_no_row_when_its_time_is_over(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -371,17 +371,11 @@ class Dispatch(Generic[C, S]):
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
     def _pick(self, kind: int) -> S | None:
-        best = self._least(kind, self._places[kind])
-        if best is None and self._room[kind] > self._places[kind]:
-            best = self._least(kind, self._room[kind])
-        return best
-
-    def _least(self, kind: int, limit: int) -> S | None:
-        """The least loaded of those with fewer than `limit` that are not behind; else the one that is so for the shortest time."""
+        """The least loaded worker with a free place, else with room ahead; of either, one that is behind is the last choice."""
+        places, best_load = self._places[kind], self._room[kind]
         best: S | None = None
-        best_load = limit
         silent: S | None = None
-        shortest = (0, 0)
+        first = (True, 0, 0)
         for seat in self.seats:
             load = seat.load[kind]
             if load < best_load:
@@ -390,6 +384,7 @@ class Dispatch(Generic[C, S]):
                     if not load:  # there is no better one
                         return seat
                     best, best_load = seat, load
-                elif silent is None or (silence, load) < shortest:
-                    silent, shortest = seat, (silence, load)
-        return best if best is not None else silent
+                elif silent is None or (load >= places, silence, load) < first:
+                    silent, first = seat, (load >= places, silence, load)
+        # One that is behind, but has a free place, comes before one that has room ahead alone.
+        return silent if best is None or (best_load >= places and not first[0]) else best
