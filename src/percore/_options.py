@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from percore._platform import HAS_PIDFD, HAS_SETSIG, default_start_method
@@ -33,38 +32,48 @@ def _cgroup_quota() -> float | None:
     """CPUs' worth of time a period of this process's cgroup, the tightest of it and its ancestors (v2 and v1)."""
     quotas = []
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
+        for line in text_of("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                quotas += _quotas_v2(Path("/sys/fs/cgroup"), path)
+                quotas += _quotas_v2("/sys/fs/cgroup", path)
             elif "cpu" in controllers.split(","):
-                quotas += _quotas_v1(Path("/sys/fs/cgroup/cpu"), path)
+                quotas += _quotas_v1("/sys/fs/cgroup/cpu", path)
     return min(quotas, default=None)
 
 
-def _ancestors(root: Path, path: str) -> list[Path]:
+def text_of(path: str) -> str:
+    """What is in a file. (pathlib would be imported for this alone, before the first process can be started.)
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, errors="surrogateescape") as file:
+        return file.read()
+
+
+def _ancestors(root: str, path: str) -> list[str]:
     # In a container the path may name the host's hierarchy, of which only the root is mounted here: look there too.
-    here = root / path.strip("/")
-    return [here, *(parent for parent in here.parents if parent.is_relative_to(root))]
+    names = path.strip("/").split("/")
+    return ["/".join((root, *names[:count])) for count in range(len(names), -1, -1)]
 
 
-def _quotas_v2(root: Path, path: str) -> list[float]:
+def _quotas_v2(root: str, path: str) -> list[float]:
     quotas = []
     for folder in _ancestors(root, path):
         with suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = (folder / "cpu.max").read_text().split()
+            quota, period = text_of(f"{folder}/cpu.max").split()
             if quota != "max":
                 quotas.append(int(quota) / int(period))
     return quotas
 
 
-def _quotas_v1(root: Path, path: str) -> list[float]:
+def _quotas_v1(root: str, path: str) -> list[float]:
     quotas = []
     for folder in _ancestors(root, path):
         with suppress(OSError, ValueError, ZeroDivisionError):
-            quota = int((folder / "cpu.cfs_quota_us").read_text())
+            quota = int(text_of(f"{folder}/cpu.cfs_quota_us"))
             if quota > 0:
-                quotas.append(quota / int((folder / "cpu.cfs_period_us").read_text()))
+                quotas.append(quota / int(text_of(f"{folder}/cpu.cfs_period_us")))
     return quotas
 
 

@@ -228,7 +228,8 @@ class Cgroups:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cgroups:
     cgroups = Cgroups(tmp_path)
-    monkeypatch.setattr(_options, "Path", cgroups.path)
+    real = _options.text_of
+    monkeypatch.setattr(_options, "text_of", lambda path: real(str(cgroups.path(path))))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
     return cgroups
 

@@ -176,6 +176,7 @@ def main(data: tuple[list[str], list[str]]) -> None:
 
 
 def _preload(modules: Iterable[str]) -> None:
+    gc.disable()  # the user waits for this, and what an import leaves is collected below
     for name in modules:
         importlib.import_module(name)
     if uvloop_wanted():
@@ -194,6 +195,7 @@ def _preload(modules: Iterable[str]) -> None:
     os.chdir("/")
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _become_worker(birth: Birth) -> None:
