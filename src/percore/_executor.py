@@ -1,5 +1,6 @@
 """The face of concurrent.futures: LoopPoolExecutor."""
 
+import multiprocessing
 import time
 import weakref
 from collections import deque
@@ -47,7 +48,8 @@ class LoopPoolExecutor(Executor):
     Args:
         max_workers: processes. Default: the CPUs this process may really use.
         mp_context: a multiprocessing context, whose processes the workers then are; `initargs` travel with their start, so its
-            queues, locks and events can be among them. Default: percore's own fork server.
+            queues, locks and events can be among them. Default: percore's own fork server, or where `initargs` has such an object
+            multiprocessing's default context.
         initializer: called once in each worker before its first call. If it raises, the executor is broken.
         initargs: its arguments.
         max_tasks_per_child: a worker begins so many calls and no more, then another takes its place. Not with "fork".
@@ -82,6 +84,8 @@ class LoopPoolExecutor(Executor):
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a callable")
         self._max_workers = _workers(max_workers)
+        if mp_context is None and _need_inheritance(initargs):
+            mp_context = multiprocessing.get_context()
         self._mp_context = mp_context
         self._broken_by: Broken = broken
         runner = _ExecutorRunner(
@@ -132,6 +136,16 @@ class LoopPoolExecutor(Executor):
                 "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
             )
 
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[T]: ...
+    @overload
     def map(
         self,
         fn: Callable[..., T],
@@ -139,7 +153,15 @@ class LoopPoolExecutor(Executor):
         timeout: float | None = None,
         chunksize: int = 1,
         buffersize: int | None = None,
-    ) -> Iterator[T]:
+    ) -> Iterator[T]: ...
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[Any]:
         """Call `fn` with the items of the iterables, one of each at a time, and iterate over the results in order.
 
         The inputs are collected and the calls submitted now; with `buffersize` only so many, and one more for each result taken.
@@ -185,8 +207,8 @@ class LoopPoolExecutor(Executor):
     def terminate_workers(self) -> None:
         """End the workers by SIGTERM, cancel what waits, and take no more calls. Does not wait.
 
-        With broken="pool" that ends them at once, and running calls fail with BrokenProcessPool. With broken="worker" it makes them
-        finish the calls they have begun.
+        With broken="pool" that ends them at once, and running calls fail with BrokenProcessPool. With broken="worker" they finish
+        the calls they have begun.
         """
         self._portal.kill(TERMINATE)
 
@@ -302,6 +324,12 @@ class _ExecutorRunner(Runner):
             return MainInfo("module", "__main__")  # a fork has this very one, and its functions' globals with it
         return main_info()
 
+    async def _let_go(self) -> None:
+        try:
+            await super()._let_go()
+        finally:
+            self._given = (None, ())  # a queue of multiprocessing in there is the user's, who may want to see it go
+
     def _make_engine(self, main: Any) -> Engine:
         launcher = None
         initializer = b""
@@ -315,6 +343,11 @@ class _ExecutorRunner(Runner):
             initializer = cast("bytes", sink.payload())
         manners = Manners(self._is_pool, self._max_tasks, self._context is not None, initializer)
         return ProcessEngine(self._loop, self._options, self._shared, main, launcher, manners)
+
+
+def _need_inheritance(initargs: tuple[Any, ...]) -> bool:
+    """Whether one of them is a lock, queue or value of multiprocessing: they travel with the start of a process of it alone."""
+    return any(type(arg).__module__.partition(".")[0] == "multiprocessing" for arg in initargs)
 
 
 def _workers(max_workers: int | None) -> int:

@@ -370,8 +370,18 @@ class Portal:
         if supervisor is None:
             return
         supervisor.is_closing = True  # none is replaced
+        supervisor.on_idle = self._look_killed
         for member in list(supervisor.members):
             member.worker.kill(signum)
+
+    def _look_killed(self) -> None:
+        """With the last worker goes what none of them had begun."""
+        if self._supervisor is not None and not self._supervisor.members:
+            self._end_jobs()
+
+    def _end_jobs(self) -> None:
+        for job in list(self._jobs):
+            self._tell(self._leave(job), None, self._last_word())
 
     def _died(self, member: Member, exitcode: int | None, was_ready: bool) -> None:
         """A worker has died, in a pool."""
@@ -387,8 +397,7 @@ class Portal:
         supervisor = self._supervisor
         if supervisor is not None:
             supervisor.is_closing = True
-            for job in list(self._jobs):
-                self._tell(self._leave(job), None, self._last_word())
+            self._end_jobs()
             self._loop.call_soon(supervisor.kill_all)
         self._look()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from multiprocessing import process as of_multiprocessing
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from percore._worker.manners import Given
+
+_running: set[BaseProcess] = set()
 
 _UNKNOWN = 255  # what multiprocessing says where it does not know
 
@@ -83,7 +86,8 @@ class MultiprocessLauncher:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     async def aclose(self) -> None:
-        """Nothing to let go of."""
+        """Let go of the initializer and its arguments."""
+        self._given = (None, ())
 
 
 class MultiprocessProcess(Watched):
@@ -94,6 +98,7 @@ class MultiprocessProcess(Watched):
     ) -> None:
         super().__init__(loop, on_exit)
         self.process = process
+        _running.add(process)
         self._lifeline = lifeline
         assert process.pid is not None
         try:
@@ -123,3 +128,14 @@ class MultiprocessProcess(Watched):
         if popen.returncode is None:  # else multiprocessing would signal this number when the interpreter ends
             popen.returncode = _UNKNOWN
         self.process.join(0)
+        _running.discard(self.process)
+
+
+def _disown_all() -> None:
+    """A fork of this process has no such children. When it ends, multiprocessing would signal and join them."""
+    children: set[BaseProcess] = of_multiprocessing._children  # type: ignore[attr-defined]
+    children -= _running
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)
