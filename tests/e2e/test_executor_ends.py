@@ -7,7 +7,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def nested(depth: int) -> str:
 
 def test_a_call_that_waits_for_a_worker_that_died_is_not_forgotten_by_shutdown(gate: Gate) -> None:
     executor = LoopPoolExecutor(1, max_threads=1)
-    dead: futures.Future[Any] = executor.submit(executor_jobs.exit_now, 1)
+    dead: Any = executor.submit(executor_jobs.exit_now, 1)
     rest = [executor.submit(jobs.echo, number) for number in range(20)]
     executor.shutdown()
     assert dead.exception() is not None
