@@ -159,15 +159,18 @@ class Portal:
 
     def shut(self, *, cancel: bool = False) -> None:
         """Take no more calls, finish those that were accepted, and end. `cancel`: but none that waits."""
+        if os.getpid() != self._pid:  # in a fork: the lock may be held for ever, and the thread is not there
+            self.is_shut = True
+            return
         with self._lock:
             self.is_shut = True
-            if self.thread is not None and os.getpid() == self._pid:
+            if self.thread is not None:
                 self._wake(lambda: self._shut(cancel))
 
     def kill(self, signum: int) -> None:
         """Shut, cancel what waits, and send all workers this signal. They are not replaced."""
         self.shut(cancel=True)
-        if self.thread is not None:
+        if self.thread is not None and os.getpid() == self._pid:
             self._wake(lambda: self._kill(signum))
 
     def join(self) -> None:
@@ -192,13 +195,14 @@ class Portal:
             # A daemon, and joined when the interpreter ends: so a third Ctrl-C gets past it.
             thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
             self._loop = loop
+            _portals.add(self)
             try:
                 thread.start()
             except BaseException:
+                _portals.discard(self)
                 loop.close()
                 raise
             self.thread = thread
-            _portals.add(self)
 
     def _wake(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: it is over
@@ -376,12 +380,16 @@ class Portal:
 
     def _look_killed(self) -> None:
         """With the last worker goes what none of them had begun."""
-        if self._supervisor is not None and not self._supervisor.members:
-            self._end_jobs()
+        supervisor = self._supervisor
+        if supervisor is not None and not supervisor.members:
+            supervisor.on_idle = None
+            self._end_jobs(supervisor)
 
-    def _end_jobs(self) -> None:
+    def _end_jobs(self, supervisor: "Supervisor") -> None:
         for job in list(self._jobs):
             self._tell(self._leave(job), None, self._last_word())
+            if job.member is None:  # it waits there
+                supervisor.cancelled(cast("Call", job))
 
     def _died(self, member: Member, exitcode: int | None, was_ready: bool) -> None:
         """A worker has died, in a pool."""
@@ -397,7 +405,7 @@ class Portal:
         supervisor = self._supervisor
         if supervisor is not None:
             supervisor.is_closing = True
-            self._end_jobs()
+            self._end_jobs(supervisor)
             self._loop.call_soon(supervisor.kill_all)
         self._look()
 

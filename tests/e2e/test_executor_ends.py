@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import signal
 import threading
 import warnings
@@ -253,3 +254,16 @@ def test_hang_gh83386(method: str, tmp_path: Path) -> None:
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     script = "import percore\ndef f(): pass\nprint(percore.LoopPoolExecutor(1).submit(f).exception())\n"
     assert "if __name__ == '__main__':" in output_of(script, tmp_path)
+
+
+def test_the_scripts_of_the_page_on_migrating_say_the_same(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
+    before, after = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "ProcessPoolExecutor" in before
+    assert "LoopPoolExecutor" in after
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(str(number))
+    names = [f"{number:02}.txt" for number in range(40)]
+    said = output_of(after, tmp_path, *names)
+    assert said.count("\n") == 40
+    assert said == output_of(before, tmp_path, *names)
