@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import percore
@@ -87,6 +88,7 @@ def in_a_fork(method: str) -> None:
     executor = open_executor(method, max_threads=1)
     executor.submit(tell, "before").result()
     held = [executor.submit(tell_later, "held") for _ in range(4)]
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
     pid = os.fork()
     if pid == 0:
         try:

@@ -21,6 +21,9 @@ from tests.e2e.executors import context, end_helpers, mp_context
 
 __all__ = ["context", "mp_context"]
 
+# Since Python 3.12 a fork of a process that has threads, as an executor's always is, is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Log]:
