@@ -80,6 +80,8 @@ class LoopPoolExecutor(Executor):
     ) -> None:
         if broken not in get_args(Broken):
             raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
+        if mp_context is not None and not isinstance(mp_context, BaseContext):
+            raise TypeError(f'mp_context must be a context, such as multiprocessing.get_context("spawn"), not {mp_context!r}')
         for name, given in (("initializer", initializer), ("thread_initializer", thread_initializer)):
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a callable")
@@ -87,7 +89,6 @@ class LoopPoolExecutor(Executor):
         if mp_context is None and _need_inheritance(initargs):
             mp_context = multiprocessing.get_context()
         self._mp_context = mp_context
-        self._broken_by: Broken = broken
         runner = _ExecutorRunner(
             self._max_workers,
             lifespan=lifespan,

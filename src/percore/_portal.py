@@ -47,6 +47,8 @@ Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any
 
 ABRUPTLY: Final = "a worker process ended abruptly while the call was running or waiting; the pool is broken"
 
+AFTER_SHUTDOWN: Final = "cannot schedule new futures after shutdown"
+
 _portals: Final[set["Portal"]] = set()
 """Those whose threads run."""
 
@@ -115,7 +117,7 @@ class Portal:
         self._jobs: set[Job] = set()
         self._cut: list[Future[Any]] = []
         self._outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
-        self._is_started = False
+        self._is_started = self._is_killed = False
         self._has_launched = threading.Event()
         self._end: asyncio.Future[None]
         self.is_shut = False
@@ -136,7 +138,7 @@ class Portal:
         if self.broken:
             raise BrokenProcessPool(self.broken) from self.reason
         if self.is_shut:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+            raise RuntimeError(AFTER_SHUTDOWN)
         if is_interpreter_ending:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         if os.getpid() != self._pid:
@@ -215,7 +217,7 @@ class Portal:
                 future, *_ = self._inbox.popleft()
             except IndexError:
                 return
-            if future.set_running_or_notify_cancel():
+            if _begins(future):
                 _resolve(future, None, self._last_word())
 
     # The thread
@@ -270,7 +272,7 @@ class Portal:
         """Take what has been submitted."""
         self._is_due = False
         supervisor = self._supervisor
-        if supervisor is None:  # `_launched` takes it
+        if supervisor is None or self._end.done():  # `_launched` takes it, or it comes too late
             return
         known, of, inbox, waiting = supervisor.known, supervisor.functions.of, self._inbox, self._waiting
         for _ in range(len(inbox)):
@@ -278,7 +280,7 @@ class Portal:
             try:
                 function = known.get(id(fn)) or of(fn)
             except BaseException as error:  # a generator function, or nothing that can be called
-                if future.set_running_or_notify_cancel():
+                if _begins(future):
                     self._tell(future, None, error)
             else:
                 waiting[function.kind].append((future, function, args, kwargs))
@@ -293,7 +295,7 @@ class Portal:
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
                 future, function, args, kwargs = waiting.popleft()
-                if not future.set_running_or_notify_cancel():
+                if not _begins(future):
                     continue
                 job = Job(self, future)
                 job.kind = kind
@@ -365,14 +367,15 @@ class Portal:
             for waiting in self._waiting:
                 while waiting:
                     future = waiting.popleft()[0]
-                    future.cancel()
-                    future.set_running_or_notify_cancel()
+                    if future.cancel():
+                        _begins(future)  # which tells those who wait
         self._look()
 
     def _kill(self, signum: int) -> None:
         supervisor = self._supervisor
         if supervisor is None:
             return
+        self._is_killed = True
         supervisor.is_closing = True  # none is replaced
         supervisor.on_idle = self._look_killed
         for member in list(supervisor.members):
@@ -414,6 +417,8 @@ class Portal:
         reason = self.reason
         if isinstance(reason, BrokenProcessPool):
             return reason
+        if not self.broken and not self._is_killed:
+            return RuntimeError(AFTER_SHUTDOWN)
         error = BrokenProcessPool(self.broken or ABRUPTLY)
         error.__cause__ = reason
         return error
@@ -428,7 +433,7 @@ class Portal:
         for waiting in self._waiting:
             while waiting:
                 future = waiting.popleft()[0]
-                if future.set_running_or_notify_cancel():
+                if _begins(future):
                     left.append(future)
         for future in left:
             _resolve(future, None, self._last_word())
@@ -442,6 +447,14 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
             return uvloop.new_event_loop()
     return asyncio.new_event_loop()
+
+
+def _begins(future: Future[Any]) -> bool:
+    """Whether it runs from now on: nobody has cancelled it."""
+    try:
+        return future.set_running_or_notify_cancel()
+    except RuntimeError:  # whoever has it has ended it himself, and the standard library has logged that
+        return False
 
 
 def _resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:

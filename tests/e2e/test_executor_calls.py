@@ -64,6 +64,8 @@ def test_its_names_are_those_of_the_standard_library() -> None:
         LoopPoolExecutor(1, max_tasks_per_child=0)
     with pytest.raises(ValueError, match="max_threads"):
         LoopPoolExecutor(1, max_threads=0)
+    with pytest.raises(TypeError, match="get_context"):
+        LoopPoolExecutor(1, "spawn")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='"worker" or "pool"'):
         LoopPoolExecutor(broken="never")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lifespan"):
@@ -135,6 +137,17 @@ def test_callbacks_may_do_anything(executor: LoopPoolExecutor, caplog: pytest.Lo
     executor.submit(jobs.echo, 0).add_done_callback(again)
     assert results.result() == 20
     assert "a callback of" in caplog.text
+
+
+def test_whoever_ends_a_future_himself_costs_nobody_else(log: Log, gate: Gate) -> None:
+    with LoopPoolExecutor(1, max_threads=1) as executor:
+        executor.submit(jobs.wait, log.path, gate.path)
+        asyncio.run(log.next())
+        waiting = [executor.submit(jobs.echo, place) for place in range(20)]
+        waiting[-2].set_result("his own")
+        gate.open()
+        assert waiting[-1].result() == 19
+        assert waiting[-2].result() == "his own"
 
 
 def test_a_callback_may_shut_it_down(executor: LoopPoolExecutor) -> None:
