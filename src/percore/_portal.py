@@ -119,6 +119,8 @@ class Portal:
         self._outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
         self._is_started = self._is_killed = False
         self._has_launched = threading.Event()
+        self._asked: list[Callable[[], None]] = []
+        """What was asked for before there was a supervisor."""
         self._end: asyncio.Future[None]
         self.is_shut = False
         self.broken: str = ""
@@ -265,6 +267,8 @@ class Portal:
         if self._is_pool:
             supervisor.on_death = self._died
         self._take()
+        while self._asked:
+            self._asked.pop(0)()
 
     # Calls
 
@@ -362,6 +366,9 @@ class Portal:
             self._end.set_result(None)
 
     def _shut(self, cancel: bool) -> None:
+        if self._supervisor is None:
+            self._asked.append(lambda: self._shut(cancel))
+            return
         self._take()
         if cancel:
             for waiting in self._waiting:
@@ -374,6 +381,7 @@ class Portal:
     def _kill(self, signum: int) -> None:
         supervisor = self._supervisor
         if supervisor is None:
+            self._asked.append(lambda: self._kill(signum))
             return
         self._is_killed = True
         supervisor.is_closing = True  # none is replaced

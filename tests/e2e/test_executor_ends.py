@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_x2_shut_down_before_and_while_it_starts() -> None:
         future = executor.submit(jobs.echo, 2)
         raise LookupError
     assert future.result() == 2
+
+
+def test_what_has_not_begun_is_cancelled_however_early(gate: Gate) -> None:
+    executor = LoopPoolExecutor(1, max_threads=1)
+    futures = [executor.submit(jobs.pass_gate, gate.path) for _ in range(100)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    gate.open()
+    executor.shutdown()
+    assert all(future.done() for future in futures)
+    assert 90 <= sum(future.cancelled() for future in futures) < 100
+
+
+def test_workers_are_killed_however_early(gate: Gate) -> None:
+    executor = LoopPoolExecutor(1, max_threads=1)
+    futures = [executor.submit(jobs.pass_gate, gate.path) for _ in range(100)]
+    executor.kill_workers()
+    executor.shutdown()
+    assert all(future.cancelled() or isinstance(future.exception(), BrokenProcessPool) for future in futures)
 
 
 def test_x3_collected_while_it_is_busy(gate: Gate) -> None:
