@@ -52,7 +52,7 @@ def names(method: str) -> list[str]:
     if absent:
         raise Absent(
             f"{sys.executable} comes without CPython's own tests ({absent[0]}): Debian and Ubuntu have them in "
-            "libpython3-testsuite, Fedora in python3-test; builds by pyenv, uv or from source have them"
+            "libpython3-testsuite, Fedora in python3-test; a build from source has them"
         )
     return [name for outcome, name, _ in lines if outcome == "there is"]
 
