@@ -7,6 +7,7 @@
 #   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
 #   make soak       the raciest tests, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
+#   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make lint       ruff and mypy --strict
@@ -33,7 +34,7 @@ WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 # Where they matter most; `make test-fallbacks` runs the whole contract.
 FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches calls cancellation closing deaths inside logs payloads recycling usage)
 
-.PHONY: help demo test test-fallbacks test-all long soak sweep chaos lint bench bench-check bench-record clean stale
+.PHONY: help demo test test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -107,6 +108,17 @@ test-all:
 	done 3<.venvs/found; \
 	echo "== tested under: $$(cut -f1 .venvs/found | tr '\n' ' ')"; \
 	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }
+
+stdlib:
+	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found
+	@failed=; tab=$$(printf '\t'); \
+	while IFS="$$tab" read -r version python <&3; do \
+	    $(MAKE) --no-print-directory stdlib-one VENV=".venvs/$$version" PYTHON="$$python" 3<&- || failed="$$failed $$version"; \
+	done 3<.venvs/found; \
+	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }
+
+stdlib-one: $(VENV)/.percore-test
+	$(RUN) -m tests.stdlib.harness $(STDLIB_ARGS)
 
 clean:
 	rm -rf .venv .venvs build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

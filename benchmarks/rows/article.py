@@ -55,7 +55,7 @@ def row(*, quick: bool) -> Row:
     pairs["percore, coroutines"] = partial(percore_coroutines, steps, CONCURRENCY, calls)
     pairs["percore, coroutines, default window"] = partial(percore_coroutines, steps, CONCURRENCY, None)
     contestants: dict[str, Contestant | Settings] = {
-        name: partial(timed_map, partial(_warm, opening), range(of_threads if "threads" in name else calls))
+        name: partial(timed_map, partial(warm, opening), range(of_threads if "threads" in name else calls))
         for name, opening in pairs.items()
     }
     kinds = [f"{threads} threads" for threads in THREADS] + ["coroutines"]
@@ -69,7 +69,7 @@ def row(*, quick: bool) -> Row:
 
 
 @asynccontextmanager
-async def _warm(opening: OpenMap) -> AsyncIterator[MapAll]:
+async def warm(opening: OpenMap) -> AsyncIterator[MapAll]:
     """Every thread of it has made some calls."""
     async with opening() as run:
         await run(range(WARMING * PROCESSES * max(THREADS)))

@@ -22,6 +22,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from percore._broken import RunnerBroken, StartupFailed, WorkerDied
     from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
+    from percore._executor import LoopPoolExecutor
     from percore._map import Map
     from percore._runner import Runner
     from percore._shared import Shared
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CurrentWorker",
+    "LoopPoolExecutor",
     "Map",
     "Options",
     "PayloadTooLarge",
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 
 _HOMES: Final = {
     "CurrentWorker": "_worker.context",
+    "LoopPoolExecutor": "_executor",
     "Map": "_map",
     "Options": "_verbs",
     "PayloadTooLarge": "_errors",

@@ -217,6 +217,9 @@ class Pool:
             report(self._level(member), "worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
         if began:
             slot.budget.began()
+        on_death = self._supervisor.on_death
+        if on_death is not None and not self._supervisor.is_closing and (state is not State.DRAINING or exitcode):
+            on_death(member, exitcode, state is State.READY)
         if slot.next is member:
             slot.next = None
             self._never_began(slot, exitcode)
@@ -229,7 +232,7 @@ class Pool:
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         is_closing = self._supervisor.is_closing
-        if self._starting is not None:
+        if self._starting is not None and not began:
             if not self._starting.done():
                 reason = (
                     f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"

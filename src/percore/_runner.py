@@ -13,7 +13,7 @@ from percore._closing import Closing
 from percore._contexts import references
 from percore._engines.process import CommonMemory, ProcessEngine
 from percore._errors import RunnerClosed
-from percore._ipc.pickles import alias_main, main_info
+from percore._ipc.pickles import MainInfo, alias_main, main_info
 from percore._options import Knobs, Lifespan, StartMethod, grace_of
 from percore._policy import Backoff, RetryOn
 from percore._pool import Slot
@@ -145,7 +145,7 @@ class Runner(Verbs):
         self._thread = threading.get_ident()
         self._state = _STARTING
         alias_main()
-        main = main_info()
+        main = self._main_info()
         try:
             self._memory = CommonMemory.create(self._options)
             try:
@@ -166,6 +166,9 @@ class Runner(Verbs):
             await self.aclose()
             raise RunnerClosed("the runner was closed while it started")
         self._state = _OPEN
+
+    def _main_info(self) -> MainInfo:
+        return main_info()
 
     def _make_engine(self, main: Any) -> "Engine":
         return ProcessEngine(self._loop, self._options, self._memory, main)

@@ -71,6 +71,8 @@ class Supervisor:
         self.is_closing = False
         self.is_cut = False
         self.on_idle: Callable[[], None] | None = None
+        self.on_death: Callable[[Member, int | None, bool], None] | None = None
+        """Told of each death that nobody has asked for: the worker, its exit code, and whether it had been ready."""
         self._pid = os.getpid()
         self._retired: list[Function] = []
         self.enders: set[Callable[[], None]] = set()
@@ -87,11 +89,16 @@ class Supervisor:
         kwargs: dict[str, Any],
         policy: Policy | None = None,
         member: Member | None = None,
+        call: Call | None = None,
     ) -> Call:
-        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others."""
+        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others.
+
+        `call`: what is to be told of its outcome, where that is no future of this loop.
+        """
         if self.broken is not None:
             raise self.refusal()
-        call = Call(loop=self.loop)
+        if call is None:
+            call = Call(loop=self.loop)
         call.owner = self
         call.function = function
         call.kind = function.kind if member is None else Kind.BESIDE

@@ -58,9 +58,11 @@ def test_what_a_page_shows_exists(page: Path) -> None:
 
 
 def signature_of(called: ast.expr) -> inspect.Signature | None:
-    """Of the runner's class and of those of its methods that take options."""
+    """Of the runner's class and of those of its methods that take options, and of an executor's map."""
     if not isinstance(called, ast.Attribute):
         return None
+    if ast.unparse(called) == "executor.map":
+        return inspect.signature(percore.LoopPoolExecutor.map)
     if ast.unparse(called) == "percore.Runner":
         return inspect.signature(percore.Runner)
     return inspect.signature(getattr(percore.Runner, called.attr)) if called.attr in VERBS else None

@@ -89,8 +89,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
     | BYTES
-    | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.plain"}
-    | {"_worker.serve", "_worker.world"},
+    | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
+    | {"_worker.plain", "_worker.serve", "_worker.world"},
+    # of the executor
+    "_worker.chunks": frozenset(),
+    "_worker.manners": VOCABULARY | BYTES | {"_worker.answers"},
+    "_worker.multiprocess": frozenset({"_worker.main", "_worker.manners", "_worker.world"}),
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
     # the parent's ways to start processes
@@ -106,7 +110,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.process": LAUNCH
     | BYTES
     | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
-    | {"_worker.main", "_worker.plain"},
+    | {"_worker.main", "_worker.manners", "_worker.plain"},
+    # It names the function with which its workers begin.
+    "_engines.multiprocess": LAUNCH | {"_engines.launch", "_worker.manners", "_worker.multiprocess"},
     # shell
     "_admission": VOCABULARY,
     "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
@@ -135,12 +141,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_runner": VOCABULARY
     | {"_closing", "_contexts", "_engine", "_engines.process", "_policy", "_pool", "_statistics", "_supervisor", "_usage"}
     | {"_ipc.pickles", "_shared", "_verbs", "_worker.context"},
+    # executor
+    "_portal": VOCABULARY | {"_calls", "_member", "_runner", "_supervisor", "_worker.manners"},
+    "_executor": VOCABULARY
+    | {"_calls", "_engine", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal", "_runner"}
+    | {"_worker.chunks", "_worker.context", "_worker.manners"},
 }
 
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # the public names, told to type checkers; at run time they are looked up on first use
-    "percore": frozenset({"_broken", "_errors", "_map", "_runner", "_shared", "_statistics", "_usage", "_verbs"})
-    | {"_worker.context"},
+    "percore": frozenset(
+        {"_broken", "_errors", "_executor", "_map", "_runner", "_shared", "_statistics", "_usage", "_verbs", "_worker.context"}
+    ),
     # parts of the supervisor, handed their owner
     "_attempts": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),

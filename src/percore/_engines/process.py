@@ -22,6 +22,7 @@ from percore._logs import Logs, levels
 from percore._messages import SLOT_MASK
 from percore._options import Knobs
 from percore._worker.main import Boot, cell_size, marks_of
+from percore._worker.manners import Manners
 from percore._worker.plain import MARK_WORDS
 
 _PAGE = resource.getpagesize()
@@ -195,11 +196,21 @@ def make_boot(options: Knobs, shared: CommonMemory, main: MainInfo, *, debug: bo
 class ProcessEngine:
     """Starts workers through a launcher."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: Knobs,
+        shared: CommonMemory,
+        main: MainInfo,
+        launcher: Launcher | None = None,
+        manners: Manners | None = None,
+    ) -> None:
+        """`launcher`: instead of the one of the start method. `manners`: of the workers of an executor."""
         self._loop = loop
         self._shared = shared
-        self._boot = make_boot(options, shared, main, debug=loop.get_debug())
-        self._launcher = _launcher(options)
+        boot = make_boot(options, shared, main, debug=loop.get_debug())
+        self._boot = replace(boot, manners=None if manners is None else tuple(manners))
+        self._launcher = _launcher(options) if launcher is None else launcher
         keep_heap_warm()
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:

@@ -59,18 +59,18 @@ class _Made(NamedTuple):
     members: tuple[BaseException, ...]
 
 
-def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_value: bool) -> F:
+def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_value: bool, as_itself: bool = False) -> F:
     """Write `exc`, the chain of its causes and its traceback to a new file, and return that.
 
     What is too large for a file arrives as the error that `write` raised (PayloadTooLarge), with the end of the
-    traceback of `exc`.
+    traceback of `exc`. `as_itself`: so does one of a class that otherwise never does.
     Never raises an Exception. Changes nothing of `exc`.
     """
     text = format_traceback(exc)
     refused: Exception | None = None
     for limit in (None, *_SHORTER):
         shown = exc if refused is None else refused
-        wire = _encoded(shown, main_by_value), text if limit is None else text[-limit:]
+        wire = _encoded(shown, main_by_value, as_itself), text if limit is None else text[-limit:]
         file = new_file()
         try:
             pickle.Pickler(file, PROTOCOL).dump(wire)
@@ -102,23 +102,25 @@ def load_exception(data: bytes | memoryview) -> BaseException:
 # Sending
 
 
-def _encoded(root: BaseException, main_by_value: bool) -> tuple[int, list[tuple[Any, ...]]]:
+def _encoded(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
     try:
-        return _encode(root, main_by_value)
+        return _encode(root, main_by_value, as_itself)
     except BaseException as error:  # its class fails at being asked what it is, or there are too many nodes for the memory
         why = f"{type_name_of(error)}: {text_of(error)}"
         return 0, [tuple(_Node(None, type_name_of(root), text_of(root), why, (), _NO_NODE, suppress_context=False))]
 
 
-def _encode(root: BaseException, main_by_value: bool) -> tuple[int, list[tuple[Any, ...]]]:
-    if isinstance(root, StopIteration | StopAsyncIteration):  # a future refuses these; PEP 479 says what they become
+def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
+    if not as_itself and isinstance(
+        root, StopIteration | StopAsyncIteration
+    ):  # a future refuses these; PEP 479 says what they become
         root, stop = RuntimeError(f"the call raised {type(root).__qualname__}"), root
         root.__cause__ = stop
     order, index = _collect(root)
     nodes = []
     for exc, members in order:
         payload, why = None, ""
-        if exc is not root or (isinstance(exc, Exception) and not isinstance(exc, _NEVER_ITSELF)):
+        if exc is not root or as_itself or (isinstance(exc, Exception) and not isinstance(exc, _NEVER_ITSELF)):
             payload, why = _payload(exc, members, main_by_value)
         cause = CAUSE.__get__(exc)
         node = _Node(

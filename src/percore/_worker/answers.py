@@ -98,7 +98,7 @@ class Answers:
         except PayloadTooLarge as error:
             self.error(call_id, error.with_traceback(None), send)  # of ours, which would itself be too large for some limits
         except BaseException as error:
-            self.error(call_id, error if sink.lacks_room else unpicklable(value, error), send)
+            self.error(call_id, error if sink.lacks_room else self._refused(value, error), send)
         else:
             if POINTS:
                 point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")
@@ -106,6 +106,10 @@ class Answers:
                 return payload
             self._channel.send_payload(RESULT, call_id, payload, send)
         return None
+
+    def _refused(self, value: object, error: BaseException) -> BaseException:
+        """What a caller gets whose result could not be pickled, by this error."""
+        return unpicklable(value, error)
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
         """Send what was raised."""

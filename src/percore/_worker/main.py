@@ -25,6 +25,7 @@ from percore._worker import forks, mainmodule
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.logs import LOG_RING_SIZE, Levels, LogWriter, forward
+from percore._worker.manners import MannerlyAnswers, Manners, initialize
 from percore._worker.plain import MARK_WORDS
 from percore._worker.serve import Server
 from percore._worker.world import lifelines
@@ -50,6 +51,8 @@ class Boot:
     thread_initializer: bytes
     contextvars: tuple[tuple[str, str], ...]
     levels: Levels
+    manners: tuple[Any, ...] | None = None
+    """Of a worker of an executor."""
 
     def pack(self) -> bytes:
         """As bytes for the launcher."""
@@ -97,17 +100,21 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
     main = MainInfo(*boot.main)
-    mainmodule.install(main)
+    manners = Manners(*boot.manners) if boot.manners is not None else None
+    if manners is None or not manners.has_main:
+        mainmodule.install(main)
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
     worker_context.of_process = context
     gc.collect()
     gc.freeze()
+    failure = None if manners is None else initialize(manners)
     loop = _new_loop(boot)
     loop.set_debug(boot.debug)
     asyncio.set_event_loop(loop)
     try:
-        return loop.run_until_complete(_serve(loop, boot, memory_fds, bell, context, main_by_value=main.by_value))
+        serving = _serve(loop, boot, memory_fds, bell, context, main_by_value=main.by_value, manners=manners, failure=failure)
+        return loop.run_until_complete(serving)
     finally:
         _end_loop(loop)
 
@@ -130,8 +137,16 @@ def _new_loop(boot: Boot) -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-async def _serve(
-    loop: asyncio.AbstractEventLoop, boot: Boot, fds: Sequence[int], bell: Bell, context: WorkerContext, *, main_by_value: bool
+async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one place
+    loop: asyncio.AbstractEventLoop,
+    boot: Boot,
+    fds: Sequence[int],
+    bell: Bell,
+    context: WorkerContext,
+    *,
+    main_by_value: bool,
+    manners: Manners | None,
+    failure: BaseException | None,
 ) -> int:
     cell_fd, arena_fd, results_fd = fds
     cell = Memory(cell_fd, cell_size(boot.places), writable=True)
@@ -154,18 +169,28 @@ async def _serve(
         main_by_value=main_by_value,
         thread_initializer=unpickler(boot.thread_initializer),
         contextvars=boot.contextvars,
+        answers=None if manners is None else MannerlyAnswers(channel, main_by_value=main_by_value, is_pool=manners.is_pool),
     )
     context.shares = server.shares
+    if manners is not None and manners.max_tasks:
+        server.limit(manners.max_tasks)
     channel.open(server.receive, _broken)
-    loop.add_signal_handler(signal.SIGTERM, server.drain)
-    forks.sigterm_drains()
+    if manners is None or not manners.is_pool:
+        loop.add_signal_handler(signal.SIGTERM, server.drain)
+        forks.sigterm_drains()
     return await serve_until_finished(
         channel,
         server,
         context,
-        lambda: cast("Callable[[], Any]", load(boot.lifespan)) if boot.lifespan else None,
+        lambda: _lifespan(boot, failure),
         main_by_value=main_by_value,
     )
+
+
+def _lifespan(boot: Boot, failure: BaseException | None) -> Callable[[], Any] | None:
+    if failure is not None:
+        raise failure
+    return cast("Callable[[], Any]", load(boot.lifespan)) if boot.lifespan else None
 
 
 def _broken(error: BaseException) -> None:

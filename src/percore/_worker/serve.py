@@ -9,6 +9,7 @@ Rules that hold everywhere here:
 import asyncio
 import inspect
 import marshal
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -59,7 +60,7 @@ def _is_unbegun(task: asyncio.Task[None]) -> bool:
 class Server:
     """Serves one channel. Methods are the loop's unless they say otherwise."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # parts of one worker, put together in one place
         self,
         channel: Channel,
         marks: memoryview,
@@ -68,8 +69,12 @@ class Server:
         main_by_value: bool,
         thread_initializer: Callable[[], Callable[[], object]] | None = None,
         contextvars: Sequence[tuple[str, str]] = (),
+        answers: Answers | None = None,
     ) -> None:
-        """`marks`: MARK_WORDS words a place, as many places as a power of two. `thread_initializer` unpickles the user's."""
+        """`marks`: MARK_WORDS words a place, as many places as a power of two. `thread_initializer` unpickles the user's.
+
+        `answers`: how calls are answered, where not as usual.
+        """
         self._channel = channel
         self._loop = channel.loop
         self._marks = marks
@@ -81,11 +86,12 @@ class Server:
         self._terms: dict[int, Terms] = {}
         self._variables = Variables(contextvars)
         self.shares = Shares(channel)
-        self._answers = Answers(channel, main_by_value=main_by_value)
+        self._answers = Answers(channel, main_by_value=main_by_value) if answers is None else answers
         self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
         self._start = task_starter(self._loop)
         self._is_draining = False
+        self._tickets: deque[None] = deque()
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[int, Callable[[int, Any], None]] = {
             DEFINE: self._define,
@@ -124,6 +130,37 @@ class Server:
                 self._put_on_thread(call_id, function, body)
         else:
             self._handlers[op](call_id, body)
+
+    def limit(self, calls: int) -> None:
+        """Begin so many calls and no other: with the last of them this worker drains. To be called before it serves."""
+        self._tickets.extend([None] * calls)
+        self._threads.may_begin = self._take_ticket
+        self.receive = self._receive_some  # type: ignore[method-assign]
+
+    def _receive_some(self, op: int, call_id: int, body: Body) -> None:
+        """As `receive`, with a limit."""
+        is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
+        if is_task and not self._is_draining:
+            try:
+                self._tickets.pop()
+            except IndexError:  # a thread has taken the last one, and it drains in a moment
+                self._channel.send(RETURNED, call_id, None)
+                return
+            self._start_task(call_id, self._functions[op] if op > 0 else None, body)
+            if not self._tickets:
+                self.drain()
+        else:
+            Server.receive(self, op, call_id, body)
+
+    def _take_ticket(self) -> bool:
+        """From a thread that is about to begin a call: whether it may."""
+        try:
+            self._tickets.pop()
+        except IndexError:  # drained soon: then what waits goes back
+            return False
+        if not self._tickets:
+            self._loop.call_soon_threadsafe(self.drain)
+        return True
 
     def _mark(self, call_id: int) -> None:
         """The call begins. The id comes last: from then on the mark counts."""

@@ -62,6 +62,8 @@ class Threads:
         self._switches_often = False
         self._switched_every = 0.0
         self._on_idle: Callable[[], object] | None = None
+        self.may_begin: Callable[[], bool] | None = None
+        """Asked by a thread before it begins a call, which else stays where it waits."""
 
     # From the loop
 
@@ -147,6 +149,8 @@ class Threads:
         del self._beside[call_id]
 
     def _begin(self, call_id: int, run: Callable[[int, Any], None]) -> None:
+        if self.may_begin is not None and not self.may_begin():
+            return
         # In `running` before it leaves `waiting`: at no moment does the call seem to be nowhere.
         self._running[call_id] = None
         item = self.waiting.pop(call_id, None)

@@ -103,7 +103,7 @@ def enter(world: World) -> None:
     # Finders of an older process remember directories as they were. importlib.invalidate_caches() would do as well but
     # imports importlib.metadata, many times dearer than looking anew.
     sys.path_importer_cache.clear()
-    _set_signals()
+    take_signals()
 
 
 def call_entry(world: World, fds: list[int]) -> None:
@@ -173,7 +173,7 @@ def _set_environment(wanted: dict[bytes, bytes]) -> None:
     time.tzset()
 
 
-def _set_signals() -> None:
+def take_signals() -> None:
     # A handler, not SIG_IGN: a program that the user starts from here must still obey Ctrl-C, and exec keeps SIG_IGN.
     signal.signal(signal.SIGINT, _do_nothing)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

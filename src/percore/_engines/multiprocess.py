@@ -1,0 +1,141 @@
+"""Start workers as processes of a multiprocessing context: "fork", "forkserver" or "spawn", as an executor is asked to.
+
+A worker is dead when its pidfd says so: a sentinel of multiprocessing fires for living processes when their fork server is killed,
+and is kept open by what a worker has forked. Its exit code is multiprocessing's, which reaps its children itself.
+
+Each worker has a lifeline, as under every launcher. Under "fork" its read end is no held descriptor: those are closed in every
+fork, and this one is to be the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from multiprocessing import process as of_multiprocessing
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Any
+
+from percore._engines.fds import Fd, above_streams, hold, let_go
+from percore._engines.launch import Watched, exit_code
+from percore._platform import HAS_PIDFD
+from percore._worker.multiprocess import begin, received
+from percore._worker.world import HELD_BACK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.context import BaseContext
+    from multiprocessing.process import BaseProcess
+
+    from percore._worker.manners import Given
+
+_running: set[BaseProcess] = set()
+
+_UNKNOWN = 255  # what multiprocessing says where it does not know
+
+
+class _Passed(list[int]):
+    """Descriptors among the arguments of a process: forked with it, or sent along."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return received, ([reduction.DupFd(number) for number in self],)
+
+
+class MultiprocessLauncher:
+    """Starts workers as processes of one context."""
+
+    def __init__(self, context: BaseContext, given: Given) -> None:
+        """`given`: the initializer and its arguments, which travel with each process."""
+        self._context: Any = context
+        self._given = given
+        self._method: str = context.get_start_method()
+
+    def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> MultiprocessProcess:
+        """As percore._engine.Launcher.
+
+        Raises:
+            OSError: nothing could be started; nothing is left behind.
+            Exception: the arguments of the initializer cannot be pickled.
+        """
+        read_end, write_end = os.pipe()
+        read_end, lifeline = above_streams(read_end), hold(Fd(above_streams(write_end)))
+        try:
+            args = (boot, _Passed([read_end, *fds]), self._given, self._method == "fork")
+            process = self._context.Process(target=begin, args=args, daemon=True)
+            self._start(process)
+            try:
+                return MultiprocessProcess(asyncio.get_running_loop(), process, lifeline, on_exit)
+            except BaseException:
+                process.kill()
+                process.join()
+                raise
+        except BaseException:
+            let_go(lifeline)
+            raise
+        finally:
+            os.close(read_end)
+
+    def _start(self, process: BaseProcess) -> None:
+        if self._method == "forkserver":  # its own process may be started now, and would keep these signals blocked
+            process.start()
+            return
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    async def aclose(self) -> None:
+        """Let go of the initializer and its arguments."""
+        self._given = (None, ())
+
+
+class MultiprocessProcess(Watched):
+    """A process that multiprocessing has started."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, process: BaseProcess, lifeline: Fd, on_exit: Callable[[int | None], None]
+    ) -> None:
+        super().__init__(loop, on_exit)
+        self.process = process
+        _running.add(process)
+        self._lifeline = lifeline
+        assert process.pid is not None
+        try:
+            number = os.pidfd_open(process.pid) if HAS_PIDFD else os.dup(process.sentinel)
+        except ProcessLookupError:  # dead, and reaped by its fork server
+            self.pid = process.pid
+            loop.call_soon(lambda: self._finish(self._known_code(None)))
+        else:
+            self._watch(process.pid, hold(Fd(above_streams(number))))
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal. Once the process is gone: nothing."""
+        if HAS_PIDFD:
+            super().kill(signum)
+        elif not self._gone and self.process.exitcode is None and self.pid is not None:
+            os.kill(self.pid, signum)
+
+    def _known_code(self, pidfd: Fd | None) -> int | None:
+        self.process.join(0)
+        code = self.process.exitcode
+        return code if code is not None or pidfd is None or not HAS_PIDFD else exit_code(pidfd.number)
+
+    def _release(self) -> None:
+        super()._release()
+        let_go(self._lifeline)
+        popen: Any = self.process._popen  # type: ignore[attr-defined]
+        if popen.returncode is None:  # else multiprocessing would signal this number when the interpreter ends
+            popen.returncode = _UNKNOWN
+        self.process.join(0)
+        _running.discard(self.process)
+
+
+def _disown_all() -> None:
+    """A fork of this process has no such children. When it ends, multiprocessing would signal and join them."""
+    children: set[BaseProcess] = of_multiprocessing._children  # type: ignore[attr-defined]
+    children -= _running
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,0 +1,32 @@
+"""What the tests of executors share."""
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import pytest
+
+METHODS = ("percore", "fork", "forkserver", "spawn")
+
+
+@pytest.fixture(params=METHODS)
+def context(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """None, and contexts of multiprocessing, whose own processes are ended afterwards."""
+    yield None if request.param == "percore" else multiprocessing.get_context(request.param)
+    end_helpers()
+
+
+@pytest.fixture(params=METHODS[1:])
+def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Contexts of multiprocessing."""
+    yield multiprocessing.get_context(request.param)
+    end_helpers()
+
+
+def end_helpers() -> None:
+    """End the fork server and the resource tracker of multiprocessing, which otherwise live as long as this process."""
+    server: Any = forkserver._forkserver
+    server._stop()
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._stop()

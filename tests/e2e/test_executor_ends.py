@@ -1,0 +1,288 @@
+"""LoopPoolExecutor: how it ends, how programs end that have one, and what is left then: nothing."""
+
+import contextlib
+import gc
+import re
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from percore import LoopPoolExecutor
+from tests import executor_jobs, jobs
+from tests.contract.pipes import Gate, Log
+from tests.e2e.executors import METHODS
+from tests.e2e.family import Family
+from tests.e2e.scripts import output_of, python
+from tests.faults import Program
+
+HARD = 5.0
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "log")
+    yield log
+    log.close()
+
+
+def told(story: str, method: str, folder: Path) -> list[str]:
+    """What a program says that ends well, complains of nothing and leaves nobody behind."""
+    family = Family()
+    with family.marked():
+        program = Program(story, method, stderr=folder / "stderr", module="tests.e2e.executor_programs")
+    lines = []
+    with program:
+        while line := program.line():
+            lines.append(line)
+        assert program.end() == 0, program.stderr
+        assert family.wait_gone(HARD) == []
+    assert program.stderr == ""
+    return lines
+
+
+# In a program that goes on
+
+
+@pytest.mark.parametrize("cancel_futures", [False, True])
+def test_x1_each_future_has_ended_when_shutdown_returns(cancel_futures: bool) -> None:
+    executor = LoopPoolExecutor(2, max_threads=1)
+    futures = [executor.submit(jobs.echo, number) for number in range(10_000)]
+    executor.shutdown(cancel_futures=cancel_futures)
+    assert all(future.done() for future in futures)
+    done = [future.result() for future in futures if not future.cancelled()]
+    assert done == list(range(len(done)))
+    assert cancel_futures or len(done) == 10_000
+    assert len(done) > 0
+
+
+def test_x2_two_shutdowns_are_one(gate: Gate) -> None:
+    executor = LoopPoolExecutor(2)
+    held = executor.submit(jobs.pass_gate, gate.path)
+    threads = [threading.Thread(target=executor.shutdown) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    executor.shutdown(wait=False)
+    gate.open()
+    for thread in threads:
+        thread.join()
+    assert held.done()
+    executor.shutdown()
+    executor.shutdown(wait=False, cancel_futures=True)
+
+
+def test_x2_shut_down_before_and_while_it_starts() -> None:
+    executor = LoopPoolExecutor(1)
+    executor.shutdown()
+    executor = LoopPoolExecutor(1)
+    future = executor.submit(jobs.echo, 1)
+    executor.shutdown()
+    assert future.result() == 1
+    with contextlib.suppress(LookupError), LoopPoolExecutor(1) as executor:
+        future = executor.submit(jobs.echo, 2)
+        raise LookupError
+    assert future.result() == 2
+
+
+def test_what_has_not_begun_is_cancelled_however_early(gate: Gate) -> None:
+    executor = LoopPoolExecutor(1, max_threads=1)
+    futures = [executor.submit(jobs.pass_gate, gate.path) for _ in range(100)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    gate.open()
+    executor.shutdown()
+    assert all(future.done() for future in futures)
+    assert 90 <= sum(future.cancelled() for future in futures) < 100
+
+
+def test_workers_are_killed_however_early(gate: Gate) -> None:
+    executor = LoopPoolExecutor(1, max_threads=1)
+    futures = [executor.submit(jobs.pass_gate, gate.path) for _ in range(100)]
+    executor.kill_workers()
+    executor.shutdown()
+    assert all(future.cancelled() or isinstance(future.exception(), BrokenProcessPool) for future in futures)
+
+
+def test_x3_collected_while_it_is_busy(gate: Gate) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor = LoopPoolExecutor(1, max_threads=1)
+        futures = [executor.submit(jobs.pass_gate, gate.path), executor.submit(jobs.echo, 1)]
+        thread = executor._portal.thread
+        gone = weakref.ref(executor)
+        del executor
+        gc.collect()
+        assert gone() is None
+        gate.open()
+        assert futures[1].result() == 1
+        assert thread is not None
+        thread.join()
+
+
+def test_x4_misuse_is_told_at_once() -> None:
+    executor = LoopPoolExecutor(1)
+    with executor:
+        executor.submit(jobs.echo, 1).result()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$"):
+            executor.submit(jobs.echo, 1)
+        with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$"):
+            executor.map(jobs.echo, [1])
+
+
+def test_x6_nested_three_deep() -> None:
+    with LoopPoolExecutor(1) as executor:
+        assert executor.submit(nested, 2).result() == "bottom"
+
+
+def nested(depth: int) -> str:
+    if not depth:
+        return "bottom"
+    with LoopPoolExecutor(1) as executor:
+        return executor.submit(nested, depth - 1).result()
+
+
+def test_a_call_that_waits_for_a_worker_that_died_is_not_forgotten_by_shutdown(gate: Gate) -> None:
+    executor = LoopPoolExecutor(1, max_threads=1)
+    dead: Any = executor.submit(executor_jobs.exit_now, 1)
+    rest = [executor.submit(jobs.echo, number) for number in range(20)]
+    executor.shutdown()
+    assert dead.exception() is not None
+    assert [future.result() for future in rest] == list(range(20))
+
+
+# Programs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_pending_is_done_when_the_interpreter_ends(method: str, tmp_path: Path) -> None:
+    lines = told("pending_at_the_end", method, tmp_path)
+    assert sorted(lines) == ["call-0", "call-1", "call-2", "call-3", "call-4", "call-5", "end"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("story", "said"),
+    [
+        ("shut_without_waiting", ["apple", "end"]),
+        ("collected_while_busy", ["apple", "end"]),
+        ("ended_in_a_thread", ["apple", "pear"]),
+    ],
+)
+def test_x3_a_program_ends_when_its_calls_have(story: str, said: list[str], method: str, tmp_path: Path) -> None:
+    assert sorted(told(story, method, tmp_path)) == said
+
+
+def test_what_waits_is_cancelled_by_a_shutdown_that_does_not_wait(tmp_path: Path) -> None:
+    lines = told("cancelled_without_waiting", "percore", tmp_path)
+    assert lines.count("cancelled") == 1
+    assert 1 <= lines.count("apple") < 50
+
+
+@pytest.mark.parametrize("method", ["percore", "spawn"])
+def test_x5_a_fork_of_the_program_has_none(method: str, tmp_path: Path) -> None:
+    lines = told("in_a_fork", method, tmp_path)
+    assert sorted(lines) == sorted(["before", *["held"] * 4, "refused true", "fork", "code 7", "after"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("story", ["killed", "killed_in_a_call"])
+def test_p1_nobody_survives_the_program(story: str, method: str, tmp_path: Path) -> None:
+    family = Family()
+    with family.marked():
+        program = Program(story, method, stderr=tmp_path / "stderr", module="tests.e2e.executor_programs")
+    with program:
+        program.expect("calls")
+        assert family.alive()
+        program.process.send_signal(signal.SIGKILL)
+        program.process.wait()
+        assert family.wait_gone(HARD) == []
+
+
+# As CPython's own tests that import the class by its name from concurrent.futures
+
+SLEEP = """\
+import time, sys
+def sleep_and_print(seconds, message):
+    time.sleep(seconds)
+    print(message)
+    sys.stdout.flush()
+"""
+MAKE = """\
+import multiprocessing
+from percore import LoopPoolExecutor
+from executor_sleep import sleep_and_print
+def make(**options):
+    method = {method!r}
+    context = None if method == "percore" else multiprocessing.get_context(method)
+    return LoopPoolExecutor(5, context, max_threads=1, broken="pool", **options)
+"""
+
+
+def write(folder: Path, text: str, method: str) -> str:
+    (folder / "executor_sleep.py").write_text(SLEEP)
+    return MAKE.format(method=method) + text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_interpreter_shutdown(method: str, tmp_path: Path) -> None:
+    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 1.0, "apple")\n'
+    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (0, "apple\n", "")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_submit_after_interpreter_shutdown(method: str, tmp_path: Path) -> None:
+    text = """\
+import atexit
+@atexit.register
+def run_last():
+    try:
+        t.submit(id, None)
+    except RuntimeError:
+        print("runtime-error")
+        raise
+if __name__ == "__main__":
+    t = make()
+    t.submit(id, 42).result()
+"""
+    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
+    assert "RuntimeError: cannot schedule new futures" in done.err
+    assert done.out == "runtime-error\n"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hang_gh83386(method: str, tmp_path: Path) -> None:
+    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 1.0, "apple")\n    t.shutdown(wait=False)\n'
+    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (0, "apple\n", "")
+
+
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    script = "import percore\ndef f(): pass\nprint(percore.LoopPoolExecutor(1).submit(f).exception())\n"
+    assert "if __name__ == '__main__':" in output_of(script, tmp_path)
+
+
+def test_the_scripts_of_the_page_on_migrating_say_the_same(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
+    before, after = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "ProcessPoolExecutor" in before
+    assert "LoopPoolExecutor" in after
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(str(number))
+    names = [f"{number:02}.txt" for number in range(40)]
+    said = output_of(after, tmp_path, *names)
+    assert said.count("\n") == 40
+    assert said == output_of(before, tmp_path, *names)
