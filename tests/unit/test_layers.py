@@ -125,8 +125,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
     "_runner": VOCABULARY
-    | {"_closing", "_contexts", "_engine", "_engines.process", "_policy", "_pool", "_statistics", "_supervisor", "_usage"}
-    | {"_ipc.pickles", "_verbs", "_worker.context"},
+    | {"_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
+    | {"_supervisor", "_usage", "_ipc.pickles", "_verbs", "_worker.context"},
 }
 
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
