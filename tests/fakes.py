@@ -195,5 +195,8 @@ class FakeEngine:
 class FakeRunner(Runner):
     """A runner whose workers are fakes."""
 
+    def _start_early(self) -> None:
+        """Its workers need no fork server."""
+
     def _make_engine(self, main: MainInfo) -> Engine:
         return FakeEngine(self._loop, self._options, self._memory, main)

@@ -1,31 +1,40 @@
-"""The async face: Runner."""
+"""The async face: Runner.
+
+What it stands on is imported in `start`, when the fork server has been started: a fresh program's fork server imports its own half
+at the same time, on another CPU.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from contextvars import ContextVar
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from percore._closing import Closing
-from percore._contexts import references
-from percore._engines.process import CommonMemory, ProcessEngine
 from percore._errors import RunnerClosed
-from percore._ipc.pickles import MainInfo, alias_main, main_info
-from percore._options import Knobs, Lifespan, StartMethod, grace_of
-from percore._policy import Backoff, RetryOn
-from percore._pool import Slot
-from percore._shared import Shared
-from percore._statistics import Statistics, WorkerStatistics
-from percore._supervisor import Supervisor
-from percore._usage import Usage, UsageMeter
-from percore._verbs import Options, Verbs, options
+from percore._options import Knobs, grace_of
+from percore._verbs import Verbs, options
 from percore._worker import context
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+    from contextvars import ContextVar
+    from types import TracebackType
+
+    from percore._closing import Closing
     from percore._engine import Engine
+    from percore._engines.forkserver import ForkServerLauncher
+    from percore._engines.process import CommonMemory
+    from percore._ipc.pickles import MainInfo
+    from percore._options import Lifespan, StartMethod
+    from percore._policy import Backoff, RetryOn
+    from percore._pool import Slot
+    from percore._shared import Shared
+    from percore._statistics import Statistics, WorkerStatistics
+    from percore._supervisor import Supervisor
+    from percore._usage import Usage, UsageMeter
+    from percore._verbs import Options
 
 T = TypeVar("T")
 
@@ -109,8 +118,11 @@ class Runner(Verbs):
             thread_initializer=thread_initializer,
             max_pending=max_pending,
         )
-        references(self._options.contextvars)
-        self._meter = UsageMeter()
+        if self._options.contextvars:
+            from percore._contexts import references
+
+            references(self._options.contextvars)
+        self._meter: UsageMeter
         self._state = _NEW
         self._pid = os.getpid()
         self._thread = 0
@@ -144,19 +156,16 @@ class Runner(Verbs):
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._state = _STARTING
-        alias_main()
-        main = self._main_info()
         try:
-            self._memory = CommonMemory.create(self._options)
+            early = self._start_early()
             try:
-                self._engine = self._make_engine(main)
-            except BaseException:
-                self._memory.close()
-                raise
+                self._make_supervisor()
+            finally:
+                if early is not None:
+                    await early.aclose()  # the engine has a share of its own by now
         except BaseException:
             self._state = _CLOSED
             raise
-        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._memory.arena, main_by_value=main.by_value)
         try:
             await self._supervisor.pool.start()
         except BaseException:
@@ -167,10 +176,41 @@ class Runner(Verbs):
             raise RunnerClosed("the runner was closed while it started")
         self._state = _OPEN
 
+    def _start_early(self) -> ForkServerLauncher | None:
+        """A share in the fork server, which is coming up."""
+        if self._options.start_method != "forkserver":
+            return None
+        from percore._engines.forkserver import ForkServerLauncher
+
+        launcher = ForkServerLauncher.open()
+        launcher.warm_up()
+        return launcher
+
+    def _make_supervisor(self) -> None:
+        from percore._engines.process import CommonMemory
+        from percore._ipc.pickles import alias_main
+        from percore._supervisor import Supervisor
+        from percore._usage import UsageMeter
+
+        alias_main()
+        main = self._main_info()
+        self._meter = UsageMeter()
+        self._memory = CommonMemory.create(self._options)
+        try:
+            self._engine = self._make_engine(main)
+        except BaseException:
+            self._memory.close()
+            raise
+        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._memory.arena, main_by_value=main.by_value)
+
     def _main_info(self) -> MainInfo:
+        from percore._ipc.pickles import main_info
+
         return main_info()
 
-    def _make_engine(self, main: Any) -> "Engine":
+    def _make_engine(self, main: Any) -> Engine:
+        from percore._engines.process import ProcessEngine
+
         return ProcessEngine(self._loop, self._options, self._memory, main)
 
     async def aclose(self, *, grace: float | None = None) -> None:
@@ -194,6 +234,8 @@ class Runner(Verbs):
             return
         self._check_here()
         if self._closing is None:
+            from percore._closing import Closing
+
             self._state = _CLOSING
             self._closing = Closing(self._supervisor, self._let_go)
         self._closing.tighten(grace)
@@ -297,6 +339,8 @@ class Runner(Verbs):
         if self._state in (_NEW, _CLOSED):
             raise RunnerClosed(_ADVICE[self._state])
         self._check_here()
+        from percore._statistics import Statistics
+
         workers = tuple(self._slot_statistics(slot) for slot in self._supervisor.slots)
         return Statistics(
             running=sum(worker.running for worker in workers),
@@ -324,6 +368,8 @@ class Runner(Verbs):
         return await self._meter.read({self._pid: "supervisor"} | workers)
 
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
+        from percore._statistics import WorkerStatistics
+
         member = slot.current
         # A worker that drains counts, too, beside its replacement.
         members = [other for other in self._supervisor.members if other.index == slot.index]

@@ -1,14 +1,17 @@
 """What a runner is asked to do: the verbs, as methods of Runner and of the view that `options` gives."""
 
-import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterable
-from typing import Any, ParamSpec, TypeVar, overload
+from __future__ import annotations
 
-from percore._calls import Call, Function
-from percore._map import Map
-from percore._policy import Backoff, Policy, RetryOn
-from percore._rows import Spec
-from percore._supervisor import Supervisor
+from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from percore._calls import Call, Function
+    from percore._map import Map
+    from percore._policy import Backoff, Policy, RetryOn
+    from percore._supervisor import Supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -271,6 +274,9 @@ class Verbs:
                 "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)"
             )
         self._check_open()
+        from percore._map import Map
+        from percore._rows import Spec
+
         spec = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy)
         return Map(self._supervisor, fn, iterables, spec, self._check_open)
 
@@ -301,6 +307,8 @@ def options(  # noqa: PLR0913  # each a documented option; the list is closed
     timeout: float | None,
 ) -> Options:
     """The view of `Runner.options`."""
+    from percore._policy import Policy
+
     default = supervisor.options.retries
     policy = Policy.checked(
         key=key, retries=default if retries is None else retries, retry_on=retry_on, backoff=backoff, timeout=timeout

@@ -9,18 +9,22 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import percore
 from percore._engines import forkserver, launch
 from percore._engines.fds import Fd, let_go
 from percore._engines.forkserver import ForkedProcess, ForkServerLauncher
-from percore._engines.servers import servers
+from percore._engines.servers import Server, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 
@@ -377,6 +381,46 @@ async def test_the_fork_server_ends_with_the_last_launcher() -> None:
     with pytest.raises(ChildProcessError):  # reaped
         os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
     os.close(watched)
+
+
+async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> None:
+    launcher = open_launcher("forkserver", "obey")
+    assert isinstance(launcher, ForkServerLauncher)
+    launcher.warm_up()
+    warm = server_pidfd()
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert server_pidfd() == warm
+    assert await end.code() == 3
+    await launcher.aclose()
+
+
+async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_it_has_started() -> None:
+    ended: list[list[Server]] = []
+    leave = servers.leave
+
+    def noted(member: object) -> list[Server]:
+        ended.append(leave(member))
+        return ended[-1]
+
+    runner = percore.Runner(1, lifespan=partial(nullcontext, threading.Lock()), start_method="forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers, "leave", noted)
+        with pytest.raises(TypeError, match="pickle"):
+            await runner.start()
+    assert [server.pidfd.number for [server] in ended] == [-1]  # one, and it is reaped
+
+
+async def test_what_a_runner_stands_on_is_imported_after_its_fork_server_has_been_started() -> None:
+    program = "import sys, percore; percore.Runner(1); print('percore._supervisor' in sys.modules, 'pathlib' in sys.modules)"
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-S", "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+    )
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert done.stdout == b"False False\n", done.stderr
 
 
 async def test_two_loops_in_two_threads_share_the_fork_server() -> None:

@@ -139,8 +139,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
     "_runner": VOCABULARY
-    | {"_closing", "_contexts", "_engine", "_engines.process", "_policy", "_pool", "_statistics", "_supervisor", "_usage"}
-    | {"_ipc.pickles", "_shared", "_verbs", "_worker.context"},
+    | {"_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
+    | {"_supervisor", "_usage", "_ipc.pickles", "_shared", "_verbs", "_worker.context"},
     # executor
     "_portal": VOCABULARY | {"_calls", "_member", "_runner", "_supervisor", "_worker.manners"},
     "_executor": VOCABULARY

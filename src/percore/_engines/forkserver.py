@@ -12,6 +12,7 @@ more requests and lives on until its workers are gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -54,7 +55,7 @@ class ForkServerLauncher:
 
     @classmethod
     def open(cls, entry: str = ENTRY) -> ForkServerLauncher:
-        """Take a share in the fork server, which is started with the first launch and ended with the last share.
+        """Take a share in the fork server, which is started by `warm_up` or the first launch, and ended with the last share.
 
         Raises:
             RuntimeError: this system has no pidfds.
@@ -64,6 +65,14 @@ class ForkServerLauncher:
         launcher = cls(entry)
         servers.join(launcher)
         return launcher
+
+    def warm_up(self) -> None:
+        """Have the fork server come up before the first launch asks it for a worker.
+
+        Where it cannot be started that is no error yet: the launch tries again, and tells.
+        """
+        with contextlib.suppress(OSError):
+            servers.warm_up(self.preload)
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> ForkedProcess:
         """Start a worker with the surroundings of this moment, from the running loop. See `percore._engine.Launcher`.

@@ -141,6 +141,16 @@ class Servers:
             server.living += 1
             return server
 
+    def warm_up(self, preload: str) -> None:
+        """Start a fork server of the surroundings of now, if there is none.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        with self._lock:
+            self._reap()
+            self._suitable(preload)
+
     def will_answer(self, server: Server | None) -> bool:
         """Whether it lives, as far as is known, and is not stopped: then it is slow at worst."""
         with self._lock:
