@@ -13,11 +13,11 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args, over
 from percore._calls import kind_of
 from percore._engine import Engine
 from percore._engines.process import ProcessEngine
-from percore._ipc.pickles import MainInfo, dump, main_info
+from percore._ipc.pickles import MainInfo, dump, is_by_reference, main_info
 from percore._ipc.slots import Sink
 from percore._messages import Kind
 from percore._options import Lifespan, usable_cpus, whole
-from percore._portal import KILL, TERMINATE, Portal
+from percore._portal import KILL, TERMINATE, Held, Portal
 from percore._runner import Runner
 from percore._worker import context
 from percore._worker.chunks import run_chunk
@@ -189,7 +189,8 @@ class LoopPoolExecutor(Executor):
         end = None if timeout is None else time.monotonic() + timeout
         rows = zip(*iterables, strict=False)
         if chunksize == 1 or _is_coroutine_function(fn):
-            return _Results(self, fn, rows, end, buffersize).items()
+            shared = fn if is_by_reference(fn) else Held(self._portal, fn)
+            return _Results(self, shared, rows, end, buffersize).items()
         chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
         calls = ((fn, chunk) for chunk in chunks)
         return _Results(self, run_chunk, calls, end, buffersize).chunks()

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("percore")
 
 Request: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any]]
+Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
+"""The last of it: what keeps the function held, where something does."""
 
 ABRUPTLY: Final = "a worker process ended abruptly while the call was running or waiting; the pool is broken"
 
@@ -56,10 +57,29 @@ _numbers: Final = itertools.count()
 is_interpreter_ending = False
 
 
+class Held:
+    """A function that travels by value and is the same for many calls: it is pickled once, for as long as one of them needs it."""
+
+    __slots__ = ("_portal", "fn", "function")
+
+    def __init__(self, portal: "Portal", fn: Callable[..., Any]) -> None:
+        self._portal = portal
+        self.fn = fn
+        self.function: Function | None = None
+        """The loop's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __del__(self) -> None:
+        if self.function is not None:
+            self._portal.forget(self.function)
+
+
 class Job:
     """One call, as the supervisor sees it. Its future is told at the end of the turn."""
 
-    __slots__ = ("_portal", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
+    __slots__ = ("_held", "_portal", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
     size: ClassVar[int] = 1
@@ -74,8 +94,9 @@ class Job:
     key: None
     plan: None
 
-    def __init__(self, portal: "Portal", future: Future[Any]) -> None:
+    def __init__(self, portal: "Portal", future: Future[Any], held: Any) -> None:
         self._portal = portal
+        self._held = held
         self.future: Future[Any] | None = future
         self.is_done = False
 
@@ -190,6 +211,12 @@ class Portal:
             if self.thread is not None:
                 self._wake(lambda: self._shut(False))
 
+    def forget(self, function: Function) -> None:
+        """No call needs this held function any more. From any thread, in the midst of anything."""
+        supervisor = self._supervisor
+        if supervisor is not None and os.getpid() == self._pid:
+            self._wake(lambda: supervisor.forget(function))
+
     def _start(self) -> None:
         with self._lock:
             if self.thread is not None:
@@ -282,13 +309,18 @@ class Portal:
         for _ in range(len(inbox)):
             future, fn, args, kwargs = inbox.popleft()
             try:
-                function = known.get(id(fn)) or of(fn)
+                function = known.get(id(fn)) or (self._hold(supervisor, fn) if type(fn) is Held else of(fn))
             except BaseException as error:  # a generator function, or nothing that can be called
                 if _begins(future):
                     self._tell(future, None, error)
             else:
-                waiting[function.kind].append((future, function, args, kwargs))
+                waiting[function.kind].append((future, function, args, kwargs, fn if type(fn) is Held else None))
         self._pump()
+
+    def _hold(self, supervisor: "Supervisor", held: Held) -> Function:
+        if held.function is None:
+            held.function = supervisor.functions.hold(held.fn)
+        return held.function
 
     def _pump(self) -> None:
         """Hand over what there is room for."""
@@ -298,10 +330,10 @@ class Portal:
         submit = supervisor.submit
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
-                future, function, args, kwargs = waiting.popleft()
+                future, function, args, kwargs, held = waiting.popleft()
                 if not _begins(future):
                     continue
-                job = Job(self, future)
+                job = Job(self, future, held)
                 job.kind = kind
                 self._jobs.add(job)
                 room[kind] -= 1

@@ -203,6 +203,38 @@ def test_map(executor: LoopPoolExecutor) -> None:
     assert list(executor.map(jobs.add)) == []
 
 
+def test_a_map_pickles_its_function_once_and_lets_go_of_it(executor: LoopPoolExecutor) -> None:
+    counted = CountsPickling()
+    gone = threading.Event()
+    watch = weakref.ref(counted, lambda _: gone.set())
+    assert list(executor.map(counted, range(100))) == list(range(100))
+    assert counted.times == 1
+    first = executor.map(counted, range(100))
+    assert next(first) == 0
+    del first  # what waits still has it
+    assert list(executor.map(counted, range(3))) == [0, 1, 2]
+    del counted
+    gc.collect()
+    executor.submit(jobs.echo, 1).result()
+    assert gone.wait(20)
+    assert watch() is None
+    with pytest.raises(TypeError):
+        list(executor.map(CountsPickling(threading.Lock()), range(3)))
+
+
+class CountsPickling:
+    def __init__(self, lock: Any = None) -> None:
+        self.times = 0
+        self.lock = lock
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.times += 1
+        return {"times": 0, "lock": self.lock}
+
+    def __call__(self, value: int) -> int:
+        return value
+
+
 def test_map_checks_when_it_is_called(executor: LoopPoolExecutor) -> None:
     with pytest.raises(ValueError, match="chunksize must be >= 1"):
         executor.map(jobs.echo, [1], chunksize=0)
