@@ -133,8 +133,6 @@ class Outcomes:
             raise BrokenFrame("the end of a lease that was never begun")
         member.leases.remove(payload)
         self._supervisor.arena.discard(payload)
-        if POINTS:
-            point("supervisor.lease.ended")
 
     def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
         return member.worker.channel.incoming.read(payload)

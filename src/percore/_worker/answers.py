@@ -40,8 +40,6 @@ class Answers:
 
     def _unleased(self, payload: int) -> None:
         if self._channel.is_open:
-            if POINTS:
-                point("worker.lease.ended")
             self._channel.send_lazily(UNLEASED, 0, payload)
 
     def function(self, function: Function) -> Callable[..., Any]:
