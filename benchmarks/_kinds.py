@@ -67,6 +67,7 @@ def row_of(kind: Kind, *, quick: bool, seconds: float) -> Row:
         rounds=3 if quick else 7,
         shown=7,  # the others' speed-up is told by the base's round
         seconds=8 if quick else seconds,
+        warm_ups=0,  # of all loads; the low one is made while it opens
         trials=1,
         words=_words(),
         derive=_derive,
