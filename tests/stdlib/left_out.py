@@ -17,7 +17,7 @@ class LeftOut(NamedTuple):
     part: str = ""
 
 
-_BY_NAME = "imports the class by its name from concurrent.futures; tests/e2e/test_executor_exits.py has our own copy"
+_BY_NAME = "imports the class by its name from concurrent.futures; tests/e2e/test_executor_ends.py has our own copy"
 
 LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("test_interpreter_shutdown", _BY_NAME),
