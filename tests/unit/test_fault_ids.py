@@ -7,6 +7,7 @@ T recycling, M maps, L threads that are all taken, R memory, rings and limits.
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ IDS = [
 ]
 
 
+@cache
 def carried() -> Counter[str]:
     """How many tests carry each id."""
     names = (
