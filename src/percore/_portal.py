@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
 from percore._calls import Call, Function
@@ -34,7 +35,7 @@ from percore._errors import RemoteError, RemoteTraceback
 from percore._member import Member
 from percore._messages import Kind
 from percore._platform import uvloop_wanted
-from percore._runner import Runner
+from percore._runner import HALF, Runner
 from percore._worker.manners import ThreadInitializerFailed
 
 if TYPE_CHECKING:
@@ -253,6 +254,8 @@ class Portal:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
+            for name in HALF:  # so that the first step of a start starts the processes
+                import_module(name)
             asyncio.set_event_loop(loop)
             loop.run_until_complete(self._main())
             loop.run_until_complete(loop.shutdown_asyncgens())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from percore import _broken as _broken  # what it imports cannot be imported any more once the main thread has ended
 from percore._errors import RunnerClosed
 from percore._options import Knobs, grace_of
 from percore._verbs import Verbs, options
@@ -47,6 +50,21 @@ _ADVICE = {
     _CLOSING: "the runner is closing and takes no new calls",
     _CLOSED: "the runner is closed; make a new one",
 }
+
+
+HALF = (
+    *("percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main", "percore._engines.process"),
+    *("percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
+)
+"""What a started runner stands on, in pieces."""
+
+
+async def _import_half() -> None:
+    """Import it. All at once it takes longer than the loop may be held."""
+    for name in HALF:
+        if name not in sys.modules:
+            import_module(name)
+            await asyncio.sleep(0)
 
 
 class Runner(Verbs):
@@ -159,6 +177,9 @@ class Runner(Verbs):
         try:
             early = self._start_early()
             try:
+                await _import_half()
+                if self._state == _CLOSED:  # by another task meanwhile
+                    raise RunnerClosed("the runner was closed while it started")
                 self._make_supervisor()
             finally:
                 if early is not None:
@@ -185,6 +206,10 @@ class Runner(Verbs):
         launcher = ForkServerLauncher.open()
         launcher.warm_up()
         return launcher
+
+    @property
+    def _has_supervisor(self) -> bool:
+        return hasattr(self, "_supervisor")
 
     def _make_supervisor(self) -> None:
         from percore._engines.process import CommonMemory
@@ -228,7 +253,7 @@ class Runner(Verbs):
             RuntimeError: from another loop or thread, or after a fork.
         """
         grace = grace_of(grace)
-        if self._state == _NEW:
+        if self._state == _NEW or (self._state == _STARTING and not self._has_supervisor):
             self._state = _CLOSED
         if self._state == _CLOSED:
             return
@@ -336,7 +361,7 @@ class Runner(Verbs):
             RunnerClosed: before start and after close.
             RuntimeError: from another loop or thread, or after a fork.
         """
-        if self._state in (_NEW, _CLOSED):
+        if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
         self._check_here()
         from percore._statistics import Statistics
@@ -360,7 +385,7 @@ class Runner(Verbs):
         Raises:
             RunnerClosed, RuntimeError: as `statistics`.
         """
-        if self._state in (_NEW, _CLOSED):
+        if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
         self._check_here()
         members = sorted(self._supervisor.members, key=lambda member: (member.index, member.generation))

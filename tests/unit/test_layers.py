@@ -139,7 +139,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
     "_runner": VOCABULARY
-    | {"_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
+    | {"_broken", "_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
     | {"_supervisor", "_usage", "_ipc.pickles", "_shared", "_verbs", "_worker.context"},
     # executor
     "_portal": VOCABULARY | {"_calls", "_member", "_runner", "_supervisor", "_worker.manners"},
@@ -181,6 +181,8 @@ GIVES_WAY = {
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
     "_flow": ["asyncio.sleep(0)"],
+    # the loop, between two imports
+    "_runner": ["asyncio.sleep(0)"],
 }
 
 
