@@ -32,7 +32,7 @@ SOURCES := $(wildcard src tests examples benchmarks scripts)
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 # Where they matter most; `make test-fallbacks` runs the whole contract.
-FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches calls cancellation closing deaths inside logs payloads recycling usage)
+FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches buffers calls cancellation closing deaths inside logs payloads recycling share usage)
 
 .PHONY: help demo test test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record clean stale
 .DELETE_ON_ERROR:

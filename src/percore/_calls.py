@@ -196,5 +196,5 @@ class Functions:
 
     def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
         sink = Sink(self._slots, private=self._is_scarce())
-        met = self._shares.watch(lambda: dump(obj, sink, main_by_value=self._main_by_value, out_of_band=True))
+        met = self._shares.watch(lambda: dump(obj, sink, main_by_value=self._main_by_value, beside=sink))
         return sink.payload(), met

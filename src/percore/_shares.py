@@ -172,7 +172,7 @@ class Shares:
         """In a thread."""
         sink = Sink(self._arena)
         try:
-            dump(obj, sink, main_by_value=self._main_by_value, out_of_band=True)
+            dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
             payload: Payload | BaseException = sink.payload()
         except BaseException as error:
             payload = error

@@ -152,7 +152,7 @@ def test_large_buffers_lie_aligned_beside_the_pickle(way: str, chunks: list[byte
     with lowered():
         writer, sink = slots_for(way)
         things = [PickleBuffer(bytearray(chunk)) for chunk in chunks]
-        dump([text, things], sink, main_by_value=False, out_of_band=True)
+        dump([text, things], sink, main_by_value=False, beside=sink)
         payload = sink.payload()
         assert loaded(writer, payload) == [text, chunks]
         assert has_buffers(reader_of(writer).read(payload)) == any(len(chunk) >= 16 for chunk in chunks)
@@ -163,7 +163,7 @@ def test_large_buffers_lie_aligned_beside_the_pickle(way: str, chunks: list[byte
 def test_a_buffer_travels_beside_from_the_limit_on(way: str) -> None:
     for size, is_beside in ((BUFFER_LIMIT - 1, False), (BUFFER_LIMIT, True)):
         writer, sink = slots_for(way)
-        dump(PickleBuffer(bytes(size)), sink, main_by_value=False, out_of_band=True)
+        dump(PickleBuffer(bytes(size)), sink, main_by_value=False, beside=sink)
         assert has_buffers(reader_of(writer).read(sink.payload())) == is_beside
 
 
@@ -176,7 +176,7 @@ def test_within_when_nobody_asks_for_it_beside() -> None:
 def test_a_buffer_in_steps_is_refused_by_the_pickler() -> None:
     writer, sink = slots_for("slot")
     with pytest.raises(pickle.PicklingError, match="contiguous"):
-        dump(PickleBuffer(memoryview(bytearray(2 * BUFFER_LIMIT))[::2]), sink, main_by_value=False, out_of_band=True)
+        dump(PickleBuffer(memoryview(bytearray(2 * BUFFER_LIMIT))[::2]), sink, main_by_value=False, beside=sink)
     assert writer.in_use == 0
     assert sink.buffers == []
 
@@ -193,10 +193,10 @@ def test_a_pickle_that_fails_behind_a_buffer_leaves_neither_slot_nor_buffer(way:
     writer, sink = slots_for(way)
     used = writer.in_use
     with pytest.raises(LookupError, match="not this one"):
-        dump([PickleBuffer(bytearray(BUFFER_LIMIT)), Refuses()], sink, main_by_value=False, out_of_band=True)
+        dump([PickleBuffer(bytearray(BUFFER_LIMIT)), Refuses()], sink, main_by_value=False, beside=sink)
     assert sink.buffers == []
     assert writer.in_use == used
-    dump("after it", sink, main_by_value=False, out_of_band=True)
+    dump("after it", sink, main_by_value=False, beside=sink)
     assert loaded(writer, sink.payload()) == "after it"
 
 
@@ -206,7 +206,7 @@ def test_what_is_pickled_in_another_way_has_each_buffer_once(way: str) -> None:
     writer, sink = slots_for(way)
     first, second = b"a" * BUFFER_LIMIT, b"b" * (BUFFER_LIMIT + 3)
     things = [PickleBuffer(bytearray(first)), lambda: 5, PickleBuffer(bytearray(second))]
-    dump(things, sink, main_by_value=False, out_of_band=True)
+    dump(things, sink, main_by_value=False, beside=sink)
     data = reader_of(writer).read(sink.payload())
     assert len(places_in(data)[1]) == 2
     left, function, right = loaded(writer, sink.payload())
@@ -217,17 +217,17 @@ def test_what_is_pickled_in_another_way_has_each_buffer_once(way: str) -> None:
 def test_r4_buffers_above_the_limit_are_too_large_and_the_table_counts(small_limits: None, way: str) -> None:
     size = 500
     writer, sink = slots_for(way, 4096)
-    dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, out_of_band=True)
+    dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, beside=sink)
     whole = len(reader_of(writer).read(sink.payload()))
     for limit in (whole, whole - 1, size):
         writer, sink = slots_for(way, 4096, limit)
         used = writer.in_use
         if limit == whole:
-            dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, out_of_band=True)
+            dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, beside=sink)
             assert loaded(writer, sink.payload()) == bytes(size)
             continue
         with pytest.raises(PayloadTooLarge, match=f"max_message={limit}"):
-            dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, out_of_band=True)
+            dump(PickleBuffer(bytearray(size)), sink, main_by_value=False, beside=sink)
         assert writer.in_use == used
         assert sink.buffers == []
 
@@ -237,7 +237,7 @@ def test_r4_buffers_for_which_there_is_no_room_are_a_memory_error(monkeypatch: p
     monkeypatch.setattr(module, "MARGIN", 4096)
     writer, sink = slots_for("slot")
     with pytest.raises(MemoryError, match="memory that is left, 1000 bytes"):
-        dump(PickleBuffer(bytearray(BUFFER_LIMIT)), sink, main_by_value=False, out_of_band=True)
+        dump(PickleBuffer(bytearray(BUFFER_LIMIT)), sink, main_by_value=False, beside=sink)
     assert sink.lacks_room
     assert writer.in_use == 0
     assert sink.buffers == []
@@ -246,7 +246,7 @@ def test_r4_buffers_for_which_there_is_no_room_are_a_memory_error(monkeypatch: p
 def test_a_private_copy_of_a_buffer_does_not_change_with_its_source() -> None:
     writer, sink = slots_for("private")
     source = bytearray(b"b" * BUFFER_LIMIT)
-    dump(PickleBuffer(source), sink, main_by_value=False, out_of_band=True)
+    dump(PickleBuffer(source), sink, main_by_value=False, beside=sink)
     source[:] = b"a" * BUFFER_LIMIT
     assert loaded(writer, sink.payload()) == b"b" * BUFFER_LIMIT
     source.append(0)  # and nobody looks at it any more

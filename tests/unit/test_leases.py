@@ -63,7 +63,7 @@ class Sides:
 
     def send(self, thing: Any, *, private: bool = False) -> Payload:
         sink = Sink(self.writer, private=private)
-        dump(thing, sink, main_by_value=False, out_of_band=True)
+        dump(thing, sink, main_by_value=False, beside=sink)
         return sink.payload()
 
     def close(self) -> None:

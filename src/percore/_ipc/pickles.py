@@ -37,13 +37,18 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 class File(Protocol):
     """What a pickler writes to."""
 
-    buffers: list[memoryview]
-
     def write(self, data: Any, /) -> object: ...
     def contains(self, needle: bytes) -> bool: ...
+    def reset(self) -> None: ...
+
+
+class Beside(Protocol):
+    """A file that takes large buffers beside the pickle."""
+
+    buffers: list[memoryview]
+
     def keep(self, buffer: PickleBuffer) -> bool: ...
     def write_buffers(self) -> None: ...
-    def reset(self) -> None: ...
 
 
 class _FastPickler(Pickler):
@@ -54,8 +59,8 @@ class _FastPickler(Pickler):
 Keep = Callable[[PickleBuffer], bool]
 
 
-def dump(obj: object, file: File, *, main_by_value: bool, out_of_band: bool = False) -> None:
-    """Pickle `obj` into `file`; with `out_of_band` large buffers go beside the pickle.
+def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None = None) -> None:
+    """Pickle `obj` into `file`. `beside`: the same file, if large buffers are to go beside the pickle.
 
     Raises:
         PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle it.
@@ -63,10 +68,10 @@ def dump(obj: object, file: File, *, main_by_value: bool, out_of_band: bool = Fa
 
     After an error the file has been reset.
     """
-    _dump(obj, file, main_by_value, file.keep if out_of_band else None)
-    if out_of_band and file.buffers:
+    _dump(obj, file, main_by_value, None if beside is None else beside.keep)
+    if beside is not None and beside.buffers:
         try:
-            file.write_buffers()
+            beside.write_buffers()
         except BaseException:
             file.reset()
             raise

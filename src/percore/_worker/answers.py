@@ -91,7 +91,7 @@ class Answers:
             return None
         sink = Sink(self._channel.outgoing)
         try:
-            dump(value, sink, main_by_value=self._main_by_value, out_of_band=True)
+            dump(value, sink, main_by_value=self._main_by_value, beside=sink)
             payload = sink.payload()
         except PayloadTooLarge as error:
             self.error(call_id, error.with_traceback(None), send)  # of ours, which would itself be too large for some limits
