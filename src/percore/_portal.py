@@ -25,13 +25,14 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
 from percore._calls import Call, Function
-from percore._errors import RemoteError, RemoteTraceback
+from percore._errors import RemoteError
+from percore._futures import begins, resolve
 from percore._member import Member
 from percore._messages import Kind
 from percore._platform import uvloop_wanted
@@ -247,8 +248,8 @@ class Portal:
                 future, *_ = self._inbox.popleft()
             except IndexError:
                 return
-            if _begins(future):
-                _resolve(future, None, self._last_word())
+            if begins(future):
+                resolve(future, None, self._last_word())
 
     # The thread
 
@@ -314,7 +315,7 @@ class Portal:
             try:
                 function = known.get(id(fn)) or (self._hold(supervisor, fn) if type(fn) is Held else of(fn))
             except BaseException as error:  # a generator function, or nothing that can be called
-                if _begins(future):
+                if begins(future):
                     self._tell(future, None, error)
             else:
                 waiting[function.kind].append((future, function, args, kwargs, fn if type(fn) is Held else None))
@@ -334,7 +335,7 @@ class Portal:
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
                 future, function, args, kwargs, held = waiting.popleft()
-                if not _begins(future):
+                if not begins(future):
                     continue
                 job = Job(self, future, held)
                 job.kind = kind
@@ -384,7 +385,7 @@ class Portal:
         self._pump()  # first the workers
         outcomes.reverse()
         while outcomes:
-            _resolve(*outcomes.pop())
+            resolve(*outcomes.pop())
         self._look()
 
     # Ending
@@ -410,7 +411,7 @@ class Portal:
                 while waiting:
                     future = waiting.popleft()[0]
                     if future.cancel():
-                        _begins(future)  # which tells those who wait
+                        begins(future)  # which tells those who wait
         self._look()
 
     def _kill(self, signum: int) -> None:
@@ -470,16 +471,16 @@ class Portal:
         """At the end of the thread: whatever is left ends now."""
         outcomes, self._outcomes = self._outcomes, []
         for outcome in outcomes:
-            _resolve(*outcome)
+            resolve(*outcome)
         left = [*self._cut, *(self._leave(job) for job in list(self._jobs))]
         self._cut.clear()
         for waiting in self._waiting:
             while waiting:
                 future = waiting.popleft()[0]
-                if _begins(future):
+                if begins(future):
                     left.append(future)
         for future in left:
-            _resolve(future, None, self._last_word())
+            resolve(future, None, self._last_word())
         self._empty_inbox()
 
 
@@ -490,43 +491,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
             return uvloop.new_event_loop()
     return asyncio.new_event_loop()
-
-
-def _begins(future: Future[Any]) -> bool:
-    """Whether it runs from now on: nobody has cancelled it."""
-    try:
-        return future.set_running_or_notify_cancel()
-    except RuntimeError:  # whoever has it has ended it himself, and the standard library has logged that
-        return False
-
-
-def _resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    try:
-        if error is None:
-            future.set_result(value)
-        else:
-            _end_as_theirs(error)
-            future.set_exception(error)
-    except InvalidStateError:  # whoever has it has ended it himself
-        pass
-    except BaseException:  # the standard library logs an Exception of a callback itself
-        logger.exception("a callback of %r raised", future)
-
-
-def _end_as_theirs(error: BaseException) -> None:
-    """The remote traceback as the standard library's class, where there is one."""
-    seen = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        cause = error.__cause__
-        if type(cause) is RemoteTraceback:
-            suppress = error.__suppress_context__
-            error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
-            error.__suppress_context__ = suppress
-            return
-        if cause is None:
-            return
-        error = cause
 
 
 def _at_exit() -> None:

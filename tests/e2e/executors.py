@@ -3,11 +3,28 @@
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.pipes import Gate, Log
+
 METHODS = ("percore", "fork", "forkserver", "spawn")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "log")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
 
 
 @pytest.fixture(params=METHODS)

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures.process import _RemoteTraceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +16,15 @@ import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
+from tests.e2e.executors import gate, log
+
+__all__ = ["gate", "log"]
 
 
 @pytest.fixture
 def executor() -> Iterator[LoopPoolExecutor]:
     with LoopPoolExecutor(2, max_threads=2) as executor:
         yield executor
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
 
 
 def test_it_is_an_executor(executor: LoopPoolExecutor) -> None:

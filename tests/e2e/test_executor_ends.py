@@ -7,7 +7,6 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,15 @@ import pytest
 
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import METHODS
+from tests.contract.pipes import Gate
+from tests.e2e.executors import METHODS, gate, log
 from tests.e2e.family import Family
 from tests.e2e.scripts import output_of, python
 from tests.faults import Program
 
+__all__ = ["gate", "log"]
+
 HARD = 5.0
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
 
 
 def told(story: str, method: str, folder: Path) -> list[str]:

@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +16,12 @@ import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import context, end_helpers, mp_context
+from tests.e2e.executors import context, end_helpers, gate, log, mp_context
 
-__all__ = ["context", "mp_context"]
+__all__ = ["context", "gate", "log", "mp_context"]
 
 # Since Python 3.12 a fork of a process that has threads, as an executor's always is, is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
 
 
 def lines(log: Log, count: int) -> list[str]:

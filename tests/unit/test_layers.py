@@ -142,7 +142,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_broken", "_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
     | {"_supervisor", "_usage", "_ipc.pickles", "_shared", "_verbs", "_worker.context"},
     # executor
-    "_portal": VOCABULARY | {"_calls", "_member", "_runner", "_supervisor", "_worker.manners"},
+    "_futures": WORDS,
+    "_portal": VOCABULARY | {"_calls", "_futures", "_member", "_runner", "_supervisor", "_worker.manners"},
     "_executor": VOCABULARY
     | {"_calls", "_engine", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal", "_runner"}
     | {"_worker.chunks", "_worker.context", "_worker.manners"},

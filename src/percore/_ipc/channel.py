@@ -83,8 +83,7 @@ class Channel:
         self.loop = loop
         self.tx, self.rx = rings
         self.outgoing, self.incoming = slots
-        self.endings = Endings(loop)
-        self.leases = Leases(self.incoming, self.endings, leases)
+        self.leases = Leases(self.incoming, Endings(loop), leases)
         self.on_message: Callable[[int, int, Body], None]
         self.on_broken: Callable[[BaseException], None] = _ignore
         self.on_batch: Callable[[], None] | None = None
@@ -101,7 +100,6 @@ class Channel:
         self._rung_at = self._lag = 0.0
         self._ends_turn = self._is_lazy = False
         self._is_open = False
-        self._is_clear = False  # nothing is queued, nor waits for the ring
         self._bell_waits = False
         self._is_ring_due = False
 
@@ -116,7 +114,6 @@ class Channel:
         self.on_broken = on_broken
         self.on_batch = on_batch
         self._is_open = True
-        self._is_clear = not POINTS
         _opened.add(self)
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
@@ -145,7 +142,6 @@ class Channel:
             data = encode([(op, call_id, body)])
             if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled it since we looked
                 self._frame = data
-                self._is_clear = False
             else:
                 published = tx.write(data)
                 self._rung_at = monotonic()
@@ -163,7 +159,6 @@ class Channel:
             self.flush()
 
     def _enqueue(self, op: int, call_id: int, body: Body) -> None:
-        self._is_clear = False
         self._queue.append((op, call_id, body))
         if type(body) is bytes:
             self._heavy += len(body)
@@ -235,8 +230,6 @@ class Channel:
                         self._ring(0)
                 finally:
                     self._lock.release()
-            # A thread may queue something just now, and then a message of the loop overtakes it, which is nobody's business.
-            self._is_clear = self._is_open and not self._queue and self._frame is None and not POINTS
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
@@ -390,7 +383,7 @@ class Channel:
     def stop(self) -> None:
         """Receive nothing more. Idempotent."""
         if self._is_open:
-            self._is_open = self._is_clear = False
+            self._is_open = False
             if not self.loop.is_closed():
                 self.loop.remove_reader(self._bell.fileno())
                 if self._bell_waits:
@@ -406,7 +399,7 @@ class Channel:
 
     def disown(self) -> None:
         """This is a fork of the process that opened it, which goes on using it: touch neither the bell nor the memory."""
-        self._is_open = self._is_clear = False
+        self._is_open = False
         # The copied loop shares one epoll with ours: ending, it would take descriptors out of it that it has open, too.
         self._bell.close()
         self.outgoing.disown()

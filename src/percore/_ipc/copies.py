@@ -34,11 +34,7 @@ class Copy:
         if not self._is_built:
             with self._building:
                 if not self._is_built:
-                    value = self._build()
-                    with self._state:
-                        if not self._is_given_up:
-                            self._value, self._is_built = value, True
-                    return value
+                    return self._build()
         value = self._value
         if self._is_given_up:  # looked at afterwards: it was there, or is not
             raise RuntimeError(CLOSED)
@@ -49,7 +45,11 @@ class Copy:
             if self._is_given_up:
                 raise RuntimeError(CLOSED)
             self._views += 1
-        return self._leases.receive_shared(self._payload, self._gone).load()
+        value = self._leases.receive_shared(self._payload, self._gone).load()
+        with self._state:
+            if not self._is_given_up:
+                self._value, self._is_built = value, True
+        return value
 
     def forget(self) -> None:
         """Give it up: nobody gets it any more. Those who have it keep it. In the loop, once."""

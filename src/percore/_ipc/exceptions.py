@@ -111,9 +111,8 @@ def _encoded(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple
 
 
 def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
-    if not as_itself and isinstance(
-        root, StopIteration | StopAsyncIteration
-    ):  # a future refuses these; PEP 479 says what they become
+    # A future of asyncio refuses these; PEP 479 says what they become.
+    if not as_itself and isinstance(root, StopIteration | StopAsyncIteration):
         root, stop = RuntimeError(f"the call raised {type(root).__qualname__}"), root
         root.__cause__ = stop
     order, index = _collect(root)

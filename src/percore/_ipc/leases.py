@@ -82,7 +82,11 @@ class Leases:
         pickled, places = places_in(data)
         if isinstance(data, bytes) or type(payload) is not int or not self._begin(payload & SLOT_MASK):
             return Received(data, pickled, [data[start:end] for start, end in places], is_leased=False)
-        seen = export(self._slots.own(payload), self._endings, partial(self._end, payload))
+        try:
+            seen = export(self._slots.own(payload), self._endings, partial(self._end, payload))
+        except BaseException:  # no memory even for that: then there is no view whose end would be heard of
+            self._give_up(payload & SLOT_MASK)
+            raise
         return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
 
     def receive_shared(self, payload: int, ended: Callable[[], None]) -> Received:
@@ -114,6 +118,9 @@ class Leases:
 
     def _end(self, payload: int) -> None:
         self._slots.forget(payload)
-        with self._lock:
-            self._leased.discard(payload & SLOT_MASK)
+        self._give_up(payload & SLOT_MASK)
         self.on_end(payload)
+
+    def _give_up(self, slot: int) -> None:
+        with self._lock:
+            self._leased.discard(slot)
