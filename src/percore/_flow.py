@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
-from percore._core.flow import Window
+from percore._core.flow import AHEAD_SECONDS, Window
 from percore._errors import RunnerClosed, shown
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
@@ -199,6 +199,7 @@ class Flow:
         self._is_feeding = True
         try:
             await self._feed_until_end()
+            self._send()
         except asyncio.CancelledError as error:
             # Raised by the input, or by whoever ends the map: then there is a failure already, or nobody who looks.
             if self._failure is None:
@@ -220,6 +221,7 @@ class Flow:
         while not self._is_fed:
             space = self._window.space()
             if space <= 0:
+                self._send()
                 self._space_waiter = self._loop.create_future()
                 self._wake_at = self._window.wake_at()
                 await self._space_waiter
@@ -242,6 +244,7 @@ class Flow:
             # The rows of one chunk wait for the last of it, so it takes half a millisecond at most.
             chunk = min(_MOST_AT_ONCE, chunk * 2) if now - at < _CHUNK_SECONDS else max(1, chunk // 2)
             if now - begun > _PULL_SECONDS:  # an async input may never suspend either
+                self._send()
                 await asyncio.sleep(0)
                 begun = self._loop.time()
 
@@ -279,10 +282,16 @@ class Flow:
         taken = self._rows.submit(number, rows)
         if self._batches is not None and not self._is_closed:
             self.owner.dispatch.appended(self.queue)
-            self.owner.send_waiting(Kind.THREAD)
+            if self._inputs.is_async or self.owner.admission is not None:  # the next row may not come for long
+                self._send()
         if taken < len(rows) and not self._is_closed:
             self._leave(len(rows) - taken)
         return taken == len(rows)
+
+    def _send(self) -> None:
+        """Send the items that go in batches: the chunks of one pull together, since batches are cut from what waits."""
+        if self._batches is not None and not self._is_closed:
+            self.owner.send_waiting(Kind.THREAD)
 
     def is_done(self) -> bool:
         """As Taker."""
@@ -357,6 +366,10 @@ class Flow:
     def _has_ended(self, count: int, arguments: int, size: int) -> None:
         window = self._window
         window.end(count, arguments, size, self._loop.time())
+        if self._batches is not None and (cost := self._batches.cost).seconds is not None:
+            window.batch = cost.whole(len(self.owner.slots))
+            if not window.is_rated:
+                window.expect(int(len(self.owner.slots) * AHEAD_SECONDS / cost.seconds))
         if self._admitted:
             self._leave(min(count, self._admitted))
         if self._is_list:

@@ -33,6 +33,7 @@ from percore._options import Knobs
 from percore._points import POINTS, point
 from percore._policy import DEFAULT, Plan, Policy
 from percore._pool import Pool
+from percore._recalls import Recalls
 from percore._shares import Shares
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Supervisor:
         self.attempts = Attempts(self)
         self.deaths = Deaths(self)
         self._loose: set[Unit] = set()
+        self._recalls = Recalls(self.loop, self.dispatch)
         self.broken: RunnerBroken | None = None
         self.is_closing = False
         self.is_cut = False
@@ -253,8 +255,7 @@ class Supervisor:
     def _dispatch(self) -> None:
         self.send_waiting(Kind.TASK)
         self.send_waiting(Kind.THREAD)
-        if (recall := self.dispatch.recall()) is not None:
-            recall.seat.ask_back(recall.wanted, self.dispatch.times_ahead)
+        self._recalls.look()
 
     def forget(self, function: Function) -> None:
         """A held function is of no use any more, once the calls that are still under way have ended."""
@@ -391,6 +392,7 @@ class Supervisor:
         """No worker will be started any more, nor become ready: nothing waits for one."""
         self.attempts.end()
         self._refuse_waiting()
+        self._recalls.stop()
         self.pool.stop_timers()
 
     def kill_all(self) -> None:

@@ -124,10 +124,24 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
     "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
+    "_recalls": VOCABULARY | {"_items"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
     "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes", "_patience", "_reports"},
     "_supervisor": VOCABULARY
-    | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_items", "_member", "_policy", "_pool"}
+    | {
+        "_admission",
+        "_attempts",
+        "_broken",
+        "_calls",
+        "_contexts",
+        "_deaths",
+        "_engine",
+        "_items",
+        "_member",
+        "_policy",
+        "_pool",
+        "_recalls",
+    }
     | {"_shares", "_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
@@ -158,6 +172,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_attempts": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_member": frozenset({"_patience"}),
+    "_recalls": frozenset({"_core.dispatch", "_member"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
     "_shares": frozenset({"_member"}),

@@ -356,6 +356,10 @@ class Dispatch(Generic[C, S]):
                 calls.append(queue.batches.pop(1))
         return calls
 
+    def is_dry(self) -> bool:
+        """Whether nothing waits here while something is queued ahead."""
+        return self._is_ahead and not any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))
+
     def recall(self) -> Recall[S] | None:
         """Whom to ask for plain calls that have not begun, when a worker has a free thread and nothing waits here."""
         kind = Kind.THREAD

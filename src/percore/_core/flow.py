@@ -31,8 +31,10 @@ class Window:
         "_rated_at",
         "_rated_ended",
         "_result_bytes",
+        "batch",
         "ended",
         "handed_over",
+        "is_rated",
         "limit",
         "pulled",
     )
@@ -44,6 +46,9 @@ class Window:
         self.limit = min(most, LEAST if exact is None else exact)
         self._base = min(most, max(LEAST, min(MOST, 2 * room)))
         self.pulled = self.ended = self.handed_over = 0
+        self.is_rated = False
+        self.batch = 1
+        """Items that make a batch: so many are pulled together, where the window has room for some."""
         self._argument_bytes = 0
         self._result_bytes = 0.0
         self._mean = 0.0
@@ -67,7 +72,8 @@ class Window:
         """Whether there is so much space that whoever pulls should be woken: short calls are then pulled by the hundred."""
         space = self.space()
         most = min(self.limit, BYTES / self._mean) if self._mean else self.limit
-        return space > 0 and (self._is_exact or space * 8 >= most or self.pulled == self.ended)
+        step = max(most / 8, min(self.batch, most / 4))
+        return space > 0 and (self._is_exact or space >= step or self.pulled == self.ended)
 
     def pull(self, count: int, size: int) -> None:
         """So many items were pulled; their pickled arguments take `size` bytes."""
@@ -83,6 +89,11 @@ class Window:
             self._mean += (result_size / count - self._mean) * min(1.0, count / min(self.ended, _RECENT))
         if not self._is_exact:
             self._rate(now)
+
+    def expect(self, items: int) -> None:
+        """So many items end in `AHEAD_SECONDS` if they take as long as was measured in workers: until their own rate is known."""
+        if not self._is_exact and not self.is_rated and self._rated_at is not None:
+            self.limit = max(self._base, min(MOST, self._most, items))
 
     def hand_over(self, size: float, count: int = 1) -> None:
         """So many results, of `size` bytes together, are the user's now."""
@@ -104,35 +115,44 @@ class Window:
         if seconds < AHEAD_SECONDS:  # calls that began together end together: within less, that is no rate
             return
         self._rated_at, self._rated_ended = now, self.ended
+        self.is_rated = True
         self.limit = max(self._base, min(MOST, self._most, int(ended / seconds * AHEAD_SECONDS)))
 
 
 class Cost:
     """What an item of a map takes on a thread, as measured there, and so how many make a batch."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("_is_rising", "seconds")
 
     def __init__(self) -> None:
         self.seconds: float | None = None
+        self._is_rising = False
 
     def measured(self, count: int, seconds: float) -> None:
-        """`count` items have taken so long. Believed at once when it is more, by and by when it is less."""
+        """`count` items have taken so long. Believed soon when it is more, by and by when it is less.
+
+        Once more may be nothing but a thread that had to wait for a CPU, twice more is believed at once.
+        """
         mean = max(_SHORTEST, seconds / count)
         before = self.seconds
         if before is None:
             self.seconds = mean
         elif mean > before:
-            self.seconds = min(mean, 8 * before)
+            self.seconds = min(mean, (8 if self._is_rising else 1.25) * before)
         else:
             self.seconds = max(mean, before / 2)
+        self._is_rising = before is not None and mean > 1.25 * before
 
-    def batch(self, waiting: int, workers: int) -> int:
-        """How many of the `waiting` items make the next batch: a millisecond's work, so that each worker may have several."""
+    def whole(self, workers: int) -> int:
+        """How many items make a batch: a millisecond's work, and so many at most that each worker may have two."""
         if self.seconds is None:
             return 1
-        most = max(LEAST, MOST // (4 * max(1, workers)))
-        worth = max(1, int(BATCH_SECONDS / self.seconds)) if self.seconds * most > BATCH_SECONDS else most
-        if waiting >= worth:
-            return worth
+        return min(max(LEAST, MOST // (2 * max(1, workers))), max(1, int(BATCH_SECONDS / self.seconds)))
+
+    def batch(self, waiting: int, workers: int) -> int:
+        """How many of the `waiting` items make the next batch."""
+        whole = self.whole(workers)
+        if self.seconds is None or waiting >= whole:
+            return whole
         # Less than one batch: a part for each worker, unless that is not worth another message.
-        return max(-(-waiting // max(1, workers)), min(waiting, worth // 4), 1)
+        return max(-(-waiting // max(1, workers)), min(waiting, int(BATCH_SECONDS / self.seconds / 4)), 1)

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
+from functools import partial
+from itertools import repeat, starmap
 from operator import length_hint
 from typing import Any, Final, cast
 
@@ -73,37 +74,42 @@ class Batch:
     def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
         """Run what is left, in this thread. This word tells how many have begun, those of a step all at once. Never raises."""
         self.results = results
+        call = fn if self.is_bare and not POINTS else partial(_call, fn, self.is_bare)
         step = min(_LONGEST_STEP, max(1, self.end // _STEPS))
         while self.items:
             marks[word] = begun = self.begun + step
-            if not self._run_some(begun, results, fn):
+            if not self._run_some(begun, results, call):
                 break
             results.look()
         results.flush()
 
-    def _run_some(self, begun: int, results: "Results", fn: Callable[..., Any]) -> bool:
+    def _run_some(self, begun: int, results: "Results", call: Callable[[Any], Any]) -> bool:
         """Run the items up to this number. Whether there were so many."""
-        take, is_bare, keep = self.items.popleft, self.is_bare, results.values.append
-        for _ in (left := repeat(None, begun - self.begun)):
-            try:
-                body = take()
-            except IndexError:  # that was all, or the loop has taken the rest
-                return False
-            try:
-                if POINTS:
-                    point("worker.call.running")
-                result = fn(body) if is_bare else fn(*body) if type(body) is tuple else _call_pickled(fn, body)
-                if type(result) in _SCALARS:
-                    keep(result)
-                else:
-                    results.add(begun - 1 - length_hint(left), result)
-            except BaseException as error:
-                results.fail(begun - 1 - length_hint(left), error)
+        keep = results.values.append
+        left = repeat((), begun - self.begun)
+        try:
+            for body in starmap(self.items.popleft, left):
+                try:
+                    result = call(body)
+                    if (kind := type(result)) is int or kind in _SCALARS:
+                        keep(result)
+                    else:
+                        results.add(begun - 1 - length_hint(left), result)
+                except BaseException as error:
+                    results.fail(begun - 1 - length_hint(left), error)
+        except IndexError:  # that was all, or the loop has taken the rest
+            return False
         self.begun = begun
         return True
 
 
-def _call_pickled(fn: Callable[..., Any], body: bytes) -> Any:
+def _call(fn: Callable[..., Any], is_bare: bool, body: Any) -> Any:
+    if POINTS:
+        point("worker.call.running")
+    if is_bare:
+        return fn(body)
+    if type(body) is tuple:
+        return fn(*body)
     args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
     return fn(*args, **kwargs)
 

@@ -1,0 +1,65 @@
+"""When a worker is asked to hand back what it has not begun: as soon as it is worth two messages, and no sooner."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._items import Batch
+from percore._messages import Kind
+
+if TYPE_CHECKING:
+    from percore._core.dispatch import Dispatch
+    from percore._member import Member
+
+BRIEF: Final = 0.003
+"""Seconds of work that are over before what is handed back could begin elsewhere."""
+
+
+class Recalls:
+    """Looks whom to ask, after the maps have had their chance to pull: then nobody need be asked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: "Dispatch[Any, Member]") -> None:
+        self._loop = loop
+        self._dispatch = dispatch
+        self._next: asyncio.Handle | None = None
+        self._seen: tuple[Member, int] | None = None
+        """Who was left alone, and how much it had done by then."""
+
+    def look(self) -> None:
+        """Something has ended or begun."""
+        if self._next is None and self._dispatch.is_dry():
+            self._next = self._loop.call_soon(self._look)
+
+    def stop(self) -> None:
+        """Nobody is to be asked any more. Idempotent."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _look(self) -> None:
+        self._next = None
+        recall = self._dispatch.recall()
+        if recall is None:
+            return
+        seen = (recall.seat, recall.seat.done)
+        if seen != self._seen and _seconds(recall.seat) < BRIEF:
+            # What was measured may be wrong: whoever has done nothing by then is asked after all.
+            self._seen = seen
+            self._next = self._loop.call_later(BRIEF, self._look)
+            return
+        self._seen = None
+        recall.seat.ask_back(recall.wanted, self._dispatch.times_ahead)
+
+
+def _seconds(member: "Member") -> float:
+    """What it has been sent will keep it busy for so long, as far as that has been measured; infinity: it has not."""
+    seconds = 0.0
+    for call in list(member.calls.values()):
+        if call.kind != Kind.THREAD:
+            continue
+        if not isinstance(call, Batch):
+            return float("inf")
+        batches = call.queue.batches
+        if batches is None or batches.cost.seconds is None:
+            return float("inf")
+        seconds += call.outstanding * batches.cost.seconds
+    return seconds
