@@ -11,6 +11,7 @@ from percore._calls import Function, Owner
 from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import RunnerClosed
+from percore._ipc.codec import list_small
 from percore._ipc.ring import BrokenFrame
 from percore._messages import SLOT_BITS
 from percore._policy import Plan
@@ -146,7 +147,8 @@ class Batch:
 
     def message(self) -> bytes:
         """What the worker is told."""
-        return marshal.dumps((self.function.number, self.run.bodies, self.run.is_bare), _MARSHAL)
+        run = self.run
+        return marshal.dumps((self.function.number, list_small(run.data) if run.data else run.bodies, run.is_bare), _MARSHAL)
 
     def cancel_from(self, number: int) -> None:
         """The map has no use for its items from this number on, and will hear nothing of them."""
@@ -217,11 +219,11 @@ class Batch:
         if count < 0 or size < self._ended:
             raise BrokenFrame(f"{count} items of a batch of {self.size} came back")
         run = self.run
-        back = run.bodies[size : self.wanted] if self.wanted > size else []
+        back = run.part(size, self.wanted) if self.wanted > size else None
         self.size = size
         self.wanted = min(self.wanted, size)
         self.outstanding -= count
-        return run._replace(start=run.start + size, bodies=back) if back else None
+        return back
 
     def began(self, count: int) -> list[int]:
         """The items that had begun and not ended, when `count` of them had begun."""
@@ -230,8 +232,7 @@ class Batch:
     def rest(self, count: int) -> Run | None:
         """The wanted items that had not begun, when `count` of them had."""
         first = max(count, self._ended)
-        back = self.run.bodies[first : self.wanted]
-        return self.run._replace(start=self.run.start + first, bodies=back) if back else None
+        return self.run.part(first, self.wanted) if first < self.wanted else None
 
     def refuse(self, refusal: Callable[[], BaseException]) -> None:
         """End what has not ended, each item with an error of its own."""

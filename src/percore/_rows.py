@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 from percore._calls import Function, Functions
 from percore._core.batches import Run
 from percore._errors import as_error
-from percore._ipc.codec import is_inline, weight_inline
+from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline
 from percore._items import size_of
 from percore._policy import Policy
 from percore._shares import Share
@@ -74,10 +74,12 @@ class Rows:
 
         Pickling one may end the map, or the runner, in any way: then the others are of no use.
         """
-        weight = weight_inline(rows) if self._is_batched and self._is_bare else None
-        if weight is not None:
-            self._taker.take_run(Run(number, rows, True, weight), 0)
-            return len(rows)
+        if self._is_batched and self._is_bare:
+            data = encode_small(rows)
+            weight = SMALL if data else weight_inline(rows)
+            if weight is not None:
+                self._taker.take_run(Run(number, rows, True, weight, data), 0)
+                return len(rows)
         for place, row in enumerate(rows):
             try:
                 is_taken = not self._taker.is_done() and self._submit_row(number + place, row)

@@ -15,14 +15,19 @@ def body(number: int) -> str:
     return f"item {number}"
 
 
-def run_of(start: int, count: int, *, is_bare: bool = True, weight: int = 16) -> Run:
-    return Run(start, [body(number) for number in range(start, start + count)], is_bare, weight)
+def run_of(start: int, count: int, *, is_bare: bool = True, weight: int = 16, is_encoded: bool = False) -> Run:
+    found = range(start, start + count)
+    data = b"".join(number.to_bytes(weight, "little") for number in found) if is_encoded else b""
+    return Run(start, [body(number) for number in found], is_bare, weight, data)
 
 
 def numbers(run: Run) -> list[int]:
     """The numbers of a run's items, each of which has its own body."""
     found = list(range(run.start, run.start + len(run.bodies)))
     assert run.bodies == [body(number) for number in found]
+    if run.data:
+        width = run.weight
+        assert [int.from_bytes(run.data[at : at + width], "little") for at in range(0, len(run.data), width)] == found
     return found
 
 
@@ -38,9 +43,13 @@ class BatchesMachine(RuleBasedStateMachine):
         self.taken: list[Run] = []
         self.end = 0
 
+    @rule(count=st.integers(1, 300))
+    def append_encoded(self, count: int) -> None:
+        self.append(count, True, 16, is_encoded=True)
+
     @rule(count=st.integers(1, 300), is_bare=st.booleans(), weight=st.sampled_from([0, 16, 1000, 20_000, 10**6]))
-    def append(self, count: int, is_bare: bool, weight: int) -> None:
-        self.batches.append(run_of(self.end, count, is_bare=is_bare, weight=weight))
+    def append(self, count: int, is_bare: bool, weight: int, is_encoded: bool = False) -> None:
+        self.batches.append(run_of(self.end, count, is_bare=is_bare, weight=weight, is_encoded=is_encoded))
         added = range(self.end, self.end + count)
         self.sort.update(dict.fromkeys(added, (is_bare, weight)))
         self.waiting += added
@@ -72,7 +81,7 @@ class BatchesMachine(RuleBasedStateMachine):
         """The last items of a batch come back, as when it was recalled or its worker has died."""
         run = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
         begun = data.draw(st.integers(0, len(run.bodies) - 1))
-        back = run._replace(start=run.start + begun, bodies=run.bodies[begun:])
+        back = run.part(begun, len(run.bodies))
         self.batches.put_back(back)
         self.waiting = sorted([*self.waiting, *numbers(back)])
 
@@ -115,6 +124,22 @@ def popped(batches: Batches[Run], workers: int = 1) -> list[list[int]]:
     while batches:
         found.append(numbers(batches.pop(workers)))
     return found
+
+
+def test_what_was_encoded_is_cut_and_joined_with_its_items() -> None:
+    """Never encoded again: of a batch, of one over two runs, of what was put back, of what is left when others are dropped."""
+    batches = batches_of(*(run_of(start, 1000, is_encoded=True) for start in (0, 1000, 2000)), seconds=1.25e-6)
+    first, second = batches.pop(2), batches.pop(2)
+    assert [len(run.data) for run in (first, second)] == [800 * 16] * 2
+    assert numbers(second) == list(range(800, 1600))  # of two runs
+    batches.put_back(first.part(300, 800))
+    batches.drop_from(2500)
+    rest = []
+    while batches:
+        run = batches.pop(2)
+        assert run.data
+        rest += numbers(run)
+    assert rest == [*range(300, 800), *range(1600, 2500)]
 
 
 def test_what_is_appended_piece_by_piece_is_one_batch() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._ipc.codec import decode, encode, is_inline, is_inline_value, weight_inline
+from percore._ipc.codec import SMALL, decode, encode, encode_small, is_inline, is_inline_value, list_small, weight_inline
 from percore._ipc.ring import BrokenFrame
 from tests.ids import steady
 
@@ -140,6 +140,22 @@ VALUES = st.one_of(SCALARS, st.integers(), st.text(min_size=4090, max_size=4100)
 def test_many_values_are_judged_as_each_of_them(values: list[Any]) -> None:
     weight = weight_inline(values)
     assert (weight is not None) == all(map(is_inline_value, values))
+
+
+EDGES = [0, 1, -1, 0x69696969, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 0x69 << 40, True, None, 0.5, "i", b"iiii", []]
+
+
+@given(st.lists(st.one_of(st.integers(), st.integers(-(2**31), 2**31 - 1), st.sampled_from(EDGES)), max_size=30))
+def test_small_ints_are_encoded_once_and_cut_anywhere(values: list[Any]) -> None:
+    data = encode_small(values)
+    if not all(type(value) is int and -(2**31) <= value < 2**31 for value in values):
+        assert data == b""
+        return
+    assert len(data) == SMALL * len(values)
+    for first in range(len(values)):
+        decoded = marshal.loads(list_small(data[first * SMALL :]))
+        assert decoded == values[first:]
+        assert set(map(type, decoded)) == {int}
 
 
 @given(st.lists(SCALARS, min_size=1, max_size=40))

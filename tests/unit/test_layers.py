@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_patience": frozenset(),
     "_shares": VOCABULARY | {"_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
     "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.slots", "_policy", "_shares"},
-    "_items": VOCABULARY | {"_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
+    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
     "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},

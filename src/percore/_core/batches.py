@@ -22,12 +22,24 @@ class Run(NamedTuple):
         bodies: what each carries.
         is_bare: whether each is the only argument of its call, as it is, instead of a body of its own.
         weight: bytes of the heaviest, about.
+        data: the bodies encoded, each in `weight` bytes, if they were looked at that way; else empty.
     """
 
     start: int
     bodies: list[Any]
     is_bare: bool
     weight: int
+    data: bytes = b""
+
+    def part(self, first: int, end: int) -> "Run":
+        """Those from this place on, up to another."""
+        data = self.data[first * self.weight : end * self.weight] if self.data else b""
+        return Run(self.start + first, self.bodies[first:end], self.is_bare, self.weight, data)
+
+    def joined(self, other: "Run") -> "Run":
+        """Both, of which the other follows."""
+        data = self.data + other.data if self.data and other.data else b""
+        return Run(self.start, self.bodies + other.bodies, self.is_bare, max(self.weight, other.weight), data)
 
     def precedes(self, other: "Run") -> bool:
         """Whether the other may follow in one batch."""
@@ -60,7 +72,7 @@ class Batches(Generic[B]):
             last = self._runs[-1]
             if last.precedes(run) and len(last.bodies) < _MERGED:
                 last.bodies.extend(run.bodies)
-                self._runs[-1] = last._replace(weight=max(last.weight, run.weight))
+                self._runs[-1] = last._replace(weight=max(last.weight, run.weight), data=b"")
                 return
         self._runs.append(run)
 
@@ -81,7 +93,7 @@ class Batches(Generic[B]):
             more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))
             if not more.bodies:
                 break
-            batch = Run(batch.start, batch.bodies + more.bodies, batch.is_bare, max(batch.weight, more.weight))
+            batch = batch.joined(more)
         self._count -= len(batch.bodies)
         return self._make(batch)
 
@@ -92,16 +104,16 @@ class Batches(Generic[B]):
         count = min(most, max(0 if beside else 1, _BYTES // max(1, weight) - beside))
         if at + count < len(run.bodies):
             self._at = at + count
-            return Run(run.start + at, run.bodies[at : at + count], run.is_bare, run.weight)
+            return run.part(at, at + count)
         self._runs.popleft()
         self._at = 0
-        return Run(run.start + at, run.bodies[at:], run.is_bare, run.weight) if at else run
+        return run.part(at, len(run.bodies)) if at else run
 
     def _trim(self) -> None:
         """Let the first run begin with what has not been taken."""
         if self._at:
             run = self._runs[0]
-            self._runs[0] = run._replace(start=run.start + self._at, bodies=run.bodies[self._at :])
+            self._runs[0] = run.part(self._at, len(run.bodies))
             self._at = 0
 
     def drop_from(self, number: int) -> None:
@@ -111,6 +123,6 @@ class Batches(Generic[B]):
         for run in self._runs:
             keep = min(len(run.bodies), max(0, number - run.start))
             if keep:
-                kept.append(run._replace(bodies=run.bodies[:keep]))
+                kept.append(run.part(0, keep))
         self._runs = kept
         self._count = sum(len(run.bodies) for run in kept)

@@ -9,6 +9,7 @@ led by damaged bytes to ask for gigabytes).
 import marshal
 from collections.abc import Sequence
 from operator import countOf
+from typing import Final
 
 from percore._ipc.ring import BrokenFrame
 from percore._messages import Message
@@ -17,9 +18,13 @@ _VERSION = 2
 _PLAIN = frozenset({int, float, bool, type(None)})
 _TEXT_LIMIT = 4096
 _INT_LIMIT = 1 << 256
-_SMALL = 5
-"""Bytes of an int of up to 32 bits; it begins with an i."""
 _COUNT_LIMIT = 32
+
+SMALL: Final = 5
+"""Bytes of an int of up to 32 bits in a frame: an i, and its value."""
+
+_HEAD: Final = 5
+"""Bytes before the items of a list: a bracket, and their number."""
 
 
 def is_inline_value(value: object) -> bool:
@@ -47,10 +52,27 @@ def is_inline(args: tuple[object, ...]) -> bool:
     return text <= _TEXT_LIMIT and len(args) <= _COUNT_LIMIT
 
 
+def encode_small(values: list[object]) -> bytes:
+    """Many ints of up to 32 bits as they go into a frame, `SMALL` bytes each; empty where there is another value among them.
+
+    What a map of ints takes on its way is mostly looking at each of them: to encode them once and look at that is the quickest way.
+    """
+    count = len(values)
+    if countOf(map(type, values), int) < count:
+        return b""
+    data = marshal.dumps(values, _VERSION)
+    if len(data) != _HEAD + SMALL * count or data[_HEAD::SMALL].count(b"i") < count:
+        return b""
+    return data[_HEAD:]
+
+
+def list_small(data: bytes) -> bytes:
+    """What `marshal` makes a list of, of what `encode_small` has given."""
+    return b"[" + (len(data) // SMALL).to_bytes(_HEAD - 1, "little") + data
+
+
 def weight_inline(values: list[object]) -> int | None:
     """Bytes of the heaviest of many values, about, where each of them can travel as `is_inline_value` says; else None."""
-    if countOf(map(type, values), int) == len(values) and marshal.dumps(values, _VERSION)[5::_SMALL].count(b"i") == len(values):
-        return _SMALL  # by far the quickest way to see that none is larger
     kinds = set(map(type, values))
     if kinds == {int}:
         return 32 if min(values) > -_INT_LIMIT and max(values) < _INT_LIMIT else None  # type: ignore[type-var, operator]

@@ -183,6 +183,8 @@ class Server:
 
     def _batch(self, call_id: int, body: bytes) -> None:
         number, bodies, is_bare = marshal.loads(body)
+        if type(bodies) is bytes:
+            bodies = marshal.loads(bodies)
         if self._is_draining:
             self._channel.send(RETURNED, call_id, len(bodies))
             return
