@@ -21,6 +21,8 @@ from percore._shares import Share, Shares
 _REMEMBERED: Final = 4096
 """Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
 
+_CUT: Final = "the runner was closed before this call could end"
+
 
 class Owner(Protocol):
     """Whoever wants to know that a call was cancelled."""
@@ -60,8 +62,57 @@ class Call(asyncio.Future[Any]):
 
     def cut_off(self) -> None:
         """End by the closing of the runner. Unlike other failures nobody has to read this one: whoever closed knows."""
-        self.set_exception(RunnerClosed("the runner was closed before this call could end"))
+        self.set_exception(RunnerClosed(_CUT))
         self.exception()
+
+
+class Awaited:
+    """A call that `run` awaits and nobody else holds, under no policy, and with nothing to be released behind it.
+
+    What is awaited is a plain future, since a task takes twice as long to wait for one of a subclass. Such a future does not tell
+    when it is cancelled: `run` hears of that when its task goes on, and withdraws the call then.
+    """
+
+    __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
+
+    key: ClassVar[None] = None
+    plan: ClassVar[None] = None
+    queue: ClassVar[None] = None
+    size: ClassVar[int] = 1
+
+    # As those of `Call`.
+    future: asyncio.Future[Any]
+    function: "Function"
+    kind: int
+    body: tuple[Any, ...] | Payload
+    member: Any
+    call_id: int
+    is_over: bool
+    """Whether it has ended, or was withdrawn."""
+
+    def done(self) -> bool:
+        """Whether it has ended, or was withdrawn."""
+        return self.is_over
+
+    def set_result(self, value: Any) -> None:
+        """End with this result."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+        self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with this error."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def cut_off(self) -> None:
+        """End by the closing of the runner."""
+        self.set_exception(RunnerClosed(_CUT))
 
 
 class Function:
