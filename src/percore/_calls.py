@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Final, Protocol
 
 from percore._core.flow import Cost
 from percore._errors import RunnerClosed
-from percore._ipc.pickles import dump, is_by_reference, qualified_name
-from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
+from percore._ipc.pickles import is_by_reference, qualified_name
+from percore._ipc.presses import Presses
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._messages import Kind, Payload
 from percore._policy import Plan
 from percore._shares import Share, Shares
@@ -169,7 +170,9 @@ class Functions:
     def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
         self._slots = slots
         self._shares = shares
-        self._main_by_value = main_by_value
+        # Half of the slots stays for calls at the moment they are sent: neither calls that wait nor functions that are held can
+        # then keep all of them, and so a call ahead of them from being sent.
+        self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
         self.known: dict[int, Function] = {}
         """Functions that travel by reference, by their id; each is held, so no other can have that id."""
         self._last = 0
@@ -221,14 +224,6 @@ class Functions:
         if type(body) is int:
             self._slots.discard(body)
 
-    def _is_scarce(self) -> bool:
-        """Whether one slot more would be in use than half of them.
-
-        The other half stays for calls at the moment they are sent: neither calls that wait nor functions that are held can then
-        keep all of them, and so a call ahead of them from being sent.
-        """
-        return (self._slots.in_use + 1) * 2 > self._slots.count
-
     def _number(self, function: Function) -> None:
         function.payload, met = self._pickled(function.fn)
         if met:
@@ -246,6 +241,10 @@ class Functions:
         return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
 
     def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
-        sink = Sink(self._slots, private=self._is_scarce())
-        met = self._shares.watch(lambda: dump(obj, sink, main_by_value=self._main_by_value, beside=sink))
-        return sink.payload(), met
+        shares = self._shares
+        outer = shares.watch()
+        try:
+            payload = self._presses.take().payload(obj)
+        finally:
+            met = shares.seen(outer)
+        return payload, [*met]

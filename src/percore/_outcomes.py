@@ -50,7 +50,7 @@ class Outcomes:
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
 
-    def receiver(self, slot: "Slot", member: Member) -> Callable[[list[Message]], None]:  # noqa: C901  # that of what it makes
+    def receiver(self, slot: "Slot", member: Member) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # that of what it makes
         """What to call with the messages of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
         handlers: dict[int, Callable[[int, Any], None]] = {
             VALUE: lambda call_id, body: self._value(member, call_id, body),
@@ -73,29 +73,39 @@ class Outcomes:
         channel = member.worker.channel
         channel.leases.on_end = lambda payload: self._release(member, payload)
 
-        calls, free, stride, load = member.calls, member.free, member.stride, member.load
+        calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left = self._supervisor.dispatch.left
 
         def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912  # one function: each more costs every outcome
             for op, call_id, body in messages:
-                # As `_value`, without the calls: this is the path of most outcomes.
-                if op == VALUE and type(call := calls.get(call_id)) is Awaited:
+                # As `_value` and `_result`, without the calls: this is the path of most outcomes.
+                call = calls.get(call_id)
+                if type(call) is Awaited and (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")):
+                    if op == RESULT and not call.future.done():
+                        try:
+                            body = load(body)
+                        except BaseException as error:
+                            self._not_loaded(member, call_id, call, error)
+                            if not channel.is_open:
+                                return
+                            continue
                     if not call.future.done():
                         call.future.set_result(body)
                     call.is_over = True
                     del calls[call_id]
                     free.append(call_id + stride)
-                    load[call.kind] -= 1
+                    load_of[call.kind] -= 1
                     member.done += 1
                     if POINTS:
                         point("supervisor.outcome.delivered")
-                    continue
-                if op == VALUE and call is not None and (call.plan is None or call.plan.late is None) and type(call) is not Batch:
+                    if op == VALUE:
+                        continue
+                elif op == VALUE and call is not None and (call.plan is None or call.plan.late is None) and type(call) is not Batch:
                     if not call.done():
-                        call.set_result(body)
+                        call.set_result(body)  # type: ignore[union-attr]  # no batch
                     del calls[call_id]
                     free.append(call_id + stride)
-                    load[call.kind] -= 1
+                    load_of[call.kind] -= 1
                     call.member = None
                     if call.key is not None:
                         left(call)
@@ -225,6 +235,15 @@ class Outcomes:
         # Taken for the terminal's: to swallow that would be worse than one worker less.
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
             raise failure
+
+    def _not_loaded(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, error: BaseException) -> None:
+        """Unpickling a result has raised this."""
+        if not target.done():
+            target.set_exception(_unloadable(error))
+        self._ended(member, call_id, failed=True)
+        # Taken for the terminal's: to swallow that would be worse than one worker less.
+        if issubclass(type(error), KeyboardInterrupt):
+            raise error
 
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)

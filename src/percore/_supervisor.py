@@ -26,15 +26,15 @@ from percore._deaths import Deaths
 from percore._engine import Engine
 from percore._errors import RunnerClosed, as_error
 from percore._ipc.codec import is_inline
-from percore._ipc.slots import SlotWriter
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._items import Batch, Flow, Item
 from percore._member import Member, Unit
-from percore._messages import CANCEL, UNDEFINE, Kind
+from percore._messages import CANCEL, UNDEFINE, Kind, Payload
 from percore._options import Knobs
 from percore._points import POINTS, point
 from percore._policy import DEFAULT, Plan, Policy
 from percore._pool import Pool
-from percore._shares import Shares
+from percore._shares import Share, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,15 +124,25 @@ class Supervisor:
         Raises:
             Exception: the arguments cannot be pickled.
         """
-        if self.contexts is not None or not function.number or kwargs or not is_inline(args):
+        if self.contexts is not None or not function.number:
             return self.submit(function, args, kwargs)
         if self.broken is not None:
             raise self.refusal()
+        body: tuple[Any, ...] | Payload = args
+        if kwargs or not is_inline(args):
+            try:
+                body, met = self.functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                refused = self._call(function)
+                self._unpicklable(refused, error)
+                return refused
+            if met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT or self.is_closing or self.broken is not None:
+                return self._run_laden(function, body, met)
         call = Awaited()
         call.future = Future(loop=self.loop)
         call.function = function
         call.kind = function.kind
-        call.body = args
+        call.body = body
         call.member = None
         call.is_over = False
         if POINTS:
@@ -140,6 +150,30 @@ class Supervisor:
         member = self.dispatch.submitted(call)
         if member is not None:
             member.send(call)
+        return call
+
+    def _call(self, function: Function) -> Call:
+        """A new call, that carries nothing yet."""
+        call = Call(loop=self.loop)
+        call.owner = self
+        call.function = function
+        call.kind = function.kind
+        call.body = ()
+        call.member = call.key = call.plan = None
+        return call
+
+    def _run_laden(self, function: Function, body: Payload, met: list[Share]) -> Call:
+        """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
+        call = self._call(function)
+        call.body = body
+        if met:
+            self.shares.hold(call, met)
+        if self._plan(call, None, None):
+            if POINTS:
+                point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
+            self.accept(call)
+        else:
+            self.release(call)
         return call
 
     def withdraw(self, call: Awaited) -> None:

@@ -275,7 +275,7 @@ class Server:
 
     def _start_task(self, call_id: int, function: Function | None, body: Body) -> None:
         send = self._channel.send
-        terms = self._terms.pop(call_id, None)
+        terms = self._terms.pop(call_id, None) if self._terms else None
         if self._is_draining:
             send(RETURNED, call_id, None)
             return
@@ -309,10 +309,12 @@ class Server:
             self._tasks.pop(call_id, None)
             if self._cancelled:
                 self._cancelled.discard(call_id)
-            if is_inline_value(result) and not POINTS:
+            if POINTS:
+                self._answers.result(call_id, result, self._channel.send)
+            elif is_inline_value(result):
                 self._channel.send(VALUE, call_id, result)
             else:
-                self._answers.result(call_id, result, self._channel.send)
+                self._answers.pickled(call_id, result, self._channel.send)
         if self._is_draining:
             self._look_soon()
 
