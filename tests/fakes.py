@@ -170,7 +170,7 @@ class FakeWorker:
 
     def resume(self) -> None:
         """Read on."""
-        if self._side._is_open:
+        if self._side.is_open:
             context = copy_context()
             context.run(of_task.set, self._context)
             context.run(self._loop.add_reader, self._side._bell.fileno(), self._side._on_bell)

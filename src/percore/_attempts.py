@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from percore._calls import Call
+from percore._calls import Awaited, Call
 from percore._errors import as_error
 from percore._items import Item
 from percore._policy import Plan
@@ -16,7 +16,7 @@ class Attempts:
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
-        self.delayed: set[Call | Item] = set()
+        self.delayed: set[Awaited | Call | Item] = set()
 
     def next(self, plan: Plan | None, error: BaseException) -> tuple[float | None, BaseException]:
         """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
@@ -34,7 +34,7 @@ class Attempts:
             delay = None
         return delay, error
 
-    def again(self, call: Call | Item, delay: float) -> None:
+    def again(self, call: Awaited | Call | Item, delay: float) -> None:
         """Attempt a call once more, after so many seconds. It has left its worker; its bytes are the original ones."""
         plan = call.plan
         assert plan is not None
@@ -52,11 +52,11 @@ class Attempts:
         else:
             supervisor.accept(call)
 
-    def _attempt(self, call: Call | Item) -> None:
+    def _attempt(self, call: Awaited | Call | Item) -> None:
         self.drop(call)
         self._supervisor.accept(call)
 
-    def drop(self, call: Call | Item) -> None:
+    def drop(self, call: Awaited | Call | Item) -> None:
         """There will be no further attempt."""
         self.delayed.discard(call)
         plan = call.plan

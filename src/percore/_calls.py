@@ -12,14 +12,17 @@ from typing import Any, ClassVar, Final, Protocol
 
 from percore._core.flow import Cost
 from percore._errors import RunnerClosed
-from percore._ipc.pickles import dump, is_by_reference, qualified_name
-from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
+from percore._ipc.pickles import is_by_reference, qualified_name
+from percore._ipc.presses import Presses
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._messages import Kind, Payload
 from percore._policy import Plan
 from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
 """Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
+
+_CUT: Final = "the runner was closed before this call could end"
 
 
 class Owner(Protocol):
@@ -60,8 +63,57 @@ class Call(asyncio.Future[Any]):
 
     def cut_off(self) -> None:
         """End by the closing of the runner. Unlike other failures nobody has to read this one: whoever closed knows."""
-        self.set_exception(RunnerClosed("the runner was closed before this call could end"))
+        self.set_exception(RunnerClosed(_CUT))
         self.exception()
+
+
+class Awaited:
+    """A call that `run` awaits and nobody else holds, under no policy, and with nothing to be released behind it.
+
+    What is awaited is a plain future, since a task takes twice as long to wait for one of a subclass. Such a future does not tell
+    when it is cancelled: `run` hears of that when its task goes on, and withdraws the call then.
+    """
+
+    __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
+
+    key: ClassVar[None] = None
+    plan: ClassVar[None] = None
+    queue: ClassVar[None] = None
+    size: ClassVar[int] = 1
+
+    # As those of `Call`.
+    future: asyncio.Future[Any]
+    function: "Function"
+    kind: int
+    body: tuple[Any, ...] | Payload
+    member: Any
+    call_id: int
+    is_over: bool
+    """Whether it has ended, or was withdrawn."""
+
+    def done(self) -> bool:
+        """Whether it has ended, or was withdrawn."""
+        return self.is_over
+
+    def set_result(self, value: Any) -> None:
+        """End with this result."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+        self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with this error."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def cut_off(self) -> None:
+        """End by the closing of the runner."""
+        self.set_exception(RunnerClosed(_CUT))
 
 
 class Function:
@@ -118,7 +170,9 @@ class Functions:
     def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
         self._slots = slots
         self._shares = shares
-        self._main_by_value = main_by_value
+        # Half of the slots stays for calls at the moment they are sent: neither calls that wait nor functions that are held can
+        # then keep all of them, and so a call ahead of them from being sent.
+        self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
         self.known: dict[int, Function] = {}
         """Functions that travel by reference, by their id; each is held, so no other can have that id."""
         self._last = 0
@@ -170,14 +224,6 @@ class Functions:
         if type(body) is int:
             self._slots.discard(body)
 
-    def _is_scarce(self) -> bool:
-        """Whether one slot more would be in use than half of them.
-
-        The other half stays for calls at the moment they are sent: neither calls that wait nor functions that are held can then
-        keep all of them, and so a call ahead of them from being sent.
-        """
-        return (self._slots.in_use + 1) * 2 > self._slots.count
-
     def _number(self, function: Function) -> None:
         function.payload, met = self._pickled(function.fn)
         if met:
@@ -195,6 +241,10 @@ class Functions:
         return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
 
     def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
-        sink = Sink(self._slots, private=self._is_scarce())
-        met = self._shares.watch(lambda: dump(obj, sink, main_by_value=self._main_by_value, beside=sink))
-        return sink.payload(), met
+        shares = self._shares
+        outer = shares.watch()
+        try:
+            payload = self._presses.take().payload(obj)
+        finally:
+            met = shares.seen(outer)
+        return payload, [*met]

@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from percore._broken import WorkerDied
-from percore._calls import Call
+from percore._calls import Awaited, Call
 from percore._items import Batch, Item
 from percore._member import Member, Unit
 from percore._messages import Kind
@@ -39,7 +39,7 @@ class Deaths:
         self._return(member, [member.take(call_id) for call_id in list(member.calls)], exitcode)
         return has_begun
 
-    def _lost(self, member: Member, call: Call | Item, exitcode: int | None, age: float) -> float | None:
+    def _lost(self, member: Member, call: Awaited | Call | Item, exitcode: int | None, age: float) -> float | None:
         """A call had begun in a worker that has died: it fails, or there is a delay to its next attempt."""
         supervisor = self._supervisor
         if supervisor.is_cut:

@@ -126,6 +126,8 @@ class Batch:
     )
 
     key: ClassVar[None] = None
+    body: ClassVar[None] = None
+    """It has those of its items."""
     call_id: int
 
     def __init__(self, flow: Flow, run: Run, plan: Plan | None) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from percore._calls import Call, Function
+from percore._calls import Awaited, Call, Function
 from percore._core.dispatch import Dispatch, places_for
 from percore._core.lifecycle import Life, State
 from percore._ipc.slots import INLINE_LIMIT
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from percore._patience import Patience
 
 
-Unit: TypeAlias = Call | Item | Batch
+Unit: TypeAlias = Awaited | Call | Item | Batch
 """What is sent to a worker, and takes one of its places."""
 
 _LATE: Final = 0.005
@@ -124,19 +124,18 @@ class Member:
             number = self._define(call.function)
         if call.plan is not None and call.plan.terms is not None:
             self._send(TERMS, call_id, call.plan.terms)
-        if type(call) is Batch:
-            self._batched += call.size - 1
-            self._send(BATCH, call_id, call.message())
-            return
-        body = call.body  # type: ignore[union-attr]  # no batch
-        if type(body) is bytes:
-            ticket = None
-            if len(body) > INLINE_LIMIT:
-                ticket = _Parked(self, call)  # type: ignore[arg-type]  # no batch
-                self.parked.add(call_id)
-            self.worker.channel.send_payload(number, call_id, body, ticket=ticket)
+        body = call.body
+        if body is None:
+            self._send_batch(call_id, call)  # type: ignore[arg-type]  # no other has none
+        elif type(body) is bytes and len(body) > INLINE_LIMIT:
+            self.parked.add(call_id)
+            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))  # type: ignore[arg-type]  # no batch
         else:
             self._send(number, call_id, body)
+
+    def _send_batch(self, call_id: int, batch: Batch) -> None:
+        self._batched += batch.size - 1
+        self._send(BATCH, call_id, batch.message())
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask for so many calls that have not begun. Those with a key stay: their key is here."""
@@ -208,7 +207,7 @@ class _Parked:
 
     __slots__ = ("_call", "_call_id", "_member")
 
-    def __init__(self, member: Member, call: Call | Item) -> None:
+    def __init__(self, member: Member, call: Awaited | Call | Item) -> None:
         self._member = member
         self._call = call
         self._call_id = call.call_id

@@ -4,7 +4,7 @@ import marshal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Call
+from percore._calls import Awaited, Call
 from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
@@ -33,8 +33,8 @@ from percore._messages import (
     UNREADY,
     VALUE,
     VALUES,
-    Body,
     Kind,
+    Message,
     Payload,
 )
 from percore._points import POINTS, point
@@ -50,8 +50,8 @@ class Outcomes:
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
 
-    def receiver(self, slot: "Slot", member: Member) -> Callable[[int, int, Body], None]:
-        """What to call with each message of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
+    def receiver(self, slot: "Slot", member: Member) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # that of what it makes
+        """What to call with the messages of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
         handlers: dict[int, Callable[[int, Any], None]] = {
             VALUE: lambda call_id, body: self._value(member, call_id, body),
             VALUES: lambda call_id, body: self._values(member, call_id, body),
@@ -70,37 +70,56 @@ class Outcomes:
             DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
         }
 
-        leases = member.worker.channel.leases
-        leases.on_end = lambda payload: self._release(member, payload)
+        channel = member.worker.channel
+        channel.leases.on_end = lambda payload: self._release(member, payload)
 
-        calls, free, stride, load = member.calls, member.free, member.stride, member.load
+        calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left = self._supervisor.dispatch.left
 
-        def receive(op: int, call_id: int, body: Body) -> None:
-            if (
-                op == VALUE
-                and (call := calls.get(call_id)) is not None
-                and (call.plan is None or call.plan.late is None)
-                and not isinstance(call, Batch)
-            ):
-                # As `_value`, without the calls: this is the path of most outcomes.
-                if not call.done():
-                    call.set_result(body)
-                del calls[call_id]
-                free.append(call_id + stride)
-                load[call.kind] -= 1
-                call.member = None
-                if call.key is not None:
-                    left(call)
-                member.done += 1
-                if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
-                    self._supervisor.release(call)
-                if POINTS:
-                    point("supervisor.outcome.delivered")
-            elif op in handlers:
-                handlers[op](call_id, body)
-            else:
-                raise BrokenFrame(f"message {op} does not exist")
+        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912  # one function: each more costs every outcome
+            for op, call_id, body in messages:
+                # As `_value` and `_result`, without the calls: this is the path of most outcomes.
+                call = calls.get(call_id)
+                if type(call) is Awaited and (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")):
+                    if op == RESULT and not call.future.done():
+                        try:
+                            body = load(body)
+                        except BaseException as error:
+                            self._not_loaded(member, call_id, call, error)
+                            if not channel.is_open:
+                                return
+                            continue
+                    if not call.future.done():
+                        call.future.set_result(body)
+                    call.is_over = True
+                    del calls[call_id]
+                    free.append(call_id + stride)
+                    load_of[call.kind] -= 1
+                    member.done += 1
+                    if POINTS:
+                        point("supervisor.outcome.delivered")
+                    if op == VALUE:
+                        continue
+                elif op == VALUE and call is not None and (call.plan is None or call.plan.late is None) and type(call) is not Batch:
+                    if not call.done():
+                        call.set_result(body)  # type: ignore[union-attr]  # no batch
+                    del calls[call_id]
+                    free.append(call_id + stride)
+                    load_of[call.kind] -= 1
+                    call.member = None
+                    if call.key is not None:
+                        left(call)
+                    member.done += 1
+                    if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
+                        self._supervisor.release(call)
+                    if POINTS:
+                        point("supervisor.outcome.delivered")
+                elif op in handlers:
+                    handlers[op](call_id, body)
+                else:
+                    raise BrokenFrame(f"message {op} does not exist")
+                if not channel.is_open:  # user code, or what it made us send, has ended it
+                    return
 
         return receive
 
@@ -146,7 +165,7 @@ class Outcomes:
             send = channel.send_lazily if slot < channel.incoming.count // 4 else channel.send_later
             send(RELEASE, slot, payload >> SLOT_BITS)
 
-    def _target(self, member: Member, call_id: int) -> Call | Item | BatchItem:
+    def _target(self, member: Member, call_id: int) -> Awaited | Call | Item | BatchItem:
         """Whose outcome this is.
 
         Raises:
@@ -217,6 +236,15 @@ class Outcomes:
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
             raise failure
 
+    def _not_loaded(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, error: BaseException) -> None:
+        """Unpickling a result has raised this."""
+        if not target.done():
+            target.set_exception(_unloadable(error))
+        self._ended(member, call_id, failed=True)
+        # Taken for the terminal's: to swallow that would be worse than one worker less.
+        if issubclass(type(error), KeyboardInterrupt):
+            raise error
+
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
         data = self._bytes(member, payload)
@@ -235,7 +263,7 @@ class Outcomes:
                 target.set_exception(error)
         self._ended(member, call_id, failed=True)
 
-    def _is_late(self, member: Member, call_id: int, target: Call | Item | BatchItem) -> bool:
+    def _is_late(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem) -> bool:
         """Whether a thread has ended, too late, a call that is to be attempted once more; now it is."""
         plan = target.plan
         if plan is None or plan.late is None or target.done():
@@ -243,10 +271,10 @@ class Outcomes:
         self._try_again(member, call_id, target, plan.late)
         return True
 
-    def _try_again(self, member: Member, call_id: int, target: Call | Item | BatchItem, delay: float) -> None:
+    def _try_again(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, delay: float) -> None:
         member.retried += 1
         if isinstance(target, BatchItem):
-            call: Call | Item = target.renewed()
+            call: Awaited | Call | Item = target.renewed()
             self._settle(member, call_id)
         else:
             call = target

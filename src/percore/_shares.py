@@ -9,6 +9,7 @@ object. So a worker that is asked to forget one can meet it no more.
 import asyncio
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary, ref
 
@@ -24,8 +25,6 @@ from percore._messages import FORGET, SLOT_BITS, Payload
 from percore._shared import Shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from percore._member import Member
 
 _numbers: Final = itertools.count(1)
@@ -132,7 +131,7 @@ class Shares:
         self.held: dict[Any, list[Share]] = {}
         """By the call or function that uses them."""
         self._waiters: set[asyncio.Future[Payload]] = set()
-        self._met: list[Share] | None = None
+        self._met: Sequence[Share] | None = None
         self.endings = Endings(loop)
         self.leases = Leases(arena.reader(), self.endings, 0)
 
@@ -231,22 +230,23 @@ class Shares:
                 "a Shared travels in the arguments of its own runner's calls, and nowhere else; "
                 "to share several objects, share them as one: `await runner.share((a, b))`"
             )
-        self._met.append(share)
+        self._met = (*self._met, share)
 
-    def watch(self, pickle: "Callable[[], None]") -> list[Share]:
-        """Pickle something of a call: which shared objects it has in it.
+    def watch(self) -> Sequence[Share] | None:
+        """Something of a call is about to be pickled: `seen` tells which shared objects it has in it, and wants what this gives.
 
-        Raises:
-            BaseException: whatever `pickle` raises.
+        In between user code runs, which may submit another call.
         """
-        outer, self._met = self._met, []  # it runs user code, which may submit another call
-        try:
-            pickle()
-            return self._met
-        finally:
-            self._met = outer
+        outer, self._met = self._met, ()
+        return outer
 
-    def hold(self, holder: Any, shares: list[Share]) -> None:
+    def seen(self, outer: Sequence[Share] | None) -> Sequence[Share]:
+        """What was met since that `watch`."""
+        met, self._met = self._met, outer
+        assert met is not None
+        return met
+
+    def hold(self, holder: Any, shares: Sequence[Share]) -> None:
         """A call, or a function, uses these, until it is dropped."""
         self.held.setdefault(holder, []).extend(shares)
         for share in shares:

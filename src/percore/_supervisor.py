@@ -11,13 +11,14 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 import asyncio
 import contextlib
 import os
+from asyncio import Future
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from percore._admission import Admission
 from percore._attempts import Attempts
 from percore._broken import RunnerBroken, WorkerDied
-from percore._calls import Call, Function, Functions
+from percore._calls import Awaited, Call, Function, Functions
 from percore._contexts import Contexts
 from percore._core.batches import Run
 from percore._core.dispatch import BESIDE, Dispatch
@@ -25,16 +26,16 @@ from percore._deaths import Deaths
 from percore._engine import Engine
 from percore._errors import RunnerClosed, as_error
 from percore._ipc.codec import is_inline
-from percore._ipc.slots import SlotWriter
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._items import Batch, Flow, Item
 from percore._member import Member, Unit
-from percore._messages import CANCEL, UNDEFINE, Kind
+from percore._messages import CANCEL, UNDEFINE, Kind, Payload
 from percore._options import Knobs
 from percore._points import POINTS, point
 from percore._policy import DEFAULT, Plan, Policy
 from percore._pool import Pool
 from percore._recalls import Recalls
-from percore._shares import Shares
+from percore._shares import Share, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,6 +120,70 @@ class Supervisor:
             member.send(call)
         return call
 
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaited | Call:
+        """As `submit`, for `run`: what it is to await. `withdraw` has to be told when that was cancelled.
+
+        Raises:
+            Exception: the arguments cannot be pickled.
+        """
+        if self.contexts is not None or not function.number:
+            return self.submit(function, args, kwargs)
+        if self.broken is not None:
+            raise self.refusal()
+        body: tuple[Any, ...] | Payload = args
+        if kwargs or not is_inline(args):
+            try:
+                body, met = self.functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                refused = self._call(function)
+                self._unpicklable(refused, error)
+                return refused
+            if met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT or self.is_closing or self.broken is not None:
+                return self._run_laden(function, body, met)
+        call = Awaited()
+        call.future = Future(loop=self.loop)
+        call.function = function
+        call.kind = function.kind
+        call.body = body
+        call.member = None
+        call.is_over = False
+        if POINTS:
+            point("supervisor.call.pickled")
+        member = self.dispatch.submitted(call)
+        if member is not None:
+            member.send(call)
+        return call
+
+    def _call(self, function: Function) -> Call:
+        """A new call, that carries nothing yet."""
+        call = Call(loop=self.loop)
+        call.owner = self
+        call.function = function
+        call.kind = function.kind
+        call.body = ()
+        call.member = call.key = call.plan = None
+        return call
+
+    def _run_laden(self, function: Function, body: Payload, met: list[Share]) -> Call:
+        """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
+        call = self._call(function)
+        call.body = body
+        if met:
+            self.shares.hold(call, met)
+        if self._plan(call, None, None):
+            if POINTS:
+                point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
+            self.accept(call)
+        else:
+            self.release(call)
+        return call
+
+    def withdraw(self, call: Awaited) -> None:
+        """What is awaited of this call was cancelled."""
+        if not call.is_over:
+            call.is_over = True
+            self.cancelled(call)
+
     def _plan(self, call: Call, policy: Policy | None, member: Member | None) -> bool:
         """What the call is to be run under. False: the call has ended instead."""
         if policy is not None:
@@ -161,7 +226,7 @@ class Supervisor:
             raise error
         call.set_exception(as_error(error, "pickling"))
 
-    def accept(self, call: Call | Item) -> None:
+    def accept(self, call: Awaited | Call | Item) -> None:
         """Send a call, or let it wait."""
         member = self.dispatch.submitted(call, call.queue)
         if member is not None:
@@ -170,7 +235,10 @@ class Supervisor:
     def send_waiting(self, kind: int) -> None:
         """Send what waits, of one kind, as far as there are places."""
         for call, member in self.dispatch.fill(kind):
-            member.send(call)
+            if type(call) is Awaited and call.future.done():  # cancelled, and its task will say so in a moment
+                call.is_over = True
+            else:
+                member.send(call)
 
     def put_back(self, flow: Flow, run: Run) -> None:
         """Items of a batch have come back: they go to other places, unless nobody will come."""
@@ -223,7 +291,7 @@ class Supervisor:
         assert not isinstance(call, Batch)
         self._free(call, b"" if call in self.shares.held else ())  # which tells that there is something to be released later
 
-    def _free(self, call: Call | Item, body: tuple[()] | bytes) -> None:
+    def _free(self, call: Awaited | Call | Item, body: tuple[()] | bytes) -> None:
         before, call.body = call.body, body
         if type(before) is int:
             self.arena.discard(before)

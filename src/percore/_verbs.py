@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError, Future
 from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -89,7 +90,17 @@ class Verbs:
                 supervisor.admission.leave()
                 raise
             return await self._admitted(function, args, kwargs)
-        return await supervisor.submit(function, args, kwargs, self._policy or supervisor.policy)
+        policy = self._policy or supervisor.policy
+        if policy is not None:
+            return await supervisor.submit(function, args, kwargs, policy)
+        call = supervisor.run(function, args, kwargs)
+        if isinstance(call, Future):
+            return await call
+        try:
+            return await call.future
+        except CancelledError:
+            supervisor.withdraw(call)
+            raise
 
     def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Submit a call that was let in; it leaves when it is done."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._messages import CANCEL
+from percore._messages import CANCEL, Message
 from percore._worker.serve import Server
 from tests import jobs
 from tests.contract.conftest import MakeRunner
@@ -89,6 +89,73 @@ async def test_c1_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, 
         await running
         await runner.run(jobs.await_, log.path, gate.path, "third")
         assert log.rest() == ["third"]
+
+
+async def test_c1_a_run_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=1) as runner:
+        running = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        assert await log.next() == "first"
+        waiting = [asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "waiting")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert runner.statistics().queued == 3
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert all(task.cancelled() for task in waiting)
+        assert runner.statistics().queued == 0
+        gate.open()
+        await running
+        await runner.run(jobs.await_, log.path, gate.path, "last")
+        assert log.rest() == ["last"]
+
+
+async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1, concurrency=1) as runner:
+        running = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        assert await log.next() == "first"
+        waiting = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "second"))
+        await asyncio.sleep(0)
+        (member,) = runner._supervisor.members
+        channel = member.worker.channel
+        advance = channel.on_batch
+
+        def cancel_first() -> None:
+            waiting.cancel()  # 1. it is cancelled  2. a place is free, and it is the next  3. only now its task goes on
+            assert advance is not None
+            advance()
+
+        channel.on_batch = cancel_first
+        gate.open()
+        await asyncio.wait([running, waiting])
+        channel.on_batch = advance
+        assert waiting.cancelled()
+        assert runner.statistics().queued == runner.statistics().running == 0
+        await runner.run(jobs.await_, log.path, gate.path, "third")
+        assert log.rest() == ["third"]
+        assert not runner._supervisor.unfinished()
+
+
+async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1) as runner:
+        sent = _count_messages(runner)
+        task = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        assert await log.next() == "first"
+        (member,) = runner._supervisor.members
+        channel = member.worker.channel
+        receive = channel.on_frame
+
+        def cancel_first(messages: list[Message]) -> None:
+            task.cancel()  # 1. it is cancelled  2. its outcome is there  3. only now its task goes on
+            receive(messages)
+
+        channel.on_frame = cancel_first
+        gate.open()
+        await asyncio.wait([task])
+        channel.on_frame = receive
+        assert task.cancelled()
+        assert sent[CANCEL] == 0
+        assert runner.statistics().running == runner.statistics().queued == 0
+        assert await runner.map(jobs.aecho, range(8)) == list(range(8))
 
 
 async def test_peers_15_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -184,7 +184,7 @@ class Host:
         """Hear again what workers say."""
         loop = asyncio.get_running_loop()
         for channel in self.deaf:
-            if channel._is_open:
+            if channel.is_open:
                 loop.add_reader(channel._bell.fileno(), channel._on_bell)
         self.deaf = []
 

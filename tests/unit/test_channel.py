@@ -20,7 +20,7 @@ from percore._ipc.memory import Memory
 from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
 from percore._member import Member, Turn
-from percore._messages import SLOT_BITS, SLOT_MASK, Body, Kind
+from percore._messages import SLOT_BITS, SLOT_MASK, Body, Kind, Message
 from percore._platform import HAS_EVENTFD
 
 BELLS = [
@@ -60,11 +60,14 @@ class Side:
     def open(self) -> None:
         self.channel.open(self._take, self.broken.append)
 
-    def _take(self, op: int, call_id: int, body: Body) -> None:
-        self.got.append((op, call_id, body))
-        self.on_message(op, call_id, body)
-        if len(self.got) >= self._wanted:
-            self._arrived.set()
+    def _take(self, messages: list[Message]) -> None:
+        for op, call_id, body in messages:
+            self.got.append((op, call_id, body))
+            self.on_message(op, call_id, body)
+            if len(self.got) >= self._wanted:
+                self._arrived.set()
+            if not self.channel.is_open:
+                return
 
     async def receive(self, count: int) -> list[tuple[int, int, Body]]:
         """Wait until so many messages have arrived in all."""

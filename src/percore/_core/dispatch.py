@@ -167,21 +167,21 @@ class Dispatch(Generic[C, S]):
     def submitted(self, call: C, queue: Queue[C, S] | None = None) -> S | None:
         """A new call: the worker to send it to now, or None: it waits. `queue`: of its map; None: it is a single one."""
         kind = call.kind
-        key = call.key
-        if key is not None:
-            return self._submitted_keyed(call, key, self.singles[kind] if queue is None else queue)
         home = self.singles[kind] if queue is None else queue
-        turns = self._turns[kind]
-        # Lanes are nobody before it: they may wait for one worker while others have room.
-        if not home.calls and (not turns or not any(waiting.calls or waiting.batches for waiting in tuple(turns))):
-            seats = self.seats
-            if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
-                return seats[0]
-            seat = self._pick(kind)
-            if seat is not None:
-                if seat.load[kind] >= self._places[kind]:
-                    self._note_ahead()
-                return seat
+        if call.key is not None:
+            return self._submitted_keyed(call, call.key, home)
+        if not home.calls:
+            turns = self._turns[kind]
+            # Lanes are nobody before it: they may wait for one worker while others have room.
+            if not turns or not any(waiting.calls or waiting.batches for waiting in tuple(turns)):
+                seats = self.seats
+                if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
+                    return seats[0]
+                seat = self._pick(kind)
+                if seat is not None:
+                    if seat.load[kind] >= self._places[kind]:
+                        self._note_ahead()
+                    return seat
         home.calls.append(call)
         if not home.is_listed:
             self._list(home)
@@ -248,28 +248,25 @@ class Dispatch(Generic[C, S]):
             return
         if len(turns) == 1:  # no turns to take
             queue = turns[0]
-            if not queue.by_seat:
-                yield from self._fill_only(queue, kind)
-            elif not queue.calls and not queue.batches:
-                yield from self._fill_lanes(queue, kind)
+            if queue.by_seat:
+                if not queue.calls and not queue.batches:
+                    yield from self._fill_lanes(queue, kind)
+            elif (seat := self._only(kind)) is not None:  # after an outcome, mostly
+                calls, load, places = queue.calls, seat.load, self._places[kind]
+                while calls and load[kind] < places:
+                    call = calls.popleft()
+                    if queue.ended and call.done():
+                        queue.ended -= 1
+                    else:
+                        yield call, seat
         while (following := self.next(kind)) is not None:
             yield following
 
-    def _fill_only(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
-        """The one worker that has a place, after an outcome mostly: there is nothing to choose."""
+    def _only(self, kind: int) -> S | None:
+        """The one worker that has a place: there is nothing to choose."""
         places = self._places[kind]
         free = [seat for seat in self.seats if seat.load[kind] < places]
-        if len(free) != 1:
-            return
-        seat = free[0]
-        load = seat.load
-        calls = queue.calls
-        while calls and load[kind] < places:
-            call = calls.popleft()
-            if call.done():
-                queue.ended -= 1
-            else:
-                yield call, seat
+        return free[0] if len(free) == 1 else None
 
     def _fill_lanes(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
         """All free places of the workers that calls with keys wait for: there is nothing to choose."""

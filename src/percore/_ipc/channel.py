@@ -84,7 +84,7 @@ class Channel:
         self.tx, self.rx = rings
         self.outgoing, self.incoming = slots
         self.leases = Leases(self.incoming, Endings(loop), leases)
-        self.on_message: Callable[[int, int, Body], None]
+        self.on_frame: Callable[[list[Message]], None]
         self.on_broken: Callable[[BaseException], None] = _ignore
         self.on_batch: Callable[[], None] | None = None
         self.on_logged: Callable[[int], None] = _unheard
@@ -99,21 +99,24 @@ class Channel:
         self._told = 0
         self._rung_at = self._lag = 0.0
         self._ends_turn = self._is_lazy = False
-        self._is_open = False
+        self.is_open = False
         self._bell_waits = False
         self._is_ring_due = False
 
     def open(
         self,
-        on_message: Callable[[int, int, Body], None],
+        on_frame: Callable[[list[Message]], None],
         on_broken: Callable[[BaseException], None],
         on_batch: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to receive. `on_batch` is called when all that had been published was delivered, or a full bell takes writes."""
-        self.on_message = on_message
+        """Begin to receive. `on_frame` takes the messages of a frame, up to one that ends the channel.
+
+        `on_batch` is called when all that had been published was delivered, or a full bell takes writes.
+        """
+        self.on_frame = on_frame
         self.on_broken = on_broken
         self.on_batch = on_batch
-        self._is_open = True
+        self.is_open = True
         _opened.add(self)
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
@@ -121,20 +124,24 @@ class Channel:
 
     def send(self, op: int, call_id: int, body: Body) -> None:
         """Send a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
+        if self._ends_turn:  # in company, then
+            self._queue.append((op, call_id, body))
+            if type(body) is bytes:
+                self._heavy += len(body)
+            return
         tx = self.tx
         if (
             tx.written != tx.acknowledged
             or self._queue
             or self._frame
             or POINTS
-            or not self._is_open
+            or not self.is_open
             or not self._lock.acquire(False)
         ):
             self._enqueue(op, call_id, body)
-            if not self._ends_turn:
-                self._ends_turn = True
-                self.loop.call_soon(self._end_turn)
-                self.flush()
+            self._ends_turn = True
+            self.loop.call_soon(self._end_turn)
+            self.flush()
             return
         # The peer waits for us: nothing to gain by waiting for more. This is `flush` for one message, in as few calls as can be:
         # after a wait every function is cold, and costs a microsecond.
@@ -209,7 +216,7 @@ class Channel:
         (send or self.send)(op, call_id, body)
 
     def _retry_payload(self, op: int, call_id: int, body: Body, ticket: Ticket | None) -> bool:
-        if not self._is_open or (ticket is not None and not ticket.is_wanted()):
+        if not self.is_open or (ticket is not None and not ticket.is_wanted()):
             return False
         # In whatever thread gave the slot back.
         self.send_payload(op, call_id, body, self.send_from_thread, ticket)
@@ -222,7 +229,7 @@ class Channel:
     def flush(self) -> None:
         """Move what is queued into the ring, as far as it fits, and ring."""
         try:
-            while self._is_open and (self._is_ring_due or self._has_work()) and self._lock.acquire(False):
+            while self.is_open and (self._is_ring_due or self._has_work()) and self._lock.acquire(False):
                 try:
                     if self._has_work():
                         self._publish()
@@ -307,14 +314,14 @@ class Channel:
         return data
 
     def _watch_bell(self) -> None:
-        if self._is_open:
+        if self.is_open:
             self.loop.add_writer(self._bell.out_fileno(), self._bell_takes_writes)
 
     def _bell_takes_writes(self) -> None:
         self.loop.remove_writer(self._bell.out_fileno())
         self._bell_waits = False
         self._ring_alone()
-        if self._is_open and self.on_batch is not None:
+        if self.is_open and self.on_batch is not None:
             self.on_batch()
 
     # Receiving
@@ -328,7 +335,7 @@ class Channel:
             self.loop.call_soon(self._tell_consumed)
 
     def _tell_consumed(self) -> None:
-        if self._is_open and self.rx.read != self._told:
+        if self.is_open and self.rx.read != self._told:
             self._ring_alone()
 
     def _ring_alone(self) -> None:
@@ -338,7 +345,7 @@ class Channel:
 
     def receive(self) -> None:  # noqa: C901, PLR0912  # one function, since each more costs every message a microsecond
         """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""
-        if not self._is_open:
+        if not self.is_open:
             return
         rx, tx = self.rx, self.tx
         try:
@@ -356,14 +363,12 @@ class Channel:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
             if logged:
                 self.on_logged(logged)
-                if not self._is_open:
+                if not self.is_open:
                     return
-            on_message = self.on_message
             while rx.read != rx.end:
-                for op, call_id, body in decode(rx.next()):
-                    on_message(op, call_id, body)
-                    if not self._is_open:  # that message, or what it made us send, has ended the channel
-                        return
+                self.on_frame(decode(rx.next()))
+                if not self.is_open:  # one of its messages, or what it made us send, has ended the channel
+                    return
             if self.on_batch is not None:
                 self.on_batch()
         except BaseException as error:
@@ -372,18 +377,14 @@ class Channel:
                 raise
 
     def _break(self, error: BaseException) -> None:
-        if self._is_open:
+        if self.is_open:
             self.stop()
             self.on_broken(error)
 
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
     def stop(self) -> None:
         """Receive nothing more. Idempotent."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             if not self.loop.is_closed():
                 self.loop.remove_reader(self._bell.fileno())
                 if self._bell_waits:
@@ -399,7 +400,7 @@ class Channel:
 
     def disown(self) -> None:
         """This is a fork of the process that opened it, which goes on using it: touch neither the bell nor the memory."""
-        self._is_open = False
+        self.is_open = False
         # The copied loop shares one epoll with ours: ending, it would take descriptors out of it that it has open, too.
         self._bell.close()
         self.outgoing.disown()

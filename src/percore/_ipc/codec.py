@@ -18,6 +18,7 @@ _VERSION = 2
 _PLAIN = frozenset({int, float, bool, type(None)})
 _TEXT_LIMIT = 4096
 _INT_LIMIT = 1 << 256
+_LEAST = 1 - _INT_LIMIT
 _COUNT_LIMIT = 32
 
 SMALL: Final = 5
@@ -31,7 +32,7 @@ def is_inline_value(value: object) -> bool:
     """Whether this value can travel in a frame as it is: small, and of an exact immutable type."""
     kind = type(value)
     if kind is int:
-        return -_INT_LIMIT < value < _INT_LIMIT  # type: ignore[operator]
+        return _LEAST <= value < _INT_LIMIT  # type: ignore[operator]
     if kind is str or kind is bytes:
         return len(value) <= _TEXT_LIMIT  # type: ignore[arg-type]
     return kind in _PLAIN
@@ -43,7 +44,7 @@ def is_inline(args: tuple[object, ...]) -> bool:
     for value in args:
         kind = type(value)
         if kind is int:
-            if not -_INT_LIMIT < value < _INT_LIMIT:  # type: ignore[operator]
+            if not _LEAST <= value < _INT_LIMIT:  # type: ignore[operator]
                 return False
         elif kind is str or kind is bytes:
             text += len(value)  # type: ignore[arg-type]

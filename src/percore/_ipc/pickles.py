@@ -30,7 +30,7 @@ from percore._ipc.rebuild import format_traceback, text_of, type_name_of
 PROTOCOL = 5
 
 # What pickle says when it does not know how. Anything else comes from user code or from the file.
-_CANNOT = (pickle.PicklingError, AttributeError, TypeError)
+CANNOT = (pickle.PicklingError, AttributeError, TypeError)
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
@@ -51,7 +51,7 @@ class Beside(Protocol):
     def write_buffers(self) -> None: ...
 
 
-class _FastPickler(Pickler):
+class FastPickler(Pickler):
     # A Pickler without a table raises and swallows an AttributeError in looking for one: a third of its cost.
     dispatch_table = copyreg.dispatch_table
 
@@ -68,7 +68,28 @@ def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None 
 
     After an error the file has been reset.
     """
-    _dump(obj, file, main_by_value, None if beside is None else beside.keep)
+    failed: type[Exception] | None = None
+    try:
+        FastPickler(file, PROTOCOL, buffer_callback=None if beside is None else beside.keep).dump(obj)
+    except CANNOT as error:
+        failed = type(error)
+    except BaseException:
+        file.reset()
+        raise
+    # Outside the handler: a second error is not to be reported as one "during handling" of the first.
+    finish(obj, file, failed, main_by_value=main_by_value, beside=beside)
+
+
+def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_value: bool, beside: Beside | None = None) -> None:
+    """What there is to do when a FastPickler has pickled `obj` into `file`, or has `failed` to.
+
+    Raises:
+        BaseException: as `dump`.
+    """
+    if failed is not None or (main_by_value and file.contains(b"__main__")):
+        file.reset()
+        proxies_may_help = failed is not None and issubclass(failed, TypeError) and "multidict" in sys.modules
+        _dump_otherwise(obj, file, main_by_value, None if beside is None else beside.keep, proxies_may_help)
     if beside is not None and beside.buffers:
         try:
             beside.write_buffers()
@@ -77,20 +98,7 @@ def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None 
             raise
 
 
-def _dump(obj: object, file: File, main_by_value: bool, keep: Keep | None) -> None:
-    try:
-        _FastPickler(file, PROTOCOL, buffer_callback=keep).dump(obj)
-    except _CANNOT as error:
-        proxies_may_help = isinstance(error, TypeError) and "multidict" in sys.modules
-    except BaseException:
-        file.reset()
-        raise
-    else:
-        if not main_by_value or not file.contains(b"__main__"):
-            return
-        proxies_may_help = False
-    # Outside the handler: the second error is not to be reported as one "during handling" of the first.
-    file.reset()
+def _dump_otherwise(obj: object, file: File, main_by_value: bool, keep: Keep | None, proxies_may_help: bool) -> None:
     if proxies_may_help and _dump_with_proxies(obj, file, main_by_value, keep):
         return
     try:
@@ -106,7 +114,7 @@ load: Callable[[Any], object] = pickle.loads
 def _dump_with_proxies(obj: object, file: File, main_by_value: bool, keep: Keep | None) -> bool:
     try:
         _proxy_pickler()(file, PROTOCOL, buffer_callback=keep).dump(obj)
-    except _CANNOT:
+    except CANNOT:
         file.reset()
         return False
     except BaseException:

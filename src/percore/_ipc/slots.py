@@ -71,6 +71,10 @@ class SlotWriter:
             self.in_use += 1
             return slot
 
+    def is_scarce(self) -> bool:
+        """Whether one slot more would be in use than half of them."""
+        return (self.in_use + 1) * 2 > self.count
+
     def hold(self, payload: int) -> None:
         """The slot of this payload has one holder more.
 
@@ -248,13 +252,19 @@ class Sink:
     worth it. Where none may be taken the bytes stay private.
     """
 
-    __slots__ = ("_frames", "_head", "_limit", "_parts", "_position", "_slot", "_slots", "_sure", "_view", "buffers", "lacks_room")
+    __slots__ = (
+        *("_frames", "_is_sparing", "_limit", "_parts", "_position", "_slot", "_slots", "_small", "_sure", "_view"),
+        *("buffers", "head", "lacks_room"),
+    )
 
-    def __init__(self, slots: SlotWriter, *, private: bool = False) -> None:
-        """With `private`, no slot is taken however large the pickle is."""
+    def __init__(self, slots: SlotWriter, *, private: bool = False, sparing: bool = False) -> None:
+        """With `private`, no slot is taken however large the pickle is; `sparing`: when slots are scarce, none is."""
         self._slots = slots
         self._limit = slots.limit
-        self._head: bytes | None = None
+        self._small = min(INLINE_LIMIT, slots.limit)
+        self._is_sparing = sparing
+        self.head: bytes | None = None
+        """All that was written, as long as that is one small piece."""
         self._position = 0
         self._slot: int | None = None
         self._view: memoryview | None = None
@@ -275,10 +285,8 @@ class Sink:
             MemoryError: there is too little memory for it; likewise.
         """
         if self._view is None and self._parts is None:
-            if self._head is None and type(data) is bytes and len(data) <= INLINE_LIMIT:
-                if len(data) > self._limit:
-                    raise PayloadTooLarge(self._limit)
-                self._head = data
+            if self.head is None and type(data) is bytes and len(data) <= self._small:
+                self.head = data
                 return
             self._grow_large()
         if type(data) is bytes and (len(data) <= _FRAME_SIZE or data.startswith(_FRAME_STARTS)):
@@ -325,13 +333,13 @@ class Sink:
         self.write(table_of(pickled, places))
 
     def _grow_large(self) -> None:
-        self._slot = self._slots.take()
+        self._slot = None if self._is_sparing and self._slots.is_scarce() else self._slots.take()
         if self._slot is None:
             self._parts = []
         else:
             self._view = self._slots.view(self._slot)
             self._sure = min(self._limit, self._slots.warm(self._slot) + MARGIN)
-        head, self._head = self._head, None
+        head, self.head = self.head, None
         if head is not None:
             self.write(head)
 
@@ -347,8 +355,8 @@ class Sink:
 
     def contains(self, needle: bytes) -> bool:
         """Whether the pickle that was written has `needle` in its frames; large data outside of them is not looked at."""
-        if self._head is not None:
-            return needle in self._head
+        if self.head is not None:
+            return needle in self.head
         if self._parts is not None:
             return any(needle in part for part in self._parts)
         return self._view is not None and any(needle in bytes(self._view[start:end]) for start, end in self._frames)
@@ -356,8 +364,8 @@ class Sink:
     def reset(self) -> None:
         """Forget everything written; a slot that was taken is free again."""
         slot, used = self._slot, self._position
-        private = self._parts is not None and slot is None and self._head is None
-        self._head, self._view, self._slot, self._position = None, None, None, 0
+        private = self._parts is not None and slot is None and self.head is None
+        self.head, self._view, self._slot, self._position = None, None, None, 0
         self._parts = [] if private else None
         self._frames = []
         self.buffers = []
@@ -367,8 +375,8 @@ class Sink:
 
     def payload(self) -> Payload:
         """What was written, ready to travel: bytes, or the slot that holds it, which is then the caller's to discard."""
-        if self._head is not None:
-            return self._head
+        if self.head is not None:
+            return self.head
         if self._slot is not None:
             return self._position << SLOT_BITS | self._slot
         return b"".join(self._parts or ())

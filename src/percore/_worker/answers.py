@@ -7,7 +7,8 @@ from percore._errors import PayloadTooLarge
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
-from percore._ipc.pickles import dump, load, qualified_name, unpicklable
+from percore._ipc.pickles import load, qualified_name, unpicklable
+from percore._ipc.presses import Presses
 from percore._ipc.slots import Sink
 from percore._messages import ERROR, LEASED, RESULT, UNLEASED, UNPICKLED, VALUE, Body, Payload
 from percore._points import POINTS, point
@@ -36,6 +37,7 @@ class Answers:
     def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
         self._channel = channel
         self._main_by_value = main_by_value
+        self._presses = Presses(channel.outgoing, main_by_value=main_by_value)
         channel.leases.on_end = self._unleased
 
     def _unleased(self, payload: int) -> None:
@@ -89,20 +91,26 @@ class Answers:
                 point("worker.outcome.ready")
             send(VALUE, call_id, value)
             return None
-        sink = Sink(self._channel.outgoing)
+        return self.pickled(call_id, value, send, keep_small=keep_small)
+
+    def pickled(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
+        """As `result`, of one that is no scalar."""
+        press = self._presses.take()
         try:
-            dump(value, sink, main_by_value=self._main_by_value, beside=sink)
-            payload = sink.payload()
+            payload = press.payload(value)
         except PayloadTooLarge as error:
             self.error(call_id, error.with_traceback(None), send)  # of ours, which would itself be too large for some limits
         except BaseException as error:
-            self.error(call_id, error if sink.lacks_room else self._refused(value, error), send)
+            self.error(call_id, error if press.sink.lacks_room else self._refused(value, error), send)
         else:
             if POINTS:
                 point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")
-            if keep_small and type(payload) is bytes and len(payload) <= SMALL:
-                return payload
-            self._channel.send_payload(RESULT, call_id, payload, send)
+            if type(payload) is bytes and len(payload) <= SMALL:
+                if keep_small:
+                    return payload
+                send(RESULT, call_id, payload)
+            else:
+                self._channel.send_payload(RESULT, call_id, payload, send)
         return None
 
     def _refused(self, value: object, error: BaseException) -> BaseException:

@@ -36,6 +36,7 @@ from percore._messages import (
     VALUE,
     Body,
     Kind,
+    Message,
     Payload,
 )
 from percore._points import POINTS, point
@@ -110,26 +111,30 @@ class Server:
 
     # Messages
 
-    def receive(self, op: int, call_id: int, body: Body) -> None:
-        """Take one message. Raises for what no supervisor says."""
-        if op > 0:
-            function = self._functions[op]
-            if function.kind == TASK:
-                fn = function.fn
-                if fn is None or type(body) is not tuple or self._is_draining or self._terms or POINTS:
-                    self._start_task(call_id, function, body)
-                else:  # the same, for most calls, in fewer steps
-                    place = (call_id & self._mask) * MARK_WORDS
-                    marks = self._marks
-                    marks[place + 1] = monotonic_ns()
-                    marks[place] = call_id
-                    task = self._start(self._run(call_id, fn, body, None), function.name, None)
-                    if not task.done():
-                        self._tasks[call_id] = task
+    def receive(self, messages: list[Message]) -> None:
+        """Take the messages of a frame, up to one that ends the channel. Raises for what no supervisor says."""
+        channel = self._channel
+        for op, call_id, body in messages:
+            if op > 0:
+                function = self._functions[op]
+                if function.kind == TASK:
+                    fn = function.fn
+                    if fn is None or type(body) is not tuple or self._is_draining or self._terms or POINTS:
+                        self._start_task(call_id, function, body)
+                    else:  # the same, for most calls, in fewer steps
+                        place = (call_id & self._mask) * MARK_WORDS
+                        marks = self._marks
+                        marks[place + 1] = monotonic_ns()
+                        marks[place] = call_id
+                        task = self._start(self._run(call_id, fn, body, None), function.name, None)
+                        if not task.done():
+                            self._tasks[call_id] = task
+                else:
+                    self._put_on_thread(call_id, function, body)
             else:
-                self._put_on_thread(call_id, function, body)
-        else:
-            self._handlers[op](call_id, body)
+                self._handlers[op](call_id, body)
+            if not channel.is_open:
+                return
 
     def limit(self, calls: int) -> None:
         """Begin so many calls and no other: with the last of them this worker drains. To be called before it serves."""
@@ -137,20 +142,24 @@ class Server:
         self._threads.may_begin = self._take_ticket
         self.receive = self._receive_some  # type: ignore[method-assign]
 
-    def _receive_some(self, op: int, call_id: int, body: Body) -> None:
+    def _receive_some(self, messages: list[Message]) -> None:
         """As `receive`, with a limit."""
-        is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
-        if is_task and not self._is_draining:
-            try:
-                self._tickets.pop()
-            except IndexError:  # a thread has taken the last one, and it drains in a moment
-                self._channel.send(RETURNED, call_id, None)
+        for message in messages:
+            op, call_id, body = message
+            is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
+            if is_task and not self._is_draining:
+                try:
+                    self._tickets.pop()
+                except IndexError:  # a thread has taken the last one, and it drains in a moment
+                    self._channel.send(RETURNED, call_id, None)
+                    continue
+                self._start_task(call_id, self._functions[op] if op > 0 else None, body)
+                if not self._tickets:
+                    self.drain()
+            else:
+                Server.receive(self, [message])
+            if not self._channel.is_open:
                 return
-            self._start_task(call_id, self._functions[op] if op > 0 else None, body)
-            if not self._tickets:
-                self.drain()
-        else:
-            Server.receive(self, op, call_id, body)
 
     def _take_ticket(self) -> bool:
         """From a thread that is about to begin a call: whether it may."""
@@ -268,7 +277,7 @@ class Server:
 
     def _start_task(self, call_id: int, function: Function | None, body: Body) -> None:
         send = self._channel.send
-        terms = self._terms.pop(call_id, None)
+        terms = self._terms.pop(call_id, None) if self._terms else None
         if self._is_draining:
             send(RETURNED, call_id, None)
             return
@@ -302,10 +311,12 @@ class Server:
             self._tasks.pop(call_id, None)
             if self._cancelled:
                 self._cancelled.discard(call_id)
-            if is_inline_value(result) and not POINTS:
+            if POINTS:
+                self._answers.result(call_id, result, self._channel.send)
+            elif is_inline_value(result):
                 self._channel.send(VALUE, call_id, result)
             else:
-                self._answers.result(call_id, result, self._channel.send)
+                self._answers.pickled(call_id, result, self._channel.send)
         if self._is_draining:
             self._look_soon()
 
