@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from percore import _broken as _broken  # what it imports cannot be imported any more once the main thread has ended
 from percore._errors import RunnerClosed
 from percore._options import Knobs, grace_of
-from percore._verbs import Verbs, options
+from percore._verbs import Options, Verbs
 from percore._worker import context
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from percore._statistics import Statistics, WorkerStatistics
     from percore._supervisor import Supervisor
     from percore._usage import Usage, UsageMeter
-    from percore._verbs import Options
 
 T = TypeVar("T")
 
@@ -327,9 +326,11 @@ class Runner(Verbs):
             RunnerClosed, RuntimeError: as `submit`.
         """
         self._check_open()
-        return options(
-            self._supervisor, self._check_open, key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout
-        )
+        supervisor = self._supervisor
+        if retries is None:
+            retries = supervisor.options.retries
+        policy = supervisor.policy_of(key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout)
+        return Options(supervisor, policy, self._check_open)
 
     # Data
 
