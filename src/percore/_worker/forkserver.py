@@ -193,6 +193,8 @@ def _preload(modules: Iterable[str]) -> None:
     if null > 2:
         os.close(null)
     os.chdir("/")
+    # Each worker drops this (`world.enter`), and to write to pages that it has in common with this process costs it a copy of each.
+    sys.path_importer_cache.clear()
     gc.collect()
     gc.freeze()
     gc.enable()
