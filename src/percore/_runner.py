@@ -14,7 +14,6 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from percore import _broken as _broken  # what it imports cannot be imported any more once the main thread has ended
 from percore._errors import RunnerClosed
 from percore._options import Knobs, grace_of
 from percore._verbs import Options, Verbs
@@ -52,10 +51,15 @@ _ADVICE = {
 
 
 HALF = (
-    *("percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main", "percore._engines.process"),
-    *("percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
+    *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
+    *("percore._engines.process", "percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
 )
 """What a started runner stands on, in pieces."""
+
+if _running_loop() is None or threading.current_thread() is not threading.main_thread():
+    # What it imports cannot be imported any more once the main thread has ended, so not as late as in `start`, where it would cost
+    # nothing. Whoever comes here from a loop of the main thread starts a runner there.
+    import_module("percore._broken")
 
 
 async def _import_half() -> None:
