@@ -4,7 +4,7 @@ A policy is what `options(...)` was given, checked; most calls have none. Terms 
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from percore._broken import WorkerDied
@@ -20,9 +20,9 @@ _MOST_RETRIES: Final = 1_000_000
 _LONGEST_DELAY: Final = 1e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Policy:
-    """Checked options of a call.
+    """Checked options of a call. Never changed: it is not frozen only because that costs more than all the checks.
 
     Attributes:
         key: calls of equal keys are never on two workers at once. None: no key.
@@ -30,6 +30,7 @@ class Policy:
         retry_on: which errors are worth one: classes, or a predicate.
         backoff: seconds before the next attempt, or a function of the number of failed ones that tells.
         timeout: seconds one attempt may run. None: as long as it takes.
+        needs_plan: whether there is more to it than a key.
     """
 
     key: Hashable | None = None
@@ -37,6 +38,10 @@ class Policy:
     retry_on: RetryOn = WorkerDied
     backoff: Backoff = 0.0
     timeout: float | None = None
+    needs_plan: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.needs_plan = self.retries > 0 or self.timeout is not None
 
     @classmethod
     def checked(
@@ -47,14 +52,18 @@ class Policy:
         Raises:
             TypeError, ValueError: a bad one; the text says what is right.
         """
-        _check_key(key)
-        whole("retries", retries, 0, _MOST_RETRIES)
+        # A view may be made for each call: what was not given is not looked at.
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
+        if retries.__class__ is not int or retries:
+            whole("retries", retries, 0, _MOST_RETRIES)
         if retry_on is None:
             retry_on = WorkerDied
-        elif isinstance(retry_on, list):
-            raise TypeError("retry_on must be an exception class, a tuple of them or a predicate, not a list")
-        _check_retry_on(retry_on)
-        if not callable(backoff):
+        else:
+            _check_retry_on(retry_on)
+        if (backoff.__class__ is not float or backoff) and not callable(backoff):
             backoff = delay_of(backoff, "backoff")
         if timeout is not None:
             timeout = seconds_of("timeout", timeout)
@@ -76,11 +85,6 @@ class Policy:
         return delay_of(self.backoff(failed), "what backoff returns") if callable(self.backoff) else self.backoff
 
     @property
-    def needs_plan(self) -> bool:
-        """Whether there is more to it than a key."""
-        return self.retries > 0 or self.timeout is not None
-
-    @property
     def is_plain(self) -> bool:
         """Whether nothing in it concerns the worker or the choice of it, so that calls may travel in batches."""
         return self.key is None and self.timeout is None
@@ -89,14 +93,9 @@ class Policy:
 DEFAULT: Final = Policy()
 
 
-def _check_key(key: object) -> None:
-    try:
-        hash(key)
-    except TypeError as error:
-        raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
-
-
 def _check_retry_on(retry_on: Any) -> None:
+    if isinstance(retry_on, list):
+        raise TypeError("retry_on must be an exception class, a tuple of them or a predicate, not a list")
     classes = retry_on if isinstance(retry_on, tuple) else (retry_on,) if isinstance(retry_on, type) else None
     if classes is None:
         if not callable(retry_on):
@@ -133,6 +132,7 @@ class Plan:
         """Its thread has run for too long: seconds from its end to the next attempt."""
         self.timer: asyncio.TimerHandle | None = None
         """While the call waits for its next attempt."""
-        needs_terms = policy.timeout is not None or context is not None or is_beside
-        self.terms = (policy.timeout, context, is_beside) if needs_terms else None
+        self.terms: tuple[float | None, Any, bool] | None = None
+        if context is not None or policy.timeout is not None or is_beside:
+            self.terms = policy.timeout, context, is_beside
         """What its worker has to know before it gets the call."""

@@ -14,10 +14,9 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from percore import _broken as _broken  # what it imports cannot be imported any more once the main thread has ended
 from percore._errors import RunnerClosed
 from percore._options import Knobs, grace_of
-from percore._verbs import Verbs, options
+from percore._verbs import Options, Verbs
 from percore._worker import context
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from percore._statistics import Statistics, WorkerStatistics
     from percore._supervisor import Supervisor
     from percore._usage import Usage, UsageMeter
-    from percore._verbs import Options
 
 T = TypeVar("T")
 
@@ -53,10 +51,15 @@ _ADVICE = {
 
 
 HALF = (
-    *("percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main", "percore._engines.process"),
-    *("percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
+    *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
+    *("percore._engines.process", "percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
 )
 """What a started runner stands on, in pieces."""
+
+if _running_loop() is None or threading.current_thread() is not threading.main_thread():
+    # What it imports cannot be imported any more once the main thread has ended, so not as late as in `start`, where it would cost
+    # nothing. Whoever comes here from a loop of the main thread starts a runner there.
+    import_module("percore._broken")
 
 
 async def _import_half() -> None:
@@ -327,9 +330,11 @@ class Runner(Verbs):
             RunnerClosed, RuntimeError: as `submit`.
         """
         self._check_open()
-        return options(
-            self._supervisor, self._check_open, key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout
-        )
+        supervisor = self._supervisor
+        if retries is None:
+            retries = supervisor.options.retries
+        policy = supervisor.policy_of(key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout)
+        return Options(supervisor, policy, self._check_open)
 
     # Data
 

@@ -63,6 +63,8 @@ class Supervisor:
         self.known = self.functions.known
         self.policy = Policy(retries=options.retries) if options.retries else None
         """What calls are run under that are given nothing else."""
+        self.policy_of = Policy.checked
+        """Checks options; here, since a view of a runner may be made for each call, and an import there would cost as much."""
         self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
         self._beside = asyncio.Semaphore(BESIDE)
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
@@ -100,16 +102,19 @@ class Supervisor:
         """
         if self.broken is not None:
             raise self.refusal()
-        if call is None:
-            call = Call(loop=self.loop)
+        call = Call(loop=self.loop) if call is None else call
         call.owner = self
         call.function = function
         call.kind = function.kind if member is None else Kind.BESIDE
         call.member = call.key = call.plan = None
         if function.number and not kwargs and is_inline(args):
             call.body = args
-            if (policy is not None or self.contexts is not None or member is not None) and not self._plan(call, policy, member):
-                return call
+            if self.contexts is not None or member is not None:
+                if not self._plan(call, policy, member):
+                    return call
+            elif policy is not None:  # as `_plan`, where no user code can have run
+                call.key = policy.key
+                call.plan = Plan(policy) if policy.needs_plan else None
         elif not self._prepare(call, args, kwargs, policy, member):
             return call
         if POINTS:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from percore._calls import Call, Function
     from percore._map import Map
-    from percore._policy import Backoff, Policy, RetryOn
+    from percore._policy import Policy
     from percore._supervisor import Supervisor
 
 P = ParamSpec("P")
@@ -22,6 +22,8 @@ AnyIterable = Iterable[Any] | AsyncIterable[Any]
 
 class Verbs:
     """Runs functions in workers."""
+
+    __slots__ = ()
 
     _supervisor: Supervisor
     _policy: Policy | None = None
@@ -295,6 +297,8 @@ class Verbs:
 class Options(Verbs):
     """A view of a runner under which calls have a key, retries or a timeout, made by `runner.options(...)`. It costs little."""
 
+    __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
+
     def __init__(self, supervisor: Supervisor, policy: Policy, check: Callable[[], None]) -> None:
         self._supervisor = supervisor
         self._policy = policy
@@ -305,23 +309,3 @@ class Options(Verbs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner")
-
-
-def options(  # noqa: PLR0913  # each a documented option; the list is closed
-    supervisor: Supervisor,
-    check: Callable[[], None],
-    *,
-    key: Hashable | None,
-    retries: int | None,
-    retry_on: RetryOn | None,
-    backoff: Backoff,
-    timeout: float | None,
-) -> Options:
-    """The view of `Runner.options`."""
-    from percore._policy import Policy
-
-    default = supervisor.options.retries
-    policy = Policy.checked(
-        key=key, retries=default if retries is None else retries, retry_on=retry_on, backoff=backoff, timeout=timeout
-    )
-    return Options(supervisor, policy, check)

@@ -423,6 +423,37 @@ async def test_what_a_runner_stands_on_is_imported_after_its_fork_server_has_bee
     assert done.stdout == b"False False\n", done.stderr
 
 
+NAMING = """
+import asyncio, sys, threading, percore
+
+async def name_it():
+    percore.Runner
+    print("concurrent.futures.process" in sys.modules)
+
+if sys.argv[1] == "loop":
+    asyncio.run(name_it())
+elif sys.argv[1] == "thread":
+    thread = threading.Thread(target=asyncio.run, args=(name_it(),))
+    thread.start()
+    thread.join()
+else:
+    percore.Runner
+    print("concurrent.futures.process" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("where", "is_imported"), [("loop", False), ("thread", True), ("nowhere", True)])
+async def test_the_dearest_import_waits_for_start_where_the_main_thread_cannot_end_before(where: str, is_imported: bool) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-S", "-c", NAMING, where],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+    )
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert done.stdout == f"{is_imported}\n".encode(), done.stderr
+
+
 async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
     async def several() -> list[int | None]:
         launcher = open_launcher("forkserver", "obey")

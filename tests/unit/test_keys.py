@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -16,12 +17,15 @@ KEYS = 10_000
 @dataclass(eq=False)
 class Seat:
     index: int
+    load: list[int] = field(default_factory=lambda: [0, 0])
 
 
 @dataclass(eq=False)
 class Call:
     number: int = 0
     is_done: bool = False
+    key: Hashable = "key"
+    kind: int = 0
 
     def done(self) -> bool:
         return self.is_done
@@ -40,12 +44,41 @@ def keys_with(seats: list[Seat], limit: int | None = None) -> Keys[Call, Seat]:
     return keys
 
 
+FULL, ROOM = 0, 10_000
+"""Places of a worker."""
+
+
+def wait(keys: Keys[Call, Seat], name: Hashable, call: Call, queue: Queue) -> bool:
+    """A call finds no place. Whether it may be sent as soon as there is one."""
+    call.key = name
+    before = sum(map(len, queue.by_seat.values()))
+    assert keys.submitted(call, queue, FULL) is None
+    return sum(map(len, queue.by_seat.values())) > before
+
+
+def entered(keys: Keys[Call, Seat], name: Hashable, queue: Queue) -> Seat | None:
+    """Where a call goes that finds a place; it is under way there."""
+    return keys.submitted(Call(key=name), queue, ROOM)
+
+
+def would_go(keys: Keys[Call, Seat], name: Hashable, queue: Queue) -> Seat | None:
+    """As `entered`, of a call that has ended at once, or is cancelled where it has to wait."""
+    call = Call(key=name)
+    seat = keys.submitted(call, queue, ROOM)
+    if seat is None:
+        call.is_done = True
+        keys.cancelled(name, queue)
+    else:
+        keys.ended(name)
+    return seat
+
+
 def homes(seats: list[Seat], names: list[int]) -> dict[int, int]:
     """The worker of each key, none of which has calls."""
-    keys = keys_with(seats)
+    keys, queue = keys_with(seats), Queue()
     found = {}
     for name in names:
-        seat = keys.enter(name, Lanes())
+        seat = would_go(keys, name, queue)
         assert seat is not None
         found[name] = seat.index
     return found
@@ -102,13 +135,57 @@ def test_a_replacement_gets_the_keys_of_the_one_it_replaces() -> None:
 
 
 def test_workers_are_chosen_alike_however_many_keys_were_asked_for() -> None:
-    seats = seats_of(3)
-    keys = keys_with(seats)
-    first = [keys.enter(name, Lanes()) for name in range(3000)]
+    keys, queue = keys_with(seats_of(3)), Queue()
+    first = [would_go(keys, name, queue) for name in range(3000)]
     for name in range(100_000):
-        keys.enter(name, Lanes())
-    assert len(keys._homes) <= 100_000 // 2  # what it remembers is bounded
-    assert [keys.enter(name, Lanes()) for name in range(3000)] == first
+        would_go(keys, name, queue)
+    assert len(keys._keys) <= 2000  # what it keeps is bounded
+    assert len(keys) == 0
+    assert [would_go(keys, name, queue) for name in range(3000)] == first
+
+
+def test_idle_keys_are_dropped_and_busy_ones_kept() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    for name in range(0, 10_000, 2):
+        assert entered(keys, name, queue) is seat
+        assert would_go(keys, name + 1, queue) is seat
+    assert len(keys) == 5000
+    for name in range(0, 10_000, 2):
+        keys.ended(name)
+    for name in range(10_000, 30_000):
+        would_go(keys, name, queue)
+    assert len(keys._keys) <= 2000
+
+
+@pytest.mark.parametrize("which", range(8))
+def test_a_key_is_not_dropped_between_two_steps_by_what_its_hash_runs(which: int) -> None:
+    """While a call comes in, so many others do that idle keys are dropped, this one among them."""
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    hashed = 0
+
+    class Name:
+        def __hash__(self) -> int:
+            nonlocal hashed
+            hashed += 1
+            if hashed == which + 1:
+                for name in range(3000):
+                    would_go(keys, name, queue)
+            return 7
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    name = Name()
+    for _ in range(3):
+        assert entered(keys, name, queue) is seat
+        assert wait(keys, name, Call(), queue)
+        assert keys.take(queue, seat) is not None
+        for _ in range(2):
+            assert list(keys.ended(name)) == []
+    assert hashed > which
+    assert len(keys) == 0
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 20))
@@ -142,11 +219,10 @@ def test_a_limit_bounds_what_is_under_way(limit: int | None, under_way: int, may
     (seat,) = seats = seats_of(1)
     keys, queue = keys_with(seats, limit), Queue()
     for _ in range(under_way):
-        assert keys.enter("key", queue) is seat
-        keys.sent("key", seat)
-    assert keys.enter("key", queue) is (seat if may_enter else None)
-    assert keys.enter("other", queue) is seat
-    assert keys.wait("key", Call(), queue) is may_enter  # it is listed while it may be sent
+        assert entered(keys, "key", queue) is seat
+    assert would_go(keys, "other", queue) is seat
+    assert wait(keys, "key", Call(), queue) is may_enter  # it is listed while it may be sent
+    assert would_go(keys, "key", Queue()) is (seat if may_enter else None)
     assert (keys.take(queue, seat) is not None) is may_enter
 
 
@@ -156,7 +232,7 @@ def test_an_end_lets_the_next_one_go(limit: int) -> None:
     keys, queue = keys_with(seats, limit), Queue()
     calls = [Call(number) for number in range(5)]
     for call in calls:
-        keys.wait("key", call, queue)
+        wait(keys, "key", call, queue)
     taken = []
     while (following := keys.take(queue, seat)) is not None:
         taken.append(following)
@@ -175,7 +251,7 @@ def test_keys_of_a_worker_take_turns() -> None:
     (seat,) = seats = seats_of(1)
     keys, queue = keys_with(seats), Queue()
     for name in ("a", "a", "a", "a", "b", "b", "c"):
-        keys.wait(name, Call(ord(name)), queue)
+        wait(keys, name, Call(ord(name)), queue)
     seen = ""
     while (call := keys.take(queue, seat)) is not None:
         seen += chr(call.number)
@@ -187,8 +263,8 @@ def test_one_limit_holds_over_all_queues() -> None:
     keys = keys_with(seats, 1)
     one, other = Queue(), Queue()
     first, second = Call(1), Call(2)
-    assert keys.wait("key", first, one)
-    assert keys.wait("key", second, other)
+    assert wait(keys, "key", first, one)
+    assert wait(keys, "key", second, other)
     assert keys.take(one, seat) is first
     assert keys.take(other, seat) is None
     assert list(keys.ended("key")) == [other]
@@ -200,9 +276,9 @@ def test_what_comes_back_goes_first() -> None:
     (seat,) = seats = seats_of(1)
     keys, queue = keys_with(seats), Queue()
     calls = [Call(number) for number in range(3)]
-    keys.wait("key", calls[1], queue)
-    keys.wait("key", calls[2], queue)
-    keys.wait("key", calls[0], queue, first=True)
+    wait(keys, "key", calls[1], queue)
+    wait(keys, "key", calls[2], queue)
+    keys.returned(calls[0], queue)
     assert [keys.take(queue, seat) for _ in range(4)] == [*calls, None]
 
 
@@ -211,7 +287,7 @@ def test_cancelled_calls_are_skipped_and_leave_nothing() -> None:
     keys, queue = keys_with(seats), Queue()
     calls = [Call(number) for number in range(3)]
     for call in calls:
-        keys.wait("key", call, queue)
+        wait(keys, "key", call, queue)
     for call in (calls[0], calls[2]):
         call.is_done = True
         keys.cancelled("key", queue)
@@ -228,13 +304,13 @@ def test_a_call_goes_before_cancelled_ones_and_behind_others() -> None:
     keys, queue = keys_with(seats), Queue()
     calls = [Call(1), Call(2)]
     for call in calls:
-        keys.wait("key", call, queue)
-    assert keys.enter("key", queue) is None
-    assert keys.enter("key", Queue()) is seat
+        wait(keys, "key", call, queue)
+    assert would_go(keys, "key", queue) is None
+    assert would_go(keys, "key", Queue()) is seat
     for call in calls:
         call.is_done = True
         keys.cancelled("key", queue)
-    assert keys.enter("key", queue) is seat
+    assert would_go(keys, "key", queue) is seat
 
 
 def test_what_is_forgotten_is_given_back() -> None:
@@ -242,8 +318,8 @@ def test_what_is_forgotten_is_given_back() -> None:
     one, other = Queue(), Queue()
     calls = {"a": Call(), "b": Call()}
     for name in ("a", "b"):
-        keys.wait(name, calls[name], one)
-    keys.wait("a", Call(), other)
+        wait(keys, name, calls[name], one)
+    wait(keys, "a", Call(), other)
     calls["b"].is_done = True
     keys.cancelled("b", one)
     assert keys.forget(one) == [calls["a"]]
@@ -257,8 +333,8 @@ def test_what_is_forgotten_is_given_back() -> None:
 
 def test_without_workers_calls_wait_for_one() -> None:
     keys, queue = keys_with([]), Queue()
-    assert keys.enter("key", queue) is None
-    assert not keys.wait("key", Call(), queue)
+    assert would_go(keys, "key", queue) is None
+    assert not wait(keys, "key", Call(), queue)
     (seat,) = seats = seats_of(1)
     assert list(keys.seated(seats)) == [queue]
     assert keys.take(queue, seat) is not None
@@ -268,11 +344,13 @@ def test_a_key_stays_with_a_worker_that_leaves_until_it_has_ended_there() -> Non
     old, new = seats_of(2)
     keys, queue = keys_with([old]), Queue()
     for _ in range(2):
-        keys.sent("key", old)
+        assert entered(keys, "key", queue) is old
     waiting = Call()
-    keys.wait("key", waiting, queue)
+    wait(keys, "key", waiting, queue)
     assert list(keys.seated([new])) == []
-    assert keys.enter("key", Queue()) is None
+    other = Queue()
+    assert would_go(keys, "key", other) is None
+    assert keys.forget(other) == []
     assert list(keys.ended("key")) == []
     assert keys.take(queue, new) is None
     assert list(keys.ended("key")) == [queue]
@@ -284,18 +362,36 @@ def test_a_key_under_way_stays_when_a_worker_comes_that_it_would_rather_have() -
     seats = seats_of(2)
     name = next(name for name in range(100) if weight(name, 1) > weight(name, 0))
     keys, queue = keys_with(seats[:1]), Queue()
-    keys.sent(name, seats[0])
+    assert entered(keys, name, queue) is seats[0]
     keys.seated(seats)
-    assert keys.enter(name, queue) is seats[0]
+    assert would_go(keys, name, queue) is seats[0]
     keys.ended(name)
-    assert keys.enter(name, queue) is seats[1]
+    assert would_go(keys, name, queue) is seats[1]
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_a_key_under_way_elsewhere_serves_what_waits_there(limit: int | None) -> None:
+    seats = seats_of(2)
+    name = next(name for name in range(100) if weight(name, 1) > weight(name, 0))
+    keys, queue = keys_with(seats[:1], limit), Queue()
+    assert entered(keys, name, queue) is seats[0]
+    keys.seated(seats)
+    calls = [Call(number) for number in range(2)]
+    for call in calls:
+        wait(keys, name, call, queue)
+    for call in calls:
+        keys.ended(name)
+        assert keys.take(queue, seats[1]) is None
+        assert keys.take(queue, seats[0]) is call
+    assert list(keys.ended(name)) == []
+    assert would_go(keys, name, queue) is seats[1]
 
 
 def test_waiting_keys_with_nothing_under_way_move_at_once() -> None:
     old, new = seats_of(2)
     keys, queue = keys_with([old]), Queue()
     call = Call()
-    assert keys.wait("key", call, queue)
+    assert wait(keys, "key", call, queue)
     assert list(keys.seated([new])) == [queue]
     assert keys.take(queue, old) is None
     assert keys.take(queue, new) is call

@@ -169,7 +169,7 @@ class Dispatch(Generic[C, S]):
         kind = call.kind
         home = self.singles[kind] if queue is None else queue
         if call.key is not None:
-            return self._submitted_keyed(call, call.key, home)
+            return self._submitted_keyed(call, home)
         if not home.calls:
             turns = self._turns[kind]
             # Lanes are nobody before it: they may wait for one worker while others have room.
@@ -187,14 +187,11 @@ class Dispatch(Generic[C, S]):
             self._list(home)
         return None
 
-    def _submitted_keyed(self, call: C, key: Hashable, queue: Queue[C, S]) -> S | None:
-        seat = self.keys.enter(key, queue)
-        if seat is not None and seat.load[call.kind] < self._places[call.kind]:
-            self.keys.sent(key, seat)
-            return seat
-        if self.keys.wait(key, call, queue):
+    def _submitted_keyed(self, call: C, queue: Queue[C, S]) -> S | None:
+        seat = self.keys.submitted(call, queue, self._places[call.kind])
+        if seat is None and queue.by_seat and not queue.is_listed:
             self._list(queue)
-        return None
+        return seat
 
     def appended(self, queue: Queue[C, S]) -> None:
         """Items for batches have been appended to a queue: they take their turns."""
@@ -207,8 +204,10 @@ class Dispatch(Generic[C, S]):
             if call.key is None:
                 home.calls.appendleft(call)
                 self._list(home)
-            elif self.keys.wait(call.key, call, home, first=True):
-                self._list(home)
+            else:
+                self.keys.returned(call, home)
+                if home.by_seat:
+                    self._list(home)
 
     def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
         """A call that waits here was cancelled. It is dropped when its turn comes, or when half of its queue is such."""

@@ -6,20 +6,27 @@ is, also with a worker that takes no more calls; then what waits moves on when t
 
 Waiting calls of one key and one queue make a lane. A lane is listed with its queue, under the worker of its key, while one of its
 calls may be sent; the lanes of a list take turns, so ten thousand calls of one key do not hold up the others.
+
+A key of which nothing is under way nor waits is kept for its next call, with its lanes: to make them anew costs more than the call.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 _WORD: Final = (1 << 64) - 1
 _FEW: Final = 64
-_REMEMBERED: Final = 4096
-"""Keys whose worker is remembered while nothing of them is under way, since to find it costs more than a call."""
+_KEPT: Final = 1024
+"""Keys above which those are dropped of which nothing is under way, unless fewer than half of them are such."""
 
 
 class Keyed(Protocol):
     """A call with a key, as far as it matters here."""
+
+    kind: int
+
+    @property
+    def key(self) -> Any: ...
 
     def done(self) -> bool: ...
 
@@ -28,6 +35,9 @@ class Place(Protocol):
     """A worker, as far as it matters here."""
 
     index: int
+
+    load: list[int]
+    """Places taken, by kind."""
 
 
 C = TypeVar("C", bound=Keyed)
@@ -43,17 +53,20 @@ def weight(key_hash: int, index: int) -> int:
 
 
 class Key(Generic[C, S]):
-    """A key that has calls waiting or under way."""
+    """A key that has calls waiting or under way, or had."""
 
-    __slots__ = ("is_seated", "lanes", "name", "running", "seat")
+    __slots__ = ("is_home", "is_seated", "lanes", "running", "seat")
 
-    def __init__(self, name: Hashable, seat: S | None) -> None:
-        self.name = name
+    def __init__(self, seat: S | None) -> None:
         self.seat = seat
-        self.is_seated = seat is not None
-        """Whether its worker takes calls."""
+        self.is_seated = self.is_home = seat is not None
+        """Whether its worker takes calls; and whether that is the one it belongs to. Else it has begun elsewhere."""
         self.running = 0
         self.lanes: dict[Any, Lane[C, S]] = {}
+
+    def is_idle(self) -> bool:
+        """Whether nothing of it is under way, nor waits."""
+        return not self.running and not any(lane.calls for lane in self.lanes.values())
 
 
 class Waiting(Protocol[C]):
@@ -99,7 +112,7 @@ class Lanes(Generic[C, S]):
     __slots__ = ("by_seat", "count")
 
     def __init__(self) -> None:
-        self.by_seat: dict[S, deque[Lane[C, S]]] = {}
+        self.by_seat: defaultdict[S, deque[Lane[C, S]]] = defaultdict(deque)
         self.count = 0
         """Calls in all lanes, listed or not; cancelled ones do not count."""
 
@@ -111,72 +124,80 @@ class Keys(Generic[C, S]):
         """`limit`: calls of one key that may be under way at once, over all workers."""
         self._limit = _WORD if limit is None else limit
         self._keys: dict[Hashable, Key[C, S]] = {}
+        self._kept = _KEPT
         self._seats: list[S] = []
-        self._homes: dict[Hashable, S] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        """Keys of which something waits or is under way."""
+        return sum(not key.is_idle() for key in self._keys.values())
 
     def _home(self, name: Hashable) -> S | None:
         seats = self._seats
         if len(seats) < 2:
             return seats[0] if seats else None
-        home = self._homes.get(name)
-        if home is None:
-            if len(self._homes) >= _REMEMBERED:
-                self._homes.clear()
-            key_hash = hash(name)
-            home = self._homes[name] = max(seats, key=lambda seat: weight(key_hash, seat.index))
-        return home
+        key_hash = hash(name)
+        return max(seats, key=lambda seat: weight(key_hash, seat.index))
 
-    def _key(self, name: Hashable) -> Key[C, S]:
+    def _lane(self, name: Hashable, queue: Lanes[C, S]) -> Lane[C, S]:
+        """Where calls of this key wait in this queue. It has to be used at once: an idle key may be dropped when user code runs."""
+        while True:
+            try:
+                return self._keys[name].lanes[queue]
+            except KeyError:
+                self._enter(name, queue)
+
+    def _enter(self, name: Hashable, queue: Lanes[C, S]) -> None:
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = Key(name, self._home(name))
-        return key
+            if len(self._keys) >= self._kept:
+                self._drop_idle()
+                self._kept = max(_KEPT, 2 * len(self._keys))
+            key = self._keys.setdefault(name, Key(self._home(name)))
+        key.lanes.setdefault(queue, Lane(key, queue))
 
-    def enter(self, name: Hashable, queue: Lanes[C, S]) -> S | None:
-        """The worker to which a new call of this key may go now, if that has a place for it; None: the call has to wait.
+    def _drop_idle(self) -> None:
+        for name, key in list(self._keys.items()):
+            if key.is_idle():
+                self._keys.pop(name, None)
 
-        Calls of its key that wait in other queues do not hold it up: they may be of another kind. `sent` must follow when it goes.
+    def submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
+        """The worker that a new call goes to now, where it is under way from then on. None: it waits.
+
+        Calls of its key that wait in other queues do not hold it up: they may be of another kind. `places`: of a worker, for calls
+        of its kind.
         """
-        key = self._keys.get(name)
-        if key is None:
-            return self._home(name)
-        if key.running >= self._limit or not key.is_seated:
-            return None
-        lane = key.lanes.get(queue) if key.lanes else None
-        return key.seat if lane is None or len(lane.calls) == lane.ended else None
-
-    def sent(self, name: Hashable, seat: S) -> None:
-        """A call of this key is under way."""
-        key = self._keys.get(name)
-        if key is None:
-            key = self._keys[name] = Key(name, seat)
-        key.running += 1
-
-    def wait(self, name: Hashable, call: C, queue: Lanes[C, S], *, first: bool = False) -> bool:
-        """A call waits, behind those of its key in its queue, or `first` of them. Whether one of them may be sent now."""
-        key = self._key(name)
-        lane = key.lanes.get(queue)
-        if lane is None:
-            lane = key.lanes[queue] = Lane(key, queue)
-        if first:
-            lane.calls.appendleft(call)
-        else:
-            lane.calls.append(call)
+        name = call.key
+        try:
+            key = self._keys[name]
+            lane = key.lanes[queue]
+        except KeyError:
+            lane = self._lane(name, queue)
+            key = lane.key
+        calls = lane.calls
+        may_go = key.is_seated and key.running < self._limit
+        if may_go and (not calls or len(calls) == lane.ended) and key.seat.load[call.kind] < places:  # type: ignore[union-attr]
+            key.running += 1
+            return key.seat
+        calls.append(call)
         queue.count += 1
-        return self._list(lane)
+        if may_go and not lane.is_listed:  # as `_list`
+            lane.is_listed = True
+            queue.by_seat[key.seat].append(lane)  # type: ignore[index]
+        return None
+
+    def returned(self, call: C, queue: Lanes[C, S]) -> None:
+        """A call that was sent and has not begun waits again, before the others of its key in its queue."""
+        lane = self._lane(call.key, queue)
+        lane.calls.appendleft(call)
+        queue.count += 1
+        self._list(lane)
 
     def _list(self, lane: Lane[C, S]) -> bool:
+        """List a lane in which something waits, if it may be sent. Whether it is listed now."""
         key = lane.key
         if not lane.is_listed and key.is_seated and key.running < self._limit:
             lane.is_listed = True
-            by_seat = lane.queue.by_seat
-            lanes = by_seat.get(key.seat)  # type: ignore[arg-type]  # where it is seated it has a worker
-            if lanes is None:
-                lanes = by_seat[key.seat] = deque()  # type: ignore[index]
-            lanes.append(lane)
+            lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # where it is seated it has a worker
         return lane.is_listed
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
@@ -184,26 +205,21 @@ class Keys(Generic[C, S]):
         lanes = queue.by_seat.get(seat)
         while lanes:
             lane = lanes.popleft()
-            key, calls = lane.key, lane.calls
-            while calls and calls[0].done():
-                calls.popleft()
-                lane.ended -= 1
-            if not calls:
-                lane.is_listed = False
-                self._drop_lane(lane)
-            elif key.running >= self._limit:
-                lane.is_listed = False
-            else:
+            lane.is_listed = False
+            key = lane.key
+            if key.running >= self._limit:
+                continue
+            calls = lane.calls
+            while calls:
                 call = calls.popleft()
+                if call.done():
+                    lane.ended -= 1
+                    continue
                 queue.count -= 1
                 key.running += 1
-                if not calls:
-                    lane.is_listed = False
-                    self._drop_lane(lane)
-                elif key.running < self._limit:
+                if calls and key.running < self._limit:
+                    lane.is_listed = True
                     lanes.append(lane)
-                else:
-                    lane.is_listed = False
                 return call
         queue.by_seat.pop(seat, None)
         return None
@@ -215,39 +231,31 @@ class Keys(Generic[C, S]):
         queue.count -= 1
         purge(lane)
 
-    def _drop_lane(self, lane: Lane[C, S]) -> None:
-        key = lane.key
-        del key.lanes[lane.queue]
-        if not key.lanes and not key.running:
-            del self._keys[key.name]
-
     def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
         """A call of this key is not under way any more. The queues of which a call may be sent by that."""
         key = self._keys[name]
-        key.running = running = key.running - 1
-        if not key.lanes:
-            if not running:
-                del self._keys[name]
-            return ()
-        if not key.is_seated:
-            if running:
+        running = key.running
+        key.running = running - 1
+        if key.is_home or (key.is_seated and (running > 1 or not key.is_idle())):
+            if running < self._limit:  # its lanes are listed already
                 return ()
-            key.seat = self._home(name)
-            key.is_seated = key.seat is not None
-        elif running + 1 < self._limit:  # its lanes are listed already
+        elif key.is_seated:
+            self._keys.pop(name, None)  # its next call finds where it belongs
             return ()
-        return [lane.queue for lane in key.lanes.values() if self._list(lane)]
+        elif running > 1:
+            return ()
+        else:
+            key.seat = self._home(name)
+            key.is_seated = key.is_home = key.seat is not None
+        return [lane.queue for lane in key.lanes.values() if lane.calls and self._list(lane)]
 
     def forget(self, queue: Lanes[C, S]) -> list[C]:
-        """Take out everything that waits in this queue."""
+        """Take out everything that waits in this queue, which may be used again."""
         calls: list[C] = []
         for key in list(self._keys.values()):
-            lane = key.lanes.get(queue)
+            lane = key.lanes.pop(queue, None)
             if lane is not None:
                 calls += (call for call in lane.calls if not call.done())
-                lane.calls.clear()
-                lane.is_listed = False
-                self._drop_lane(lane)
         queue.by_seat.clear()
         queue.count = 0
         return calls
@@ -255,12 +263,16 @@ class Keys(Generic[C, S]):
     def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
         """The workers that take calls have changed. Keys with nothing under way move. The queues of which a call may be sent."""
         self._seats = list(seats)
-        self._homes.clear()
         for key in self._keys.values():
-            if not key.running:
-                key.seat = self._home(key.name)
-            key.is_seated = key.seat in self._seats
             for lane in key.lanes.values():
                 lane.queue.by_seat.clear()
                 lane.is_listed = False
-        return dict.fromkeys(lane.queue for key in self._keys.values() for lane in key.lanes.values() if self._list(lane))
+        self._drop_idle()
+        for name, key in self._keys.items():
+            home = self._home(name)
+            if not key.running:
+                key.seat = home
+            key.is_seated = key.seat in self._seats
+            key.is_home = key.is_seated and key.seat is home
+        waiting = [lane for key in self._keys.values() for lane in key.lanes.values() if lane.calls]
+        return dict.fromkeys(lane.queue for lane in waiting if self._list(lane))

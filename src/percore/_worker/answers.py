@@ -1,5 +1,6 @@
 """The user's data in a worker: what a call was sent, and what it answers. Runs user code, in any thread."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -22,13 +23,15 @@ SMALL: Final = 16_384
 class Function:
     """A function the supervisor has named by a number, unpickled by the first call that needs it."""
 
-    __slots__ = ("fn", "kind", "name", "payload")
+    __slots__ = ("fn", "kind", "loading", "name", "payload")
 
     def __init__(self, kind: int, payload: Payload) -> None:
         self.kind = kind
         self.payload = payload
         self.fn: Callable[..., Any] | None = None
         self.name = "percore"
+        self.loading = threading.RLock()
+        """Held by the thread that unpickles it."""
 
 
 class Answers:
@@ -48,13 +51,20 @@ class Answers:
         """The function itself."""
         fn = function.fn
         if fn is None:
-            # Two threads may do this at once: twice the work, once in a function's life, and nobody waits for anyone.
-            received = self._channel.leases.receive(function.payload)
-            if received.is_leased:
-                self._channel.send_from_thread(LEASED, 0, function.payload)
-            fn = cast("Callable[..., Any]", received.load())
-            function.name = qualified_name(fn)
-            function.fn = fn
+            # Who comes meanwhile waits: what is bound to it may be large, and each thread would begin a call and unpickle its own.
+            # Where it fails, the next one tries by itself: the failure is that of a call.
+            with function.loading:
+                fn = function.fn
+                if fn is None:
+                    fn = function.fn = self._loaded(function)
+        return fn
+
+    def _loaded(self, function: Function) -> Callable[..., Any]:
+        received = self._channel.leases.receive(function.payload)
+        if received.is_leased:
+            self._channel.send_from_thread(LEASED, 0, function.payload)
+        fn = cast("Callable[..., Any]", received.load())
+        function.name = qualified_name(fn)
         return fn
 
     def unpack(
