@@ -175,6 +175,10 @@ class Channel:
         self._enqueue(op, call_id, body)
         self.flush()
 
+    def keep(self, op: int, call_id: int, body: Body) -> None:
+        """As `send_from_thread`, but the message travels with the next one that is sent, or with the next `flush`."""
+        self._enqueue(op, call_id, body)
+
     def send_later(self, op: int, call_id: int, body: Body) -> None:
         """As `send`, but together with what else this iteration of the loop sends."""
         self._enqueue(op, call_id, body)

@@ -1,6 +1,8 @@
 """Plain functions in a worker: calls and batches on threads.
 
 What a worker has not begun it hands back when it is recalled: waiting calls first, then parts of batches that take too long.
+Results go when they are there. But where two calls a thread wait, those of calls that have taken long go with the loop's timer: one
+wake-up of the supervisor for several of them, and one of this loop for what is sent in their place.
 """
 
 import threading
@@ -27,6 +29,11 @@ MARK_WORDS: Final = 3
 SPLIT_AFTER: Final = 0.002
 """Seconds that a batch may run before items of it are handed back: it was made to take one millisecond."""
 
+_KEEP_RESULTS: Final = 0.01
+"""Seconds that a call's result may wait for others: alone, it costs the supervisor a wake-up."""
+
+_SLOW_NS: Final = 20_000_000
+"""Nanoseconds that the call must have taken for that."""
 
 Item = tuple[Function | None, Body, Terms | None]
 
@@ -58,6 +65,8 @@ class Plain:
         self._batches: dict[int, Batch] = {}
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
         self._keeps_watch = False
+        self._keeps_results = False
+        self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
 
     def put(self, call_id: int, item: Item | Batch) -> None:
@@ -73,6 +82,31 @@ class Plain:
             self._put_batch(call_id, item)
         else:
             self.threads.put(call_id, item)
+        if not self._keeps_results:
+            self._keep_results()
+
+    def _keep_results(self) -> None:
+        """Where calls enough wait here, results may wait, too, for one another: nobody runs dry meanwhile."""
+        self._keeps_results = len(self.threads.waiting) > self._enough
+        if self._keeps_results:
+            self._loop.call_later(_KEEP_RESULTS, self._send_results)
+
+    def _send_results(self) -> None:
+        # In this order: a thread that still finds calls enough has kept its result before this goes, or there is a next time.
+        self._keep_results()
+        self._channel.flush()
+
+    def _send_result(self, op: int, call_id: int, body: Body) -> None:
+        """From a thread: the result of a call. If that took its time, it may travel with others."""
+        waiting = self.threads.waiting
+        began = self._marks[(call_id & self._mask) * MARK_WORDS + 1]
+        if len(waiting) > self._enough and time.monotonic_ns() - began > _SLOW_NS:
+            self._channel.keep(op, call_id, body)
+            if len(waiting) > self._enough:
+                return
+            self._channel.flush()
+        else:
+            self._channel.send_from_thread(op, call_id, body)
 
     def _put_batch(self, call_id: int, batch: Batch) -> None:
         # Known from now on: at no moment may one be out of reach because a thread is about to begin it.
@@ -249,11 +283,11 @@ class Plain:
             if is_inline:
                 if POINTS:
                     point("worker.outcome.ready")
-                send(VALUE, call_id, result)
+                self._send_result(VALUE, call_id, result)
             elif is_awaitable:
                 self._hand_over(call_id, result, None if timeout is None else deadline)
             else:
-                self._answers.result(call_id, result, send)
+                self._answers.result(call_id, result, self._send_result)
         finally:
             if timeout is not None:
                 self._loop.call_soon_threadsafe(self._unwatch, call_id)
@@ -266,7 +300,8 @@ class Plain:
             return self._answers.function(function)(*args, **kwargs)
 
         fn = late if function.fn is None or self._initializer is not None else function.fn
-        results = Results(call_id, self._answers, self._channel.send_from_thread, self._hand_over)
+        send = self._send_result if batch.end == 1 else self._channel.send_from_thread
+        results = Results(call_id, self._answers, send, self._hand_over)
         batch.run(results, fn, self._marks, word)
 
     # Time

@@ -1,0 +1,181 @@
+"""Plain functions in a worker: which results wait for others, and that each of them goes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from percore._messages import VALUE, Body, Kind
+from percore._worker import plain as module
+from percore._worker.answers import Answers, Function
+from percore._worker.plain import MARK_WORDS, Plain
+from percore._worker.terms import Variables
+
+PLACES = 64
+SLOW, QUICK = 30_000_000, 1_000_000
+
+
+class Post:
+    """A channel and its loop, as far as results need them: what is queued, what is on its way, which timers wait."""
+
+    def __init__(self) -> None:
+        self.loop = self
+        self.outgoing = self.leases = SimpleNamespace()
+        self.queued: list[int] = []
+        self.gone: list[int] = []
+        self.timers: list[Callable[[], None]] = []
+        self.after_flush: Callable[[], object] = lambda: None
+        self.before_keep: Callable[[], object] = lambda: None
+
+    def call_later(self, _delay: float, call: Callable[[], None]) -> None:
+        self.timers.append(call)
+
+    def keep(self, op: int, call_id: int, _body: Body) -> None:
+        assert op == VALUE
+        self.before_keep()
+        self.queued.append(call_id)
+
+    def flush(self) -> None:
+        self.gone += self.queued
+        self.queued.clear()
+        self.after_flush()
+
+    def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
+        self.keep(op, call_id, body)
+        self.flush()
+
+
+class Worker:
+    """Plain functions on one thread, whose calls end one by one and take as long as they are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.post = Post()
+        self._now = 0
+        self._begun, self._ends, self._ended = (threading.Semaphore(0) for _ in range(3))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: self._now, perf_counter=lambda: self._now / 1e9))
+        channel = cast("Any", self.post)
+        marks = memoryview(bytearray(PLACES * MARK_WORDS * 8)).cast("Q")
+        self.plain = Plain(channel, Answers(channel, main_by_value=False), marks, 1, None, Variables(()), self._hand_over)
+        run = self.plain.threads._run
+
+        def run_and_tell(call_id: int, item: object) -> None:
+            run(call_id, item)
+            self._ended.release()
+
+        self.plain.threads._run = run_and_tell
+        self._function = Function(Kind.THREAD, b"")
+        self._function.fn = self._call
+
+    def _call(self) -> None:
+        self._begun.release()
+        self._ends.acquire()
+
+    def _hand_over(self, call_id: int, awaitable: object, deadline: float | None) -> None:
+        raise AssertionError(call_id, awaitable, deadline)
+
+    def put(self, count: int) -> None:
+        for call_id in range(1, count + 1):
+            self.plain.put(call_id, (self._function, (), None))
+
+    def end(self, nanoseconds: int) -> None:
+        """The call that runs has taken so long."""
+        self._begun.acquire()
+        self._now += nanoseconds
+        self._ends.release()
+        self._ended.acquire()
+
+    def tick(self) -> None:
+        (timer,) = self.post.timers
+        self.post.timers.clear()
+        timer()
+
+    def close(self) -> None:
+        self._ends.release(PLACES)
+        self.plain.threads.stop()
+        self.plain.threads.join()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    worker = Worker(monkeypatch)
+    yield worker
+    worker.close()
+
+
+def test_results_of_slow_calls_travel_together_while_calls_enough_wait(worker: Worker) -> None:
+    worker.put(8)
+    worker.end(SLOW)
+    worker.end(SLOW)
+    assert (worker.post.queued, worker.post.gone) == ([1, 2], [])
+    worker.tick()
+    assert (worker.post.queued, worker.post.gone) == ([], [1, 2])
+
+
+def test_the_result_of_a_quick_call_waits_for_nobody(worker: Worker) -> None:
+    worker.put(8)
+    worker.end(QUICK)
+    assert worker.post.gone == [1]
+
+
+def test_where_few_calls_wait_results_do_not(worker: Worker) -> None:
+    worker.put(2)
+    worker.end(SLOW)
+    assert worker.post.gone == [1]
+    assert not worker.post.timers
+
+
+def test_what_was_kept_goes_as_soon_as_few_calls_wait(worker: Worker) -> None:
+    worker.put(5)
+    worker.end(SLOW)
+    assert worker.post.queued == [1]
+    worker.end(SLOW)
+    worker.end(SLOW)
+    assert worker.post.gone == [1, 2, 3]
+
+
+def test_a_result_that_is_kept_while_the_loop_sends_the_others_goes_too(worker: Worker) -> None:
+    worker.put(5)
+    worker.end(SLOW)
+
+    def tick_in_between() -> None:
+        worker.post.before_keep = lambda: None
+        worker.plain.cancel(5, None)
+        worker.tick()
+
+    worker.post.before_keep = tick_in_between
+    worker.end(SLOW)
+    assert worker.post.gone == [1, 2]
+    assert not worker.post.timers
+
+
+def test_no_result_is_left_when_calls_begin_while_the_loop_sends(worker: Worker) -> None:
+    worker.put(5)
+    worker.end(SLOW)
+
+    def keep_one_more() -> None:
+        worker.post.after_flush = lambda: None
+        worker.end(SLOW)
+        for call_id in (4, 5):
+            worker.plain.cancel(call_id, None)
+
+    worker.post.after_flush = keep_one_more
+    worker.tick()
+    assert worker.post.gone == [1]
+    assert worker.post.queued == [2]
+    worker.tick()
+    assert worker.post.gone == [1, 2]
+    assert not worker.post.timers
+
+
+def test_the_loop_goes_on_sending_as_long_as_calls_enough_wait(worker: Worker) -> None:
+    worker.put(6)
+    worker.end(SLOW)
+    worker.tick()
+    worker.end(SLOW)
+    worker.end(SLOW)
+    worker.end(SLOW)
+    worker.tick()
+    assert worker.post.gone == [1, 2, 3, 4]
+    assert not worker.post.timers
