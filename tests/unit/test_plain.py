@@ -113,6 +113,17 @@ def test_results_of_slow_calls_travel_together_while_calls_enough_wait(worker: W
     assert (worker.post.queued, worker.post.gone) == ([], [1, 2])
 
 
+def test_while_the_loop_is_blocked_results_do_not_wait_for_its_timer(worker: Worker) -> None:
+    worker.put(16)
+    for _ in range(3):
+        worker.end(SLOW)
+    assert worker.post.gone == []
+    worker.end(SLOW)
+    assert worker.post.gone == [1, 2, 3, 4]
+    worker.end(SLOW)
+    assert worker.post.queued == [5]
+
+
 def test_the_result_of_a_quick_call_waits_for_nobody(worker: Worker) -> None:
     worker.put(8)
     worker.end(QUICK)

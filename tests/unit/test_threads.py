@@ -433,6 +433,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.wall = self.cpu = 1000.0
+        self.others = 0.0
+        """CPU of other threads."""
         self.slept: list[float] = []
 
     def perf_counter(self) -> float:
@@ -442,7 +444,7 @@ class Clock:
         return self.cpu
 
     def process_time(self) -> float:
-        return self.cpu
+        return self.cpu + self.others
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -476,6 +478,31 @@ def test_calls_that_wait_take_none(clock: Clock) -> None:
     threads._run_one(1, (0.002, 0.002))
     threads._run_one(2, (0.002, 0.0001))
     assert not threads._takes_turns
+
+
+@pytest.mark.parametrize(
+    ("wall", "cpu", "others", "takes_turns"),
+    [
+        (0.02, 0.01, 0.01, True),  # two that share the GIL
+        (0.02, 0.019, 0.019, False),  # two without it
+        (0.02, 0.003, 0.016, False),  # many: nobody knows
+        (0.02, 0.003, 0.0, False),  # it waits for something else
+        (0.002, 0.001, 0.001, False),  # too short to say
+    ],
+)
+def test_two_calls_that_had_to_share_the_gil_take_turns_from_then_on(
+    clock: Clock, wall: float, cpu: float, others: float, takes_turns: bool
+) -> None:
+    def run(_call_id: int, _item: object) -> None:
+        clock.wall += wall
+        clock.cpu += cpu
+        clock.others += others
+
+    threads = Threads(2, run, copy_context())
+    threads._active[99] = None
+    threads._try_after = clock.wall + 1000  # that is another test
+    threads._run_one(1, None)
+    assert threads._takes_turns is takes_turns
 
 
 def test_the_turn_comes_back_also_after_a_failure(clock: Clock) -> None:
@@ -558,7 +585,7 @@ def test_turns_are_tried_where_many_keep_the_process_busy_and_ever_more_rarely_i
     threads._active[99] = None  # nobody is ever alone, so nothing is measured
     tried: list[float] = []
     while clock.wall < 1040:
-        threads._run_one(1, (0.002, 0.002))
+        threads._run_one(1, (0.001, 0.001))
         if threads._takes_turns:
             tried.append(clock.wall)
             threads._takes_turns = False  # a long call was among them

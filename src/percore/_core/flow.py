@@ -13,6 +13,8 @@ AHEAD_SECONDS: Final = 0.05
 BATCH_SECONDS: Final = 0.001
 _RECENT: Final = 64
 _SHORTEST: Final = 1e-9
+_DELAY: Final = 0.01
+"""Seconds that a thread waits for a CPU at most, mostly."""
 
 
 class Window:
@@ -129,16 +131,18 @@ class Cost:
         self._is_rising = False
 
     def measured(self, count: int, seconds: float) -> None:
-        """`count` items have taken so long. Believed soon when it is more, by and by when it is less.
+        """`count` items have taken so long. Believed at once when it is more, by and by when it is less.
 
-        Once more may be nothing but a thread that had to wait for a CPU, twice more is believed at once.
+        That many items have taken a few milliseconds more may be nothing but a thread that had to wait for a CPU: only when it
+        happens twice in a row that is believed, too.
         """
         mean = max(_SHORTEST, seconds / count)
         before = self.seconds
         if before is None:
             self.seconds = mean
         elif mean > before:
-            self.seconds = min(mean, (8 if self._is_rising else 1.25) * before)
+            may_be_delay = count >= LEAST and seconds - count * before < _DELAY and not self._is_rising
+            self.seconds = min(mean, (1.25 if may_be_delay else 8) * before)
         else:
             self.seconds = max(mean, before / 2)
         self._is_rising = before is not None and mean > 1.25 * before

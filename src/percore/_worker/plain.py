@@ -35,6 +35,9 @@ _KEEP_RESULTS: Final = 0.01
 _SLOW_NS: Final = 20_000_000
 """Nanoseconds that the call must have taken for that."""
 
+_LATE_NS: Final = 100_000_000
+"""After so many without a word from the timer the loop must be blocked: results wait for it no longer."""
+
 Item = tuple[Function | None, Body, Terms | None]
 
 
@@ -66,6 +69,7 @@ class Plain:
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
         self._keeps_watch = False
         self._keeps_results = False
+        self._sent_at = 0
         self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
 
@@ -94,16 +98,18 @@ class Plain:
     def _send_results(self) -> None:
         # In this order: a thread that still finds calls enough has kept its result before this goes, or there is a next time.
         self._keep_results()
+        self._sent_at = time.monotonic_ns()
         self._channel.flush()
 
     def _send_result(self, op: int, call_id: int, body: Body) -> None:
         """From a thread: the result of a call. If that took its time, it may travel with others."""
         waiting = self.threads.waiting
         began = self._marks[(call_id & self._mask) * MARK_WORDS + 1]
-        if len(waiting) > self._enough and time.monotonic_ns() - began > _SLOW_NS:
+        if len(waiting) > self._enough and (now := time.monotonic_ns()) - began > _SLOW_NS:
             self._channel.keep(op, call_id, body)
-            if len(waiting) > self._enough:
+            if len(waiting) > self._enough and now - self._sent_at < _LATE_NS:
                 return
+            self._sent_at = now
             self._channel.flush()
         else:
             self._channel.send_from_thread(op, call_id, body)

@@ -6,8 +6,9 @@ and the loop may both want a call: `dict.pop` gives it to exactly one.
 The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases
 the GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So every few milliseconds a thread that
 has rung sits out for a moment, and short CPU-bound calls take turns, which costs nothing under a GIL:
-    Whether calls are CPU-bound (thread time against wall time) is measured on those that run alone: beside others, waiting for the
-    GIL cannot be told from waiting for something else.
+    Whether calls are CPU-bound (thread time against wall time) is measured on those that run alone: beside many others, waiting for
+    the GIL cannot be told from waiting for something else. Beside one other it can: a call that has computed for nearly half of its
+    time, in a process that computed for about all of it, had to share the GIL. Without a GIL between them the process had more.
     Where none runs alone and the process keeps a CPU busy, turns are tried, more and more rarely if in vain.
     As soon as one call has its turn for longer than a few milliseconds, turns are over, so that none holds the others up.
     Calls that compute for longer than that lose the GIL in their midst anyway. While there are such, they lose it ten times as
@@ -34,6 +35,12 @@ _LONG: Final = 0.01
 """Seconds of computing above which a call loses the GIL in its midst."""
 
 _SWITCH_EVERY: Final = 0.0005
+
+_SHARE: Final = 0.4
+_ONE: Final = 1.3
+_SHORT: Final = 0.002
+"""Of its time a call has computed so much, and the process no more than so much: of the two one computed at a time. Shorter calls
+say nothing: a thread may wait for that long before it is given a CPU."""
 
 
 class Threads:
@@ -167,22 +174,27 @@ class Threads:
         self._begun = begun = self._begun + 1
         is_alone = len(self._active) == 1
         wall = self._turn_began = time.perf_counter()
-        cpu = time.thread_time()
+        cpu, process = time.thread_time(), time.process_time()
         try:
             self._run(call_id, item)
         finally:
             cpu = time.thread_time() - cpu
             if self._switches_often is not (cpu > _LONG):
                 self._switch_often(is_wanted=cpu > _LONG)
+            wall = time.perf_counter() - wall
             if is_alone and self._begun == begun:
-                wall = time.perf_counter() - wall
-                self._takes_turns = cpu > 0.5 * wall
-                if self._takes_turns:
-                    self._pause = 2 * _LOOK_EVERY
+                self._measured(is_busy=cpu > 0.5 * wall)
+            elif cpu > max(_SHARE * wall, _SHORT) and time.process_time() - process < _ONE * wall:
+                self._measured(is_busy=True)
             del self._active[call_id]
             if has_turn:
                 self._turn.release()
         self._give_way()
+
+    def _measured(self, *, is_busy: bool) -> None:
+        self._takes_turns = is_busy
+        if is_busy:
+            self._pause = 2 * _LOOK_EVERY
 
     def _switch_often(self, *, is_wanted: bool) -> None:
         """Have the interpreter hand the GIL over often, or as often as it did before."""
