@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
-from percore._core.flow import AHEAD_SECONDS, Window
+from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, Window
 from percore._errors import RunnerClosed, shown
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
@@ -28,13 +28,17 @@ _CHUNK_SECONDS: Final = 0.0005
 _MOST_AT_ONCE: Final = 4096
 _STEP: Final = 12
 
+_LONG: Final = 2 * BATCH_SECONDS
+_MEASURED: Final = 8
+"""Of so many single items that take longer than that one is measured."""
+
 
 class Flow:
     """The items of one map that are under way."""
 
     function: "Function"
     queue: Queue[Any, Any]
-    _batches: Batches[Batch] | None
+    _batches: Batches[Batch | Item] | None
     _rows: Rows
     _window: Window
 
@@ -62,6 +66,7 @@ class Flow:
         self._result_waiter: asyncio.Future[None] | None = None
         self._space_waiter: asyncio.Future[None] | None = None
         self._wake_at = 0
+        self._unmeasured = 0
 
     # Using it
 
@@ -323,8 +328,22 @@ class Flow:
         self._window.pull(1, 0)
         self.failed(number, error, 0)
 
-    def _make_batch(self, run: Run) -> Batch:
+    def _make_batch(self, run: Run) -> Batch | Item:
+        if len(run.bodies) == 1 and self._goes_alone():
+            body = (run.bodies[0],) if run.is_bare else run.bodies[0]
+            item = Item(self, run.start, body, 0 if run.is_bare else size_of(body), self.plan())
+            self._alive[run.start] = item
+            return item
         return Batch(self, run, Plan(DEFAULT, self._context) if self._context is not None else None)
+
+    def _goes_alone(self) -> bool:
+        """Whether a single item need be no batch, which costs more on its way. Some are all the same: only batches are measured."""
+        assert self._batches is not None
+        seconds = self._batches.cost.seconds
+        if seconds is None or seconds < _LONG:
+            return False
+        self._unmeasured = (self._unmeasured + 1) % _MEASURED
+        return self._unmeasured > 0
 
     def plan(self) -> Plan | None:
         """What an item is run under, that has not been attempted yet."""
