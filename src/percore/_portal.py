@@ -1,6 +1,6 @@
 """The loop of an executor, on a thread of its own, over a Runner's workers.
 
-    submit (any thread) ─▶ inbox ─▶ waiting ─▶ Supervisor.submit ─▶ workers
+    submit (any thread) ─▶ inbox ─▶ waiting ─▶ Intake.submit ─▶ workers
     Future              ◀─ outcomes           ◀─ Job              ◀─
 
 Guarantees:
@@ -331,7 +331,7 @@ class Portal:
         supervisor, room = self._supervisor, self._room
         if supervisor is None:
             return
-        submit = supervisor.submit
+        submit = supervisor.intake.submit
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
                 future, function, args, kwargs, held = waiting.popleft()

@@ -11,7 +11,6 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 import asyncio
 import contextlib
 import os
-from asyncio import Future
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,18 @@ from percore._core.batches import Run
 from percore._core.dispatch import BESIDE, Dispatch
 from percore._deaths import Deaths
 from percore._engine import Engine
-from percore._errors import RunnerClosed, as_error
-from percore._ipc.codec import is_inline
-from percore._ipc.slots import INLINE_LIMIT, SlotWriter
+from percore._errors import RunnerClosed
+from percore._intake import Intake
+from percore._ipc.slots import SlotWriter
 from percore._items import Batch, Flow, Item
 from percore._member import Member, Unit
-from percore._messages import CANCEL, UNDEFINE, Kind, Payload
+from percore._messages import CANCEL, UNDEFINE, Kind
 from percore._options import Knobs
 from percore._points import POINTS, point
-from percore._policy import DEFAULT, Plan, Policy
+from percore._policy import Policy
 from percore._pool import Pool
 from percore._recalls import Recalls
-from percore._shares import Share, Shares
+from percore._shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,154 +81,17 @@ class Supervisor:
         self._retired: list[Function] = []
         self.enders: set[Callable[[], None]] = set()
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
+        self.intake = Intake(self)
         self.pool = Pool(self, options.workers)
         self.slots, self.members = self.pool.slots, self.pool.members
 
     # Calls
-
-    def submit(
-        self,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        policy: Policy | None = None,
-        member: Member | None = None,
-        call: Call | None = None,
-    ) -> Call:
-        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others.
-
-        `call`: what is to be told of its outcome, where that is no future of this loop.
-        """
-        if self.broken is not None:
-            raise self.refusal()
-        call = Call(loop=self.loop) if call is None else call
-        call.owner = self
-        call.function = function
-        call.kind = function.kind if member is None else Kind.BESIDE
-        call.member = call.key = call.plan = None
-        if function.number and not kwargs and is_inline(args):
-            call.body = args
-            if self.contexts is not None or member is not None:
-                if not self._plan(call, policy, member):
-                    return call
-            elif policy is not None:  # as `_plan`, where no user code can have run
-                call.key = policy.key
-                call.plan = Plan(policy) if policy.needs_plan else None
-        elif not self._prepare(call, args, kwargs, policy, member):
-            return call
-        if POINTS:
-            point("supervisor.call.pickled" if type(call.body) is not int else "supervisor.call.stored")
-        if member is None:
-            member = self.dispatch.submitted(call)
-        if member is not None:
-            member.send(call)
-        return call
-
-    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaited | Call:
-        """As `submit`, for `run`: what it is to await. `withdraw` has to be told when that was cancelled.
-
-        Raises:
-            Exception: the arguments cannot be pickled.
-        """
-        if self.contexts is not None or not function.number:
-            return self.submit(function, args, kwargs)
-        if self.broken is not None:
-            raise self.refusal()
-        body: tuple[Any, ...] | Payload = args
-        if kwargs or not is_inline(args):
-            try:
-                body, met = self.functions.pickle(function, args, kwargs)
-            except BaseException as error:
-                refused = self._call(function)
-                self._unpicklable(refused, error)
-                return refused
-            if met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT or self.is_closing or self.broken is not None:
-                return self._run_laden(function, body, met)
-        call = Awaited()
-        call.future = Future(loop=self.loop)
-        call.function = function
-        call.kind = function.kind
-        call.body = body
-        call.member = None
-        call.is_over = False
-        if POINTS:
-            point("supervisor.call.pickled")
-        member = self.dispatch.submitted(call)
-        if member is not None:
-            member.send(call)
-        return call
-
-    def _call(self, function: Function) -> Call:
-        """A new call, that carries nothing yet."""
-        call = Call(loop=self.loop)
-        call.owner = self
-        call.function = function
-        call.kind = function.kind
-        call.body = ()
-        call.member = call.key = call.plan = None
-        return call
-
-    def _run_laden(self, function: Function, body: Payload, met: list[Share]) -> Call:
-        """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
-        call = self._call(function)
-        call.body = body
-        if met:
-            self.shares.hold(call, met)
-        if self._plan(call, None, None):
-            if POINTS:
-                point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
-            self.accept(call)
-        else:
-            self.release(call)
-        return call
 
     def withdraw(self, call: Awaited) -> None:
         """What is awaited of this call was cancelled."""
         if not call.is_over:
             call.is_over = True
             self.cancelled(call)
-
-    def _plan(self, call: Call, policy: Policy | None, member: Member | None) -> bool:
-        """What the call is to be run under. False: the call has ended instead."""
-        if policy is not None:
-            call.key = policy.key
-        try:
-            context = None if self.contexts is None else self.contexts.capture()
-        except BaseException as error:
-            self._unpicklable(call, error)
-            return False
-        if context is not None or member is not None or (policy is not None and policy.needs_plan):
-            call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
-        # Pickling has run user code, which may have closed the runner, or ended the worker that was meant.
-        if self.is_closing or self.broken is not None:
-            self.refuse(call)
-            return False
-        if member is not None and member not in self.dispatch.seats:
-            self.unanswered(member, call)
-            return False
-        return True
-
-    def _prepare(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None, member: Member | None
-    ) -> bool:
-        """Pickle what the call is to carry. False: the call has ended instead."""
-        call.body = ()
-        try:
-            call.body, met = self.functions.pickle(call.function, args, kwargs)
-        except BaseException as error:
-            self._unpicklable(call, error)
-            return False
-        if met:
-            self.shares.hold(call, met)
-        if not self._plan(call, policy, member):
-            self.release(call)
-            return False
-        return True
-
-    def _unpicklable(self, call: Call, error: BaseException) -> None:
-        if issubclass(type(error), KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
-            raise error
-        call.set_exception(as_error(error, "pickling"))
 
     def accept(self, call: Awaited | Call | Item) -> None:
         """Send a call, or let it wait."""
@@ -418,7 +280,7 @@ class Supervisor:
             if self.broken is not None or self.is_closing:
                 raise self.refusal()
             members = sorted(self.dispatch.seats, key=lambda member: member.index)
-            calls = [self.submit(function, args, kwargs, policy, member) for member in members]
+            calls = [self.intake.submit(function, args, kwargs, policy, member) for member in members]
             try:
                 if calls:
                     await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)

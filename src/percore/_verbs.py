@@ -61,7 +61,7 @@ class Verbs:
         if supervisor.admission is not None:
             supervisor.admission.enter_now()
             return self._admitted(function, args, kwargs)
-        return supervisor.submit(function, args, kwargs, self._policy or supervisor.policy)
+        return supervisor.intake.submit(function, args, kwargs, self._policy or supervisor.policy)
 
     @overload
     async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -94,8 +94,8 @@ class Verbs:
             return await self._admitted(function, args, kwargs)
         policy = self._policy or supervisor.policy
         if policy is not None:
-            return await supervisor.submit(function, args, kwargs, policy)
-        call = supervisor.run(function, args, kwargs)
+            return await supervisor.intake.submit(function, args, kwargs, policy)
+        call = supervisor.intake.run(function, args, kwargs)
         if isinstance(call, Future):
             return await call
         try:
@@ -109,7 +109,7 @@ class Verbs:
         admission = self._supervisor.admission
         assert admission is not None
         try:
-            call = self._supervisor.submit(function, args, kwargs, self._policy or self._supervisor.policy)
+            call = self._supervisor.intake.submit(function, args, kwargs, self._policy or self._supervisor.policy)
         except BaseException:
             admission.leave()
             raise

@@ -128,22 +128,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_recalls": VOCABULARY | {"_items"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
     "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes", "_patience", "_reports"},
+    "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
-    | {
-        "_admission",
-        "_attempts",
-        "_broken",
-        "_calls",
-        "_contexts",
-        "_deaths",
-        "_engine",
-        "_items",
-        "_member",
-        "_policy",
-        "_pool",
-        "_recalls",
-    }
-    | {"_shares", "_core.batches", "_core.dispatch", "_ipc.codec", "_ipc.slots"},
+    | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member", "_policy"}
+    | {"_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy", "_shares"},
@@ -173,6 +161,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_attempts": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_member": frozenset({"_patience"}),
+    "_intake": frozenset({"_member", "_supervisor"}),
     "_recalls": frozenset({"_core.dispatch", "_member"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),

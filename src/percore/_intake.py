@@ -1,0 +1,171 @@
+"""Where calls come in: what they carry is pickled, what they are run under is planned, and then they are sent or wait."""
+
+import asyncio
+from asyncio import Future
+from typing import TYPE_CHECKING, Any
+
+from percore._calls import Awaited, Call, Function
+from percore._errors import as_error
+from percore._ipc.codec import is_inline
+from percore._ipc.slots import INLINE_LIMIT
+from percore._messages import Kind, Payload
+from percore._points import POINTS, point
+from percore._policy import DEFAULT, Plan, Policy
+from percore._shares import Share
+
+if TYPE_CHECKING:
+    from percore._member import Member
+    from percore._supervisor import Supervisor
+
+
+class Intake:
+    """Accepts the single calls of a runner. Runs user code: pickling."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+        self._loop: asyncio.AbstractEventLoop = supervisor.loop
+        self._dispatch = supervisor.dispatch
+        self._functions = supervisor.functions
+        self._contexts = supervisor.contexts
+        self._shares = supervisor.shares
+
+    def submit(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | None = None,
+        member: "Member | None" = None,
+        call: Call | None = None,
+    ) -> Call:
+        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others.
+
+        `call`: what is to be told of its outcome, where that is no future of this loop.
+        """
+        supervisor = self._supervisor
+        if supervisor.broken is not None:
+            raise supervisor.refusal()
+        call = Call(loop=self._loop) if call is None else call
+        call.owner = supervisor
+        call.function = function
+        call.kind = function.kind if member is None else Kind.BESIDE
+        call.member = call.key = call.plan = None
+        if function.number and not kwargs and is_inline(args):
+            call.body = args
+            if self._contexts is not None or member is not None:
+                if not self._plan(call, policy, member):
+                    return call
+            elif policy is not None:  # as `_plan`, where no user code can have run
+                call.key = policy.key
+                call.plan = Plan(policy) if policy.needs_plan else None
+        elif not self._prepare(call, args, kwargs, policy, member):
+            return call
+        if POINTS:
+            point("supervisor.call.pickled" if type(call.body) is not int else "supervisor.call.stored")
+        if member is None:
+            member = self._dispatch.submitted(call)
+        if member is not None:
+            member.send(call)
+        return call
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaited | Call:
+        """As `submit`, for `run`: what it is to await. `withdraw` has to be told when that was cancelled.
+
+        Raises:
+            Exception: the arguments cannot be pickled.
+        """
+        if self._contexts is not None or not function.number:
+            return self.submit(function, args, kwargs)
+        supervisor = self._supervisor
+        if supervisor.broken is not None:
+            raise supervisor.refusal()
+        body: tuple[Any, ...] | Payload = args
+        if kwargs or not is_inline(args):
+            try:
+                body, met = self._functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                refused = self._call(function)
+                self._unpicklable(refused, error)
+                return refused
+            is_refused = supervisor.is_closing or supervisor.broken is not None  # by user code, in the midst of that
+            if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
+                return self._run_laden(function, body, met)
+        call = Awaited()
+        call.future = Future(loop=self._loop)
+        call.function = function
+        call.kind = function.kind
+        call.body = body
+        call.member = None
+        call.is_over = False
+        if POINTS:
+            point("supervisor.call.pickled")
+        member = self._dispatch.submitted(call)
+        if member is not None:
+            member.send(call)
+        return call
+
+    def _call(self, function: Function) -> Call:
+        """A new call, that carries nothing yet."""
+        call = Call(loop=self._loop)
+        call.owner = self._supervisor
+        call.function = function
+        call.kind = function.kind
+        call.body = ()
+        call.member = call.key = call.plan = None
+        return call
+
+    def _run_laden(self, function: Function, body: Payload, met: list[Share]) -> Call:
+        """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
+        call = self._call(function)
+        call.body = body
+        if met:
+            self._shares.hold(call, met)
+        if self._plan(call, None, None):
+            if POINTS:
+                point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
+            self._supervisor.accept(call)
+        else:
+            self._supervisor.release(call)
+        return call
+
+    def _plan(self, call: Call, policy: Policy | None, member: "Member | None") -> bool:
+        """What the call is to be run under. False: the call has ended instead."""
+        if policy is not None:
+            call.key = policy.key
+        try:
+            context = None if self._contexts is None else self._contexts.capture()
+        except BaseException as error:
+            self._unpicklable(call, error)
+            return False
+        if context is not None or member is not None or (policy is not None and policy.needs_plan):
+            call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
+        # Pickling has run user code, which may have closed the runner, or ended the worker that was meant.
+        if self._supervisor.is_closing or self._supervisor.broken is not None:
+            self._supervisor.refuse(call)
+            return False
+        if member is not None and member not in self._dispatch.seats:
+            self._supervisor.unanswered(member, call)
+            return False
+        return True
+
+    def _prepare(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None, member: "Member | None"
+    ) -> bool:
+        """Pickle what the call is to carry. False: the call has ended instead."""
+        call.body = ()
+        try:
+            call.body, met = self._functions.pickle(call.function, args, kwargs)
+        except BaseException as error:
+            self._unpicklable(call, error)
+            return False
+        if met:
+            self._shares.hold(call, met)
+        if not self._plan(call, policy, member):
+            self._supervisor.release(call)
+            return False
+        return True
+
+    def _unpicklable(self, call: Call, error: BaseException) -> None:
+        if issubclass(type(error), KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
+            raise error
+        call.set_exception(as_error(error, "pickling"))
