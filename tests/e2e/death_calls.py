@@ -117,7 +117,7 @@ async def give_half_in_task(size: int, signum: int) -> list[Any]:
 async def die_in_a_frame(length: int) -> NoReturn:
     """Die with so many bytes of this call's result in the ring (-1: all), and the bell not rung."""
     channel = _channel()
-    call_id = max(channel.on_message.__self__._marks[::MARK_WORDS])
+    call_id = max(channel.on_frame.__self__._marks[::MARK_WORDS])
     data = codec.encode([(VALUE, call_id, 42)])
     frame = struct.pack("<II", len(data), zlib.crc32(data)) + data
     part = frame if length < 0 else frame[:length]

@@ -246,7 +246,7 @@ def _misbehave(channel: Any, how: str) -> None:
         channel.tx._view[(channel.tx.written - 1) % channel.tx.size] ^= 1
         channel._bell.ring(length, 0)
     else:
-        call_id = max(channel.on_message.__self__._marks[::MARK_WORDS]) if how.startswith("own call") else 0
+        call_id = max(channel.on_frame.__self__._marks[::MARK_WORDS]) if how.startswith("own call") else 0
         message = _FRAMES[how]
         channel._bell.ring(channel.tx.write(codec.encode(message(call_id))), 0)
 

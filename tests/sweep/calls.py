@@ -108,7 +108,7 @@ def observed() -> Iterator[None]:
 class _Observer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._server: Any = channel.on_message.__self__  # type: ignore[attr-defined]  # a bound method
+        self._server: Any = channel.on_frame.__self__  # type: ignore[attr-defined]  # a bound method
 
     def __call__(self) -> str:
         channel, server = self._channel, self._server

@@ -35,6 +35,7 @@ class Pickled:
         self.second_is_there = threading.Event()
         self.function.loading = Lock(self.second_is_there)  # type: ignore[assignment]
         self.leases: Any = self
+        self.outgoing: Any = self
         self.answers = Answers(self, main_by_value=False)  # type: ignore[arg-type]
         self.fails = fails
         self.loads = 0

@@ -142,7 +142,7 @@ def test_many_values_are_judged_as_each_of_them(values: list[Any]) -> None:
     assert (weight is not None) == all(map(is_inline_value, values))
 
 
-EDGES = [0, 1, -1, 0x69696969, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 0x69 << 40, True, None, 0.5, "i", b"iiii", []]
+EDGES: list[Any] = [0, 1, -1, 0x69696969, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 0x69 << 40, True, None, 0.5, "i", b"iiii", []]
 
 
 @given(st.lists(st.one_of(st.integers(), st.integers(-(2**31), 2**31 - 1), st.sampled_from(EDGES)), max_size=30))

@@ -1145,6 +1145,30 @@ class _ActingCalls(deque[Any]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_s6_a_collection_that_takes_a_turn_in_the_midst_of_one_loses_no_queue(kind: int) -> None:
+    dispatch: Dispatch[Any, Seat] = Dispatch(20, 20)
+    empty, full = (Queue[Any, Seat](kind) for _ in range(2))
+    for queue in (empty, full):
+        dispatch.open(queue)
+        dispatch.appended(queue)
+    waiting = [Call(kind, number) for number in range(4)]
+    full.calls.extend(waiting)
+    taken: list[Any] = []
+
+    def take_a_turn() -> None:
+        if not taken:
+            taken.append(None)
+            taken[0] = dispatch.next(kind)
+
+    empty.calls = _ActingCalls(take_a_turn)
+    dispatch.seat(Seat())
+    while (found := dispatch.next(kind)) is not None:
+        taken.append(found)
+    assert [call for call, _ in taken] == waiting
+    assert dispatch.waiting() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_s6_a_collection_that_lists_a_queue_while_the_queues_are_looked_through(kind: int) -> None:
     dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
     queues: list[Queue[Any, Seat]] = [Queue(kind) for _ in range(3)]

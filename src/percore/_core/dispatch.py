@@ -285,13 +285,14 @@ class Dispatch(Generic[C, S]):
         if seat is None:
             return None
         for _ in range(len(turns)):
-            queue = turns[0]
+            if not turns:
+                break
+            # Out of the list and marked so in one step: a collection that begins in the midst of this may take a turn, too.
+            queue = turns.popleft()
+            queue.is_listed = False
             found = self._from(queue, seat)
-            if found is None and not (queue.calls or queue.batches or queue.by_seat):
-                queue.is_listed = False
-                turns.popleft()
-                continue
-            turns.rotate(-1)
+            if queue.calls or queue.batches or queue.by_seat:
+                self._list(queue)
             if found is not None:
                 if found[1].load[kind] >= self._places[kind]:
                     self._note_ahead()
