@@ -34,23 +34,30 @@ def task_starter(loop: asyncio.AbstractEventLoop) -> Starter:
 class _Overlaid:
     """Eager start for Python 3.11, where a new task always asks its loop to take the first step soon.
 
-    For the moment of its making the loop's `call_soon` only keeps what it is given, which is then called here. Nothing else can
-    come between: making a task runs no user code and this is the loop's own thread.
+    For the moment of its making the loop's `call_soon` only keeps that step, which is then called here. This is the loop's own
+    thread, but a garbage collection may begin, and a `__del__` that it runs may call something soon, or start another task.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._overlay = vars(loop)
+        self._call_soon = loop.call_soon
+        self._coro: Coroutine[Any, Any, None] | None = None
         self._step: Callable[[], None]
         self._context: Context | None
 
-    def _keep(self, step: Callable[[], None], *, context: Context | None = None) -> None:
-        self._step = step
+    def _keep(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle | None:
+        task = getattr(callback, "__self__", None)
+        if type(task) is not Task or task.get_coro() is not self._coro:
+            return self._call_soon(callback, *args, context=context)
+        self._step = callback
         self._context = context
+        return None
 
     def __call__(self, coro: Coroutine[Any, Any, None], name: str, context: Context | None) -> asyncio.Task[None]:
         overlay = self._overlay
         overlay["call_soon"] = self._keep
+        self._coro = coro
         try:
             task = Task(coro, loop=self._loop, name=name, context=context)
         finally:
