@@ -18,9 +18,12 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import percore
+
+_ENTRY: Final = 64
+"""Bytes of an entry in the ledger, of which a page holds a whole number."""
 
 NUMBER: ContextVar[int] = ContextVar("NUMBER")
 """The number of a call, once more, where the runner takes context variables along."""
@@ -85,8 +88,12 @@ def serving(folder: str, per_key: int | None) -> Iterator[None]:
 
 
 def enter(uuid: int) -> None:
-    """The first thing a call does. A write this short is never torn."""
-    os.write(_Worker.ledger, f"{uuid} {_Worker.stamp} {time.monotonic_ns()}\n".encode())
+    """The first thing a call does.
+
+    All entries are equally long, so that none crosses the border of two pages: a kill may tear a write there, and nowhere else.
+    """
+    entry = f"{uuid} {_Worker.stamp} {time.monotonic_ns()}".ljust(_ENTRY - 1)
+    os.write(_Worker.ledger, f"{entry}\n".encode())
 
 
 def _enter_alone(uuid: int) -> int:
