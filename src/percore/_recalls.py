@@ -23,14 +23,17 @@ class Recalls:
         self._next: asyncio.Handle | None = None
         self._seen: tuple[Member, int] | None = None
         """Who was left alone, and how much it had done by then."""
+        self._is_over = False
 
     def look(self) -> None:
         """Something has ended or begun."""
-        if self._next is None and self._dispatch.is_dry():
+        if self._next is None and not self._is_over and self._dispatch.is_dry():
             self._next = self._loop.call_soon(self._look)
 
     def stop(self) -> None:
-        """Nobody is to be asked any more. Idempotent."""
+        """Nobody is to be asked any more, whatever still ends. Idempotent."""
+        self._is_over = True
+        self._seen = None
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -39,6 +42,7 @@ class Recalls:
         self._next = None
         recall = self._dispatch.recall()
         if recall is None:
+            self._seen = None
             return
         seen = (recall.seat, recall.seat.done)
         if seen != self._seen and _seconds(recall.seat) < BRIEF:

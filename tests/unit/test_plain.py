@@ -17,6 +17,18 @@ PLACES = 64
 SLOW, QUICK = 30_000_000, 1_000_000
 
 
+class Timer:
+    """What can be cancelled."""
+
+    def __init__(self, post: "Post", call: Callable[[], None]) -> None:
+        self._post = post
+        self._call = call
+
+    def cancel(self) -> None:
+        if self._call in self._post.timers:
+            self._post.timers.remove(self._call)
+
+
 class Post:
     """A channel and its loop, as far as results need them: what is queued, what is on its way, which timers wait."""
 
@@ -29,8 +41,9 @@ class Post:
         self.after_flush: Callable[[], object] = lambda: None
         self.before_keep: Callable[[], object] = lambda: None
 
-    def call_later(self, _delay: float, call: Callable[[], None]) -> None:
+    def call_later(self, _delay: float, call: Callable[[], None]) -> "Timer":
         self.timers.append(call)
+        return Timer(self, call)
 
     def keep(self, op: int, call_id: int, _body: Body) -> None:
         assert op == VALUE
@@ -93,8 +106,9 @@ class Worker:
 
     def close(self) -> None:
         self._ends.release(PLACES)
-        self.plain.threads.stop()
+        self.plain.stop()
         self.plain.threads.join()
+        assert not self.post.timers
 
 
 @pytest.fixture

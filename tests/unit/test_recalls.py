@@ -153,7 +153,9 @@ def test_nobody_is_asked_any_more_after_the_end() -> None:
     recalls.look()
     recalls.stop()
     recalls.stop()
-    assert loop.soon[0][0].cancelled()
+    assert loop.soon.pop()[0].cancelled()
+    recalls.look()  # workers end, and with them calls
+    assert loop.soon == []
     assert decisions.worker.asked == []
 
 

@@ -68,7 +68,7 @@ class Plain:
         self._batches: dict[int, Batch] = {}
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
         self._keeps_watch = False
-        self._keeps_results = False
+        self._keeps_results: asyncio.TimerHandle | None = None
         self._sent_at = 0
         self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
@@ -86,14 +86,13 @@ class Plain:
             self._put_batch(call_id, item)
         else:
             self.threads.put(call_id, item)
-        if not self._keeps_results:
+        if self._keeps_results is None:
             self._keep_results()
 
     def _keep_results(self) -> None:
         """Where calls enough wait here, results may wait, too, for one another: nobody runs dry meanwhile."""
-        self._keeps_results = len(self.threads.waiting) > self._enough
-        if self._keeps_results:
-            self._loop.call_later(_KEEP_RESULTS, self._send_results)
+        is_enough = len(self.threads.waiting) > self._enough
+        self._keeps_results = self._loop.call_later(_KEEP_RESULTS, self._send_results) if is_enough else None
 
     def _send_results(self) -> None:
         # In this order: a thread that still finds calls enough has kept its result before this goes, or there is a next time.
@@ -113,6 +112,12 @@ class Plain:
             self._channel.flush()
         else:
             self._channel.send_from_thread(op, call_id, body)
+
+    def stop(self) -> None:
+        """Let go of the threads. All results have gone by then, or nobody waits for them."""
+        if self._keeps_results is not None:
+            self._keeps_results.cancel()
+        self.threads.stop()
 
     def _put_batch(self, call_id: int, batch: Batch) -> None:
         # Known from now on: at no moment may one be out of reach because a thread is about to begin it.

@@ -262,7 +262,7 @@ class Server:
 
     def stop(self) -> None:
         """Let go of the threads, and of shared objects."""
-        self._threads.stop()
+        self._plain.stop()
         self.shares.stop()
 
     def join(self) -> None:
