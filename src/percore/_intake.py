@@ -41,6 +41,10 @@ class Intake:
         """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others.
 
         `call`: what is to be told of its outcome, where that is no future of this loop.
+
+        Raises:
+            RunnerBroken: no worker can be started any more.
+            KeyboardInterrupt: pickling raised it; the call was never accepted.
         """
         supervisor = self._supervisor
         if supervisor.broken is not None:
@@ -69,10 +73,10 @@ class Intake:
         return call
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaited | Call:
-        """As `submit`, for `run`: what it is to await. `withdraw` has to be told when that was cancelled.
+        """As `submit`, for `run`: what it is to await. `Supervisor.withdraw` has to be told when that was cancelled.
 
         Raises:
-            Exception: the arguments cannot be pickled.
+            RunnerBroken, KeyboardInterrupt: as `submit`.
         """
         if self._contexts is not None or not function.number:
             return self.submit(function, args, kwargs)

@@ -97,7 +97,7 @@ class Batch:
                         results.add(begun - 1 - length_hint(left), result)
                 except BaseException as error:
                     results.fail(begun - 1 - length_hint(left), error)
-        except IndexError:  # that was all, or the loop has taken the rest
+        except IndexError:  # of popleft: that was all, or the loop has taken the rest
             return False
         self.begun = begun
         return True
