@@ -19,6 +19,9 @@ R = TypeVar("R")
 _PATIENCE = 5.0
 """Seconds."""
 
+_SCRIPTS = str(Path(__file__).parent / "scripts")
+"""With the worker script of distex that works on 3.14 too."""
+
 
 class DistexPool(Protocol):
     """The verbs of distex's pool that have a counterpart in percore; distex itself is not typed."""
@@ -49,9 +52,9 @@ async def mapping(
 @asynccontextmanager
 async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
     """A distex pool that keeps `queued` calls at each worker. Raises ModuleNotFoundError where it is not installed."""
-    from distex import Pool
-
     with _distex_environment(), _loop_of_thread():
+        from distex import Pool
+
         pool = Pool(num_workers=workers, qsize=queued, lazy_create=True)
         await pool.create()
     await asyncio.gather(*(worker.run_task((os.getpid, (), {}, True, False)) for worker in pool._workers))
@@ -79,7 +82,7 @@ async def _ended(transport: Any) -> None:
 
 @contextmanager
 def _loop_of_thread() -> Iterator[None]:
-    """distex asks for the loop of the thread instead of the running one, when it starts and when it ends."""
+    """distex asks for the loop of the thread instead of the running one, when it is imported, when it starts and when it ends."""
     asyncio.set_event_loop(asyncio.get_running_loop())
     try:
         yield
@@ -89,9 +92,9 @@ def _loop_of_thread() -> Iterator[None]:
 
 @contextmanager
 def _distex_environment() -> Iterator[None]:
-    """Lets distex find its worker script beside this interpreter, and that script this package."""
+    """Lets distex find its worker script, that script this interpreter, and this one this package."""
     root = str(Path(__file__).parents[2])
-    added = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": root}
+    added = {"PATH": os.pathsep.join((_SCRIPTS, str(Path(sys.executable).parent))), "PYTHONPATH": root}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update({name: os.pathsep.join(filter(None, (added[name], before[name]))) for name in added})
     try:

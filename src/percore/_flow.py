@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
-from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, Window
+from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, Window, most_of
 from percore._errors import RunnerClosed, shown
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
@@ -25,7 +25,7 @@ _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may hold the loop before it gives way."""
 
 _CHUNK_SECONDS: Final = 0.0005
-_MOST_AT_ONCE: Final = 4096
+_MOST_AT_ONCE: Final = 8192
 _STEP: Final = 12
 
 _LONG: Final = 2 * BATCH_SECONDS
@@ -185,9 +185,11 @@ class Flow:
         self._batches = Batches(self._make_batch, function.cost) if is_batched else None
         self.queue = Queue(function.kind, self._batches)
         self._rows = Rows(owner.functions, function, spec, self, is_single=inputs.is_single, is_batched=is_batched)
-        room = owner.dispatch.room_for(function.kind) * len(owner.slots)
+        workers = len(owner.slots)
         most = sys.maxsize if owner.admission is None else owner.admission.limit
-        self._window = Window(spec.window, room, most)
+        if spec.window is None:
+            most = min(most, most_of(workers))
+        self._window = Window(spec.window, owner.dispatch.room_for(function.kind) * workers, most)
         owner.dispatch.open(self.queue)
         owner.enders.add(self._end)
         self._feeder = self._loop.create_task(self._feed(), name="percore-map")

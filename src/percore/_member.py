@@ -72,7 +72,7 @@ class Member:
         self.done = 0
         self.failed = 0
         self.retried = 0
-        self._left = dispatch.left
+        self._left, self._lowered = dispatch.left, dispatch.lowered
         self._turn = turn
         self.started_at = self._waiting_since = turn.loop.time()
         self._heard = 0
@@ -170,6 +170,7 @@ class Member:
                 self._send(TERMS, call_id, None)  # the call they were for will not come
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
+        self._lowered()
         call.member = None
         if type(call) is Batch:
             self._batched -= call.outstanding - 1

@@ -74,7 +74,7 @@ class Outcomes:
         channel.leases.on_end = lambda payload: self._release(member, payload)
 
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
-        left = self._supervisor.dispatch.left
+        left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
 
         def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912  # one function: each more costs every outcome
             for op, call_id, body in messages:
@@ -120,6 +120,7 @@ class Outcomes:
                     raise BrokenFrame(f"message {op} does not exist")
                 if not channel.is_open:  # user code, or what it made us send, has ended it
                     return
+            lowered()
 
         return receive
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from percore._calls import Call, Function
 from percore._core.dispatch import Dispatch
 from percore._ipc import doorbell
-from percore._ipc.channel import MAX_FRAME, RING_SIZE, Channel
+from percore._ipc.channel import MAX_FRAME, RING_SIZE, Channel, Haste
 from percore._ipc.codec import encode
 from percore._ipc.doorbell import Bell, bell_fds, bell_of
 from percore._ipc.memory import Memory
@@ -253,6 +253,27 @@ async def test_the_first_message_of_a_turn_rings_at_once_and_the_rest_share_a_ri
             publishing = [published for published, _ in sender.bell.rings if published]
             assert len(publishing) <= 3, turn
             assert publishing[-1] > publishing[0]
+
+
+async def test_no_more_peers_than_can_run_are_rung_before_the_iteration_ends() -> None:
+    haste = Haste(2)
+    pairs = [Pair().open() for _ in range(4)]
+    for pair in pairs:
+        pair.up.channel.haste = haste
+        for number in range(3):
+            pair.up.channel.send(1, number, None)
+    assert [bool(pair.up.bell.rings) for pair in pairs] == [True, True, False, False]
+    for pair in pairs:
+        assert [number for _, number, _ in await pair.down.receive(3)] == [0, 1, 2]
+    assert [len(pair.up.bell.rings) for pair in pairs[2:]] == [1, 1]
+    await until(lambda: not any(pair.up.is_behind() for pair in pairs))  # of which it has heard: it begins anew
+    for pair in pairs:
+        pair.up.channel.send(1, 3, None)
+    assert [len(pair.up.bell.rings) for pair in pairs[2:]] == [1, 1]
+    assert all(len(pair.up.bell.rings) > 1 for pair in pairs[:2])
+    for pair in pairs:
+        await pair.down.receive(4)
+        pair.close()
 
 
 async def test_a_lone_message_is_one_ring(pair: Pair) -> None:

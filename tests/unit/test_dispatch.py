@@ -146,7 +146,7 @@ class DispatchMachine(RuleBasedStateMachine):
     @initialize(
         concurrency=st.integers(1, 3),
         threads=st.integers(1, 2),
-        seats=st.integers(0, 3),
+        seats=st.integers(0, 7),
         per_key=st.one_of(st.none(), st.integers(1, 3)),
     )
     def start(self, concurrency: int, threads: int, seats: int, per_key: int | None) -> None:
@@ -341,6 +341,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
     def leave(self, seat: Seat, call: Unit) -> None:
         seat.take(call)
+        self.dispatch.lowered()
         if call.key is not None:
             self.dispatch.left(call)
         self.forget_served()
@@ -671,6 +672,7 @@ def sent(dispatch: Dispatch[Unit, Seat], kind: int) -> Iterator[Unit]:
 
 def end(dispatch: Dispatch[Unit, Seat], seat: Seat, call: Unit) -> None:
     seat.take(call)
+    dispatch.lowered()
     if call.key is not None:
         dispatch.left(call)
 
@@ -748,6 +750,40 @@ def test_who_is_behind_is_not_queued_ahead_in_while_another_has_room() -> None:
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
     dispatch.seats[1].load[THREAD] = 10
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
+
+
+@dataclass(eq=False)
+class Watched(Seat):
+    looks: int = 0
+
+    def silence(self) -> int:
+        self.looks += 1
+        return super().silence()
+
+
+def test_of_many_workers_not_all_are_looked_at_for_each_call() -> None:
+    dispatch: Dispatch[Unit, Any] = Dispatch(10, 2)
+    seats = [Watched(index) for index in range(64)]
+    for seat in seats:
+        dispatch.seat(seat)
+    for place in range(4 * 64):
+        send(dispatch, Call(TASK), seats[place % 64])
+    assert sum(seat.looks for seat in seats) < 2 * 4 * 64
+    for seat in (seats[40], seats[7]):
+        end(dispatch, seat, seat.calls[0])
+    send(dispatch, Call(TASK), seats[7])
+    send(dispatch, Call(TASK), seats[40])
+    send(dispatch, Call(TASK), seats[0])
+
+
+def test_of_many_workers_one_that_was_behind_is_seen_when_it_reads_again() -> None:
+    dispatch = dispatch_of(*[(1, 0)] * 8, concurrency=9)
+    dispatch.seats[3].behind = True
+    end(dispatch, dispatch.seats[3], dispatch.seats[3].calls[0])
+    for seat in dispatch.seats[:2]:
+        send(dispatch, Call(TASK), seat)
+    dispatch.seats[3].behind = False
+    send(dispatch, Call(TASK), dispatch.seats[3])
 
 
 def test_without_workers_calls_wait() -> None:

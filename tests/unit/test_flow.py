@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, BYTES, LEAST, MOST, Cost, Window
+from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, BYTES, LEAST, MOST, Cost, Window, most_of
 
 MIB = 1 << 20
 
@@ -75,7 +75,7 @@ def test_it_starts_at_64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "limit"), [(0, 64), (1, 64), (32, 64), (33, 66), (800, 1600), (8192, 16_384), (8193, 16_384), (10**6, 16_384)]
+    ("room", "limit"), [(0, 64), (1, 64), (32, 64), (33, 66), (800, 1600), (65_536, 131_072), (65_537, 131_072), (10**6, 131_072)]
 )
 def test_with_the_first_results_it_is_twice_what_the_workers_can_hold(room: int, limit: int) -> None:
     assert warm(room).space() == limit
@@ -83,7 +83,7 @@ def test_with_the_first_results_it_is_twice_what_the_workers_can_hold(room: int,
 
 @pytest.mark.parametrize(
     ("a_second", "limit"),
-    [(0, 64), (100, 64), (1280, 64), (2000, 100), (100_000, 5000), (327_680, MOST), (10**6, MOST), (10**9, MOST)],
+    [(0, 64), (100, 64), (1280, 64), (2000, 100), (100_000, 5000), (2_621_440, MOST), (10**7, MOST), (10**9, MOST)],
 )
 def test_it_holds_what_ends_in_a_moment(a_second: int, limit: int) -> None:
     assert AHEAD_SECONDS == 0.05
@@ -96,7 +96,7 @@ def test_it_holds_what_ends_in_a_moment(a_second: int, limit: int) -> None:
 
 def test_it_shrinks_again_when_calls_take_longer() -> None:
     window = warm(100)
-    for now, count, limit in ((1.0, 10**6, MOST), (2.0, 10**5, 5000), (3.0, 1, 200)):
+    for now, count, limit in ((1.0, 10**7, MOST), (2.0, 10**5, 5000), (3.0, 1, 200)):
         window.pull(count, 0)
         window.end(count, 0, 0, now)
         window.hand_over(0, count)
@@ -210,7 +210,7 @@ def test_short_calls_are_pulled_by_the_hundred(limit: int) -> None:
 
 
 def test_who_is_held_by_bytes_is_woken_before_everything_has_ended() -> None:
-    window = warm(10_000, result=MIB)  # 64 items fit, of the 16,384 that the window holds otherwise
+    window = warm(10_000, result=MIB)  # 64 items fit, of the 20,000 that the window holds otherwise
     window.pull(64, 0)
     window.end(32, 0, 32 * MIB, now=0.0)
     window.hand_over(7 * MIB, 7)
@@ -221,8 +221,8 @@ def test_who_is_held_by_bytes_is_woken_before_everything_has_ended() -> None:
 
 def test_when_nothing_is_under_way_any_space_will_do() -> None:
     window = warm(10_000)
-    window.pull(MOST, 0)
-    window.end(MOST, 0, 0, now=0.0)
+    window.pull(window.limit, 0)
+    window.end(window.limit, 0, 0, now=0.0)
     window.hand_over(0)
     assert window.is_worth_a_pull()
 
@@ -366,7 +366,11 @@ def test_each_worker_may_have_several_batches_of_a_window(workers: int) -> None:
     cost.measured(1, 1e-9)
     count = cost.batch(MOST, workers)
     assert count >= LEAST
-    assert count <= LEAST or 2 * count * max(1, workers) <= MOST
+    assert count <= LEAST or 2 * count * max(1, workers) <= most_of(max(1, workers))
+
+
+def test_a_map_holds_so_many_items_of_each_worker_and_not_too_many_in_all() -> None:
+    assert [most_of(workers) for workers in (1, 2, 8, 9, 1024)] == [16_384, 32_768, 131_072, 131_072, 131_072]
 
 
 @given(seconds=st.floats(1e-9, 10), waiting=st.integers(1, MOST), workers=st.integers(1, 64))

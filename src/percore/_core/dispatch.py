@@ -10,6 +10,7 @@ than what the workers hold already and one call or batch of each other queue.
 When a worker runs dry while another still holds calls that have not begun, they are asked back.
 """
 
+import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -23,6 +24,11 @@ AHEAD: Final = 4
 
 BESIDE: Final = 16
 """Calls that a worker may hold beside all others: broadcasts."""
+
+
+_FEW: Final = 4
+"""Workers of which it takes no longer to look at all than to remember anything."""
+_NOWHERE: Final = (-1, sys.maxsize)
 
 
 class Queued(Protocol):
@@ -117,6 +123,10 @@ class Dispatch(Generic[C, S]):
         """How often something was queued ahead: who asks for it back notes when."""
         self.keys: Keys[C, S] = Keys(per_key)
         self.seats: list[S] = []
+        self._least = [_NOWHERE, _NOWHERE]
+        """By kind: the load of the least loaded worker, and where in `seats` the first such is. Loads rise by what is sent, one
+        worker after the other; so until one is `lowered` the next choice is found without looking at all of them again."""
+        self._pick = self._pick_of_few
 
     # Workers
 
@@ -125,6 +135,11 @@ class Dispatch(Generic[C, S]):
         self.seats.append(seat)
         self._seated()
 
+    def lowered(self) -> None:
+        """Some worker's load has become less."""
+        least = self._least
+        least[0] = least[1] = _NOWHERE
+
     def unseat(self, seat: S) -> None:
         """This worker takes no more calls. It may be one that did not."""
         if seat in self.seats:
@@ -132,6 +147,8 @@ class Dispatch(Generic[C, S]):
             self._seated()
 
     def _seated(self) -> None:
+        self.lowered()
+        self._pick = self._pick_of_many if len(self.seats) > _FEW else self._pick_of_few
         for queue in self.keys.seated(self.seats):
             self._list(queue)
 
@@ -371,7 +388,7 @@ class Dispatch(Generic[C, S]):
             return None
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
-    def _pick(self, kind: int) -> S | None:
+    def _pick_of_few(self, kind: int) -> S | None:
         """The least loaded worker with a free place, else with room ahead; of either, one that is behind is the last choice."""
         places, best_load = self._places[kind], self._room[kind]
         best: S | None = None
@@ -382,10 +399,27 @@ class Dispatch(Generic[C, S]):
             if load < best_load:
                 silence = seat.silence()
                 if not silence:
+                    best, best_load = seat, load
                     if not load:  # there is no better one
                         return seat
-                    best, best_load = seat, load
                 elif silent is None or (load >= places, silence, load) < first:
                     silent, first = seat, (load >= places, silence, load)
         # One that is behind, but has a free place, comes before one that has room ahead alone.
         return silent if best is None or (best_load >= places and not first[0]) else best
+
+    def _pick_of_many(self, kind: int) -> S | None:
+        """As `_pick_of_few`, remembering whom."""
+        seats = self.seats
+        least, start = self._least[kind]
+        for index in range(start, len(seats)):
+            seat = seats[index]
+            if seat.load[kind] == least:
+                if seat.silence():
+                    break
+                self._least[kind] = least, index
+                return seat
+        self._least[kind] = _NOWHERE
+        best = self._pick_of_few(kind)
+        if best is not None and best.load[kind] == min(seat.load[kind] for seat in seats):  # else that one is behind, for now
+            self._least[kind] = best.load[kind], seats.index(best)
+        return best

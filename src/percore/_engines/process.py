@@ -12,7 +12,7 @@ from typing import Any
 from percore._contexts import references
 from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
-from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.channel import RING_SIZE, Channel, Haste
 from percore._ipc.doorbell import bell_fds, bell_of
 from percore._ipc.memory import Memory, keep_heap_warm
 from percore._ipc.pickles import MainInfo, dump
@@ -20,7 +20,7 @@ from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
 from percore._logs import Logs, levels
 from percore._messages import SLOT_MASK
-from percore._options import Knobs
+from percore._options import Knobs, usable_cpus
 from percore._worker.main import Boot, cell_size, marks_of
 from percore._worker.manners import Manners
 from percore._worker.plain import MARK_WORDS
@@ -211,6 +211,7 @@ class ProcessEngine:
         boot = make_boot(options, shared, main, debug=loop.get_debug())
         self._boot = replace(boot, manners=None if manners is None else tuple(manners))
         self._launcher = _launcher(options) if launcher is None else launcher
+        self._haste = Haste(usable_cpus())
         keep_heap_warm()
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:
@@ -244,6 +245,7 @@ class ProcessEngine:
         cell.results.close_fds()
         channel = cell.channel(self._loop, self._shared)
         channel.on_logged = logs.receive
+        channel.haste = self._haste
         return ProcessWorker(cell, channel, logs, process)
 
     async def aclose(self) -> None:

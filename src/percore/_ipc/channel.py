@@ -4,7 +4,7 @@ Both sides use this class. Theory of operation:
 
 Sending     A message to a peer that has read everything goes into the ring at once (latency), and so does the next one of an
             iteration of the loop; what follows is queued, and `flush` moves it into the ring when the iteration ends, in few frames
-            and with one ring of the bell (throughput).
+            and with one ring of the bell (throughput). Of many peers no more are rung at once than can run at once (`Haste`).
             Threads of a worker use `send_from_thread`: whoever gets the try-lock publishes what everybody has queued, and nobody
             ever waits for it.
 Full ring   What does not fit stays queued. Reading goes on, so both directions full at once cannot deadlock. No wake-up is lost:
@@ -24,6 +24,7 @@ Fork        A process that is forked from this one has a copy of every channel, 
 
 import asyncio
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -66,6 +67,21 @@ class Ticket(Protocol):
         """It lies in a slot now, which is the owner's to free once the other side has read it; False: it is not wanted any more."""
 
 
+class Haste:
+    """How many peers are rung at once, shared by the channels of a loop. Of each bell that is heard it begins anew.
+
+    To ring wakes a process, which is the dearest part of a message. Where no CPU is left for it to run on, it is better woken for
+    all that this iteration of the loop has for it.
+    """
+
+    __slots__ = ("limit", "rung")
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: the number of CPUs."""
+        self.limit = limit
+        self.rung = 0
+
+
 class Channel:
     """One side of a channel. All methods are the loop's alone, except `send_from_thread`."""
 
@@ -89,6 +105,8 @@ class Channel:
         self.on_batch: Callable[[], None] | None = None
         self.on_logged: Callable[[int], None] = _unheard
         """Called with how many log records the peer has written, before the messages that it has sent after them."""
+        self.haste = Haste(sys.maxsize)
+        """To be replaced where there are several peers."""
         self.full_count = 0
         self._bell = bell
         self._prompt = prompt
@@ -129,19 +147,17 @@ class Channel:
             if type(body) is bytes:
                 self._heavy += len(body)
             return
-        tx = self.tx
+        tx, haste = self.tx, self.haste
         if (
             tx.written != tx.acknowledged
             or self._queue
             or self._frame
+            or haste.rung >= haste.limit
             or POINTS
             or not self.is_open
             or not self._lock.acquire(False)
         ):
-            self._enqueue(op, call_id, body)
-            self._ends_turn = True
-            self.loop.call_soon(self._end_turn)
-            self.flush()
+            self._send_in_turn(op, call_id, body)
             return
         # The peer waits for us: nothing to gain by waiting for more. This is `flush` for one message, in as few calls as can be:
         # after a wait every function is cold, and costs a microsecond.
@@ -152,6 +168,7 @@ class Channel:
             else:
                 published = tx.write(data)
                 self._rung_at = monotonic()
+                haste.rung += 1
                 consumed = self.rx.read - self._told
                 self._told += consumed
                 if not self._bell.ring(published, consumed):
@@ -163,6 +180,11 @@ class Channel:
         finally:
             self._lock.release()
         if self._queue or self._is_ring_due:  # a thread may have tried meanwhile
+            self.flush()
+
+    def _send_in_turn(self, op: int, call_id: int, body: Body) -> None:
+        self.send_later(op, call_id, body)
+        if self.haste.rung < self.haste.limit or self.tx.written != self.tx.acknowledged:  # else it is not even awake
             self.flush()
 
     def _enqueue(self, op: int, call_id: int, body: Body) -> None:
@@ -352,6 +374,7 @@ class Channel:
         if not self.is_open:
             return
         rx, tx = self.rx, self.tx
+        self.haste.rung = 0
         try:
             try:
                 published, consumed, logged = self._bell.read()
