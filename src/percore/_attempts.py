@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from percore._calls import Awaited, Call
+from percore._calls import Awaited, Call, is_dropped
 from percore._errors import as_error
-from percore._items import Item
-from percore._policy import Plan
+from percore._items import BatchItem, Item
 
 if TYPE_CHECKING:
     from percore._supervisor import Supervisor
@@ -18,12 +17,13 @@ class Attempts:
         self._supervisor = supervisor
         self.delayed: set[Awaited | Call | Item] = set()
 
-    def next(self, plan: Plan | None, error: BaseException) -> tuple[float | None, BaseException]:
+    def next(self, call: Awaited | Call | Item | BatchItem, error: BaseException) -> tuple[float | None, BaseException]:
         """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
 
         Runs user code: afterwards the call may have ended.
         """
-        if plan is None or plan.failed >= plan.policy.retries or self._supervisor.is_over:
+        plan = call.plan
+        if plan is None or plan.failed >= plan.policy.retries or self._supervisor.is_over or is_dropped(call):
             return None, error
         try:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
@@ -43,8 +43,8 @@ class Attempts:
         if isinstance(call, Item):
             call.flow.runs_alone(call)
         supervisor = self._supervisor
-        if supervisor.is_over or (delay and supervisor.is_closing):
-            # It was worth another attempt before that, and its thread has only ended now.
+        if supervisor.is_over or (delay and supervisor.is_closing) or is_dropped(call):
+            # It was worth another attempt before that, and its thread has only ended now; or user code has cancelled it.
             supervisor.refuse(call)
         elif delay:
             self.delayed.add(call)
@@ -53,6 +53,9 @@ class Attempts:
             supervisor.accept(call)
 
     def _attempt(self, call: Awaited | Call | Item) -> None:
+        if isinstance(call, Awaited) and is_dropped(call):
+            self._supervisor.withdraw(call)
+            return
         self.drop(call)
         self._supervisor.accept(call)
 

@@ -77,7 +77,7 @@ class Awaited:
     __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
 
     key: ClassVar[None] = None
-    plan: ClassVar[None] = None
+    plan: ClassVar[Plan | None] = None
     queue: ClassVar[None] = None
     size: ClassVar[int] = 1
 
@@ -114,6 +114,19 @@ class Awaited:
     def cut_off(self) -> None:
         """End by the closing of the runner."""
         self.set_exception(RunnerClosed(_CUT))
+
+
+class Planned(Awaited):
+    """The same under a policy, but without a key."""
+
+    __slots__ = ("plan",)
+
+    plan: Plan  # type: ignore[misc]  # one for each, where the others have none
+
+
+def is_dropped(call: object) -> bool:
+    """Whether nobody awaits this call of `run` any more, of which it hears itself in a moment."""
+    return isinstance(call, Awaited) and call.future.done()
 
 
 class Function:

@@ -4,7 +4,7 @@ import asyncio
 from asyncio import Future
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Awaited, Call, Function
+from percore._calls import Awaited, Call, Function, Planned
 from percore._errors import as_error
 from percore._ipc.codec import is_inline
 from percore._ipc.slots import INLINE_LIMIT
@@ -72,14 +72,16 @@ class Intake:
             member.send(call)
         return call
 
-    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaited | Call:
+    def run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
+    ) -> Awaited | Call:
         """As `submit`, for `run`: what it is to await. `Supervisor.withdraw` has to be told when that was cancelled.
 
         Raises:
             RunnerBroken, KeyboardInterrupt: as `submit`.
         """
-        if self._contexts is not None or not function.number:
-            return self.submit(function, args, kwargs)
+        if self._contexts is not None or not function.number or (policy is not None and policy.key is not None):
+            return self.submit(function, args, kwargs, policy)
         supervisor = self._supervisor
         if supervisor.broken is not None:
             raise supervisor.refusal()
@@ -93,8 +95,12 @@ class Intake:
                 return refused
             is_refused = supervisor.is_closing or supervisor.broken is not None  # by user code, in the midst of that
             if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
-                return self._run_laden(function, body, met)
-        call = Awaited()
+                return self._run_laden(function, body, met, policy)
+        if policy is None or not policy.needs_plan:
+            call = Awaited()
+        else:
+            call = Planned()
+            call.plan = Plan(policy)
         call.future = Future(loop=self._loop)
         call.function = function
         call.kind = function.kind
@@ -118,13 +124,13 @@ class Intake:
         call.member = call.key = call.plan = None
         return call
 
-    def _run_laden(self, function: Function, body: Payload, met: list[Share]) -> Call:
+    def _run_laden(self, function: Function, body: Payload, met: list[Share], policy: Policy | None) -> Call:
         """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
         call = self._call(function)
         call.body = body
         if met:
             self._shares.hold(call, met)
-        if self._plan(call, None, None):
+        if self._plan(call, policy, None):
             if POINTS:
                 point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
             self._supervisor.accept(call)

@@ -256,7 +256,7 @@ class Outcomes:
         if self._is_late(member, call_id, target):
             return
         if not target.done():
-            delay, error = self._supervisor.attempts.next(target.plan, error)
+            delay, error = self._supervisor.attempts.next(target, error)
             if not target.done():  # user code may have cancelled it just now
                 if delay is not None:
                     self._try_again(member, call_id, target, delay)
@@ -287,7 +287,7 @@ class Outcomes:
         call = member.calls.get(call_id)
         if call is None or call.done() or call.plan is None or isinstance(call, Batch):
             return  # its outcome was on the way already
-        delay, error = self._supervisor.attempts.next(call.plan, TimeoutError())
+        delay, error = self._supervisor.attempts.next(call, TimeoutError())
         if call.done():
             return
         if delay is None:

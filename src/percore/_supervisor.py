@@ -102,7 +102,7 @@ class Supervisor:
     def send_waiting(self, kind: int) -> None:
         """Send what waits, of one kind, as far as there are places."""
         for call, member in self.dispatch.fill(kind):
-            if type(call) is Awaited and call.future.done():  # cancelled, and its task will say so in a moment
+            if isinstance(call, Awaited) and call.future.done():  # cancelled, and its task will say so in a moment
                 call.is_over = True
             else:
                 member.send(call)

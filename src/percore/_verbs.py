@@ -92,10 +92,7 @@ class Verbs:
                 supervisor.admission.leave()
                 raise
             return await self._admitted(function, args, kwargs)
-        policy = self._policy or supervisor.policy
-        if policy is not None:
-            return await supervisor.intake.submit(function, args, kwargs, policy)
-        call = supervisor.intake.run(function, args, kwargs)
+        call = supervisor.intake.run(function, args, kwargs, self._policy or supervisor.policy)
         if isinstance(call, Future):
             return await call
         try:

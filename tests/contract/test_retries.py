@@ -312,6 +312,23 @@ async def test_cancelled_while_it_waits_for_its_next_attempt(make: MakeRunner, f
         assert runner._supervisor.arena.in_use == 0
 
 
+async def test_cancelled_at_the_very_moment_of_its_next_attempt(make: MakeRunner, tmp_path: Path) -> None:
+    async with make() as runner:
+        view = runner.options(retries=1, retry_on=ValueError, backoff=FOR_EVER)
+        task = asyncio.create_task(view.run(jobs.afail_first, str(tmp_path), 1, ValueError, 7))
+        await _delayed(runner)
+        attempts = runner._supervisor.attempts
+        task.cancel()
+        (call,) = attempts.delayed
+        attempts._attempt(call)  # as the timer would, which has fired in the same iteration of the loop
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await runner.run(jobs.aecho, 1) == 1
+        assert len(list(tmp_path.iterdir())) == 1
+        statistics = runner.statistics()
+        assert (statistics.running, statistics.queued) == (0, 0)
+
+
 @pytest.mark.parametrize("grace", [None, 0])
 @BOTH
 async def test_closed_while_it_waits_for_its_next_attempt(
@@ -388,6 +405,25 @@ async def test_b5_a_predicate_that_cancels_its_call(make: MakeRunner) -> None:
         await asyncio.wait(calls)
         assert calls[0].cancelled()
         assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_b5_a_predicate_that_cancels_who_awaits_the_call(make: MakeRunner, tmp_path: Path) -> None:
+    """Of which the call hears a moment later: until then it is not attempted again."""
+    tasks: list[asyncio.Task[Any]] = []
+    asked: list[BaseException] = []
+
+    def cancel(error: BaseException) -> bool:
+        asked.append(error)
+        return tasks[0].cancel()
+
+    async with make() as runner:
+        view = runner.options(retries=3, retry_on=cancel)
+        tasks.append(asyncio.create_task(view.run(jobs.afail_first, str(tmp_path), 3, ValueError, 7)))
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        assert await runner.run(jobs.aecho, 1) == 1
+        assert [str(error) for error in asked] == ["attempt 1"]
+        assert len(list(tmp_path.iterdir())) == 1
 
 
 async def test_b5_a_predicate_that_cancels_calls_of_a_dead_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
