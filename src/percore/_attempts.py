@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from percore._calls import Awaited, Call, is_dropped
+from percore._calls import Awaited, Call, Planned, is_dropped
 from percore._errors import as_error
 from percore._items import BatchItem, Item
+from percore._policy import Plan
 
 if TYPE_CHECKING:
     from percore._supervisor import Supervisor
@@ -23,6 +24,8 @@ class Attempts:
         Runs user code: afterwards the call may have ended.
         """
         plan = call.plan
+        if plan is None and isinstance(call, Planned):
+            plan = call.plan = Plan(call.policy)
         if plan is None or plan.failed >= plan.policy.retries or self._supervisor.is_over or is_dropped(call):
             return None, error
         try:

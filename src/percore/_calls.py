@@ -16,7 +16,7 @@ from percore._ipc.pickles import is_by_reference, qualified_name
 from percore._ipc.presses import Presses
 from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._messages import Kind, Payload
-from percore._policy import Plan
+from percore._policy import Plan, Policy
 from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
@@ -68,7 +68,7 @@ class Call(asyncio.Future[Any]):
 
 
 class Awaited:
-    """A call that `run` awaits and nobody else holds, under no policy, and with nothing to be released behind it.
+    """A call that `run` awaits and nobody else holds, under no policy (`Planned`: under one), with nothing to be released behind it.
 
     What is awaited is a plain future, since a task takes twice as long to wait for one of a subclass. Such a future does not tell
     when it is cancelled: `run` hears of that when its task goes on, and withdraws the call then.
@@ -76,7 +76,7 @@ class Awaited:
 
     __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
 
-    key: ClassVar[None] = None
+    key: ClassVar[Hashable | None] = None
     plan: ClassVar[Plan | None] = None
     queue: ClassVar[None] = None
     size: ClassVar[int] = 1
@@ -117,11 +117,14 @@ class Awaited:
 
 
 class Planned(Awaited):
-    """The same under a policy, but without a key."""
+    """The same under a policy. What its worker need not know of is planned when the first attempt has failed."""
 
-    __slots__ = ("plan",)
+    __slots__ = ("key", "plan", "policy")
 
-    plan: Plan  # type: ignore[misc]  # one for each, where the others have none
+    # Each has its own, where the others have none.
+    key: Hashable | None  # type: ignore[misc]
+    plan: Plan | None  # type: ignore[misc]
+    policy: Policy
 
 
 def is_dropped(call: object) -> bool:

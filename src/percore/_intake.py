@@ -80,7 +80,7 @@ class Intake:
         Raises:
             RunnerBroken, KeyboardInterrupt: as `submit`.
         """
-        if self._contexts is not None or not function.number or (policy is not None and policy.key is not None):
+        if self._contexts is not None or not function.number:
             return self.submit(function, args, kwargs, policy)
         supervisor = self._supervisor
         if supervisor.broken is not None:
@@ -96,11 +96,13 @@ class Intake:
             is_refused = supervisor.is_closing or supervisor.broken is not None  # by user code, in the midst of that
             if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
                 return self._run_laden(function, body, met, policy)
-        if policy is None or not policy.needs_plan:
+        if policy is None:
             call = Awaited()
         else:
             call = Planned()
-            call.plan = Plan(policy)
+            call.policy = policy
+            call.key = policy.key
+            call.plan = None if policy.timeout is None else Plan(policy)
         call.future = Future(loop=self._loop)
         call.function = function
         call.kind = function.kind

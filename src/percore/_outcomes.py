@@ -4,7 +4,7 @@ import marshal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Awaited, Call
+from percore._calls import Awaited, Call, Planned
 from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
@@ -76,11 +76,13 @@ class Outcomes:
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
 
-        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912  # one function: each more costs every outcome
+        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: each more costs every outcome
             for op, call_id, body in messages:
                 # As `_value` and `_result`, without the calls: this is the path of most outcomes.
                 call = calls.get(call_id)
-                if type(call) is Awaited and (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")):
+                if (type(call) is Awaited or (type(call) is Planned and call.plan is None)) and (
+                    op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
+                ):
                     if op == RESULT and not call.future.done():
                         try:
                             body = load(body)
@@ -95,6 +97,8 @@ class Outcomes:
                     del calls[call_id]
                     free.append(call_id + stride)
                     load_of[call.kind] -= 1
+                    if call.key is not None:
+                        left(call)
                     member.done += 1
                     if POINTS:
                         point("supervisor.outcome.delivered")

@@ -104,6 +104,8 @@ class Supervisor:
         for call, member in self.dispatch.fill(kind):
             if isinstance(call, Awaited) and call.future.done():  # cancelled, and its task will say so in a moment
                 call.is_over = True
+                if call.key is not None:
+                    self.dispatch.left(call)
             else:
                 member.send(call)
 

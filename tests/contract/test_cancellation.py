@@ -15,6 +15,13 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
 
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"key": "a"}, {"retries": 3, "retry_on": Exception}, {"timeout": 1e6}, {"key": "a", "retries": 3, "timeout": 1e6}],
+    ids=["plain", "key", "retries", "timeout", "all"],
+)
+"""What `run` awaits is another kind of call under each."""
+
 
 def _count_messages(runner: percore.Runner) -> Counter[int]:
     """How often each message is sent to the workers, from now on."""
@@ -91,11 +98,13 @@ async def test_c1_a_call_that_waits_here_never_runs(make: MakeRunner, log: Log, 
         assert log.rest() == ["third"]
 
 
-async def test_c1_a_run_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+@OPTIONS
+async def test_c1_a_run_that_waits_here_never_runs(make: MakeRunner, log: Log, gate: Gate, options: dict[str, Any]) -> None:
     async with make(concurrency=1) as runner:
-        running = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        view = runner.options(**options)
+        running = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
-        waiting = [asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "waiting")) for _ in range(3)]
+        waiting = [asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "waiting")) for _ in range(3)]
         await asyncio.sleep(0)
         assert runner.statistics().queued == 3
         for task in waiting:
@@ -105,15 +114,20 @@ async def test_c1_a_run_that_waits_here_never_runs(make: MakeRunner, log: Log, g
         assert runner.statistics().queued == 0
         gate.open()
         await running
-        await runner.run(jobs.await_, log.path, gate.path, "last")
+        await view.run(jobs.await_, log.path, gate.path, "last")
         assert log.rest() == ["last"]
+        assert not len(runner._supervisor.dispatch.keys)
 
 
-async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+@OPTIONS
+async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(
+    make: MakeRunner, log: Log, gate: Gate, options: dict[str, Any]
+) -> None:
     async with make(1, concurrency=1) as runner:
-        running = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        view = runner.options(**options)
+        running = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
-        waiting = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "second"))
+        waiting = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "second"))
         await asyncio.sleep(0)
         (member,) = runner._supervisor.members
         channel = member.worker.channel
@@ -130,15 +144,20 @@ async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(make: 
         channel.on_batch = advance
         assert waiting.cancelled()
         assert runner.statistics().queued == runner.statistics().running == 0
-        await runner.run(jobs.await_, log.path, gate.path, "third")
+        await view.run(jobs.await_, log.path, gate.path, "third")
         assert log.rest() == ["third"]
         assert not runner._supervisor.unfinished()
+        assert not len(runner._supervisor.dispatch.keys)
 
 
-async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(make: MakeRunner, log: Log, gate: Gate) -> None:
+@OPTIONS
+async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
+    make: MakeRunner, log: Log, gate: Gate, options: dict[str, Any]
+) -> None:
     async with make(1) as runner:
+        view = runner.options(**options)
         sent = _count_messages(runner)
-        task = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, "first"))
+        task = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
         (member,) = runner._supervisor.members
         channel = member.worker.channel
@@ -156,6 +175,7 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(make
         assert sent[CANCEL] == 0
         assert runner.statistics().running == runner.statistics().queued == 0
         assert await runner.map(jobs.aecho, range(8)) == list(range(8))
+        assert not len(runner._supervisor.dispatch.keys)
 
 
 async def test_peers_15_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
