@@ -68,7 +68,7 @@ class Call(asyncio.Future[Any]):
 
 
 class Awaited:
-    """A call that `run` awaits and nobody else holds, under no policy (`Planned`: under one), with nothing to be released behind it.
+    """A call that `run` awaits and nobody else holds, under no policy (`Planned`: under one), and that leaves nothing to release.
 
     What is awaited is a plain future, since a task takes twice as long to wait for one of a subclass. Such a future does not tell
     when it is cancelled: `run` hears of that when its task goes on, and withdraws the call then.
