@@ -14,6 +14,7 @@
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
 #   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
 #   make bench-record  every benchmark, as the new record: its JSON, its plots and the tables of docs/performance.md
+#   make bench-supplement VENV=.venvs/3.14 PYTHON=python3.14   beside it, what the record's Python lacks, with a newer one
 #   make clean      remove what the targets above made
 #
 # PYTHON=/path/to/python3 chooses the interpreter a new environment is made with.
@@ -34,7 +35,7 @@ WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
 # Where they matter most; `make test-fallbacks` runs the whole contract.
 FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches buffers calls cancellation closing deaths inside logs payloads recycling share usage)
 
-.PHONY: help demo test test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record clean stale
+.PHONY: help demo test test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -91,6 +92,13 @@ BENCH_OUT := build/bench
 
 bench: $(VENV)/.percore-bench
 	$(RUN) -m benchmarks $(if $(QUICK),--quick) --json $(BENCH_OUT)/run.json --plots $(BENCH_OUT) $(BENCH_ARGS)
+
+# The rows with targets against InterpreterPoolExecutor alone.
+SUPPLEMENT := payload_arrays payload_containers payload_sizes
+
+bench-supplement: $(VENV)/.percore-bench
+	@QUICK= $(RUN) -m benchmarks --json benchmarks/supplement.json $(SUPPLEMENT); status=$$?; \
+	$(RUN) -m benchmarks --docs && exit $$status
 
 bench-check: $(VENV)/.percore-bench
 	$(RUN) -m benchmarks --check

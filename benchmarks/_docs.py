@@ -1,5 +1,8 @@
 """The tables of docs/performance.md, from the run on record. Numbers there come from here alone.
 
+What the interpreter of that run lacks is measured by a run of its own with a newer one, the supplement. Its targets are shown after
+those of the record, and what it reaches there is not missed.
+
 The words beside them are written by hand, after the block. An explanation of a figure that misses its target begins a line
 there with the row's name, as in **`round_trip`**; the block says which rows miss one, and which lack such a line.
 """
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from benchmarks._results import Json
 
 RECORD = Path(__file__).with_name("record.json")
+SUPPLEMENT = Path(__file__).with_name("supplement.json")
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 PLOTS = PAGE.with_name("plots")
 
@@ -32,10 +36,10 @@ UNEXPLAINED = "**not explained yet**"
 _EXPLANATION = re.compile(r"^\*\*`(\w+)`\*\*", re.MULTILINE)
 
 
-def write(record: Json | None) -> str:
+def write(record: Json | None, supplement: Json | None = None) -> str:
     """Fills the page's block; a line that tells."""
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(filled(page, block(record, explained_in(page))), encoding="utf-8")
+    PAGE.write_text(filled(page, block(record, explained_in(page), supplement)), encoding="utf-8")
     return f"{PAGE.name}: {'no run is on record yet' if record is None else 'filled from the run on record'}"
 
 
@@ -53,12 +57,12 @@ def filled(page: str, lines: str) -> str:
     return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
 
 
-def block(record: Json | None, explained: Collection[str] = ()) -> str:
+def block(record: Json | None, explained: Collection[str] = (), supplement: Json | None = None) -> str:
     """What is between the marks; `explained` are the rows that the page explains."""
-    return NO_RECORD if record is None else "\n".join(_lines(record, explained)).strip()
+    return NO_RECORD if record is None else "\n".join(_lines(record, explained, supplement)).strip()
 
 
-def _lines(record: Json, explained: Collection[str]) -> Iterator[str]:
+def _lines(record: Json, explained: Collection[str], supplement: Json | None) -> Iterator[str]:
     rows = {name: row for name, row in record["rows"].items() if name in row_names()}
     yield f"One run, {record['seconds'] / 60:.0f} minutes in all."
     yield ""
@@ -66,12 +70,17 @@ def _lines(record: Json, explained: Collection[str]) -> Iterator[str]:
     yield from ("", "### Targets", "")
     yield "`x`: median of the ratios within one round, and their quartiles. Without `x`: the metric itself."
     yield ""
-    yield "| row | what | reach | then towards | measured | quartiles | rounds | |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, row in rows.items():
-        yield from (_target(name, target, row["rounds"], _words(name)) for target in row["targets"])
+    yield from _targets(rows)
     yield from (f"\nNot run: `{name}`, {why.splitlines()[0]}" for name, why in record["failed"].items())
-    yield from _misses(rows, explained)
+    added = {} if supplement is None else _added(rows, supplement["rows"])
+    if supplement is not None:
+        yield from ("", "### What that Python lacks", "")
+        machine = supplement["machine"]
+        yield f"A run of its own, {supplement['seconds'] / 60:.0f} minutes, with {machine['python']}; {machine['libraries']}; "
+        yield f"commit {machine['commit']}, {machine['date']}."
+        yield ""
+        yield from _targets(added)
+    yield from _misses(rows, added, explained)
     yield from ("", "### Plots", "")
     yield from (f"![{title_of(name)}](plots/{name}.png)\n" for name in rows if (PLOTS / f"{name}.png").exists())
     yield from ("### All figures", "")
@@ -79,13 +88,35 @@ def _lines(record: Json, explained: Collection[str]) -> Iterator[str]:
         yield from _row(name, row)
 
 
+def _targets(rows: Mapping[str, Json]) -> Iterator[str]:
+    yield "| row | what | reach | then towards | measured | quartiles | rounds | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, row in rows.items():
+        yield from (_target(name, target, row["rounds"], _words(name)) for target in row["targets"])
+
+
+def _added(rows: Mapping[str, Json], more: Mapping[str, Json]) -> dict[str, Json]:
+    """Of the rows of a supplement, the targets that the record has not measured."""
+    added = {}
+    for name, row in rows.items():
+        lacking = {one["question"] for one in row["targets"] if one["measured"] is None}
+        targets = [one for one in more.get(name, {"targets": ()})["targets"] if one["question"] in lacking]
+        if targets:
+            added[name] = more[name] | {"targets": targets}
+    return added
+
+
 def _words(name: str) -> Mapping[str, Words]:
     return row_of(name, quick=False).words
 
 
-def _misses(rows: Mapping[str, Json], explained: Collection[str]) -> Iterator[str]:
+def _misses(rows: Mapping[str, Json], added: Mapping[str, Json], explained: Collection[str]) -> Iterator[str]:
     """The rows that miss a target or have one that was not measured, and whether the page says why."""
-    missing = {name: [one["question"] for one in row["targets"] if not one["reached"]] for name, row in rows.items()}
+    reached = {(name, one["question"]) for name, row in added.items() for one in row["targets"] if one["reached"]}
+    missing = {
+        name: [one["question"] for one in row["targets"] if not one["reached"] and (name, one["question"]) not in reached]
+        for name, row in rows.items()
+    }
     missing = {name: questions for name, questions in missing.items() if questions}
     yield from ("", "### Missed", "")
     if not missing:

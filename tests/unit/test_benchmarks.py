@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import _docs
-from benchmarks.__main__ import check, draw, draw_all, parsed_arguments
+from benchmarks.__main__ import check, draw, draw_all, parsed_arguments, read
 from benchmarks._figures import (
     Limit,
     Spread,
@@ -523,9 +523,9 @@ class TestPage:
         assert "Not run: `close`, too late" in lines
 
     def test_the_page_in_the_repository_is_what_the_record_makes_it(self) -> None:
-        record = json.loads(_docs.RECORD.read_text()) if _docs.RECORD.exists() else None
+        record, supplement = read(_docs.RECORD), read(_docs.SUPPLEMENT)
         page = _docs.PAGE.read_text(encoding="utf-8")
-        assert _docs.filled(page, _docs.block(record, _docs.explained_in(page))) == page
+        assert _docs.filled(page, _docs.block(record, _docs.explained_in(page), supplement)) == page
         assert _docs.UNEXPLAINED not in page
 
     def test_a_miss_without_an_explanation_is_seen(self) -> None:
@@ -535,6 +535,21 @@ class TestPage:
         lines = _docs.block(record, {"round_trip"}).splitlines()
         assert "| `round_trip` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
         assert f"| `close` | ours, p50; rival, p50 | {_docs.UNEXPLAINED} |" in lines
+
+    def test_what_the_supplement_reaches_is_not_missed(self) -> None:
+        record = {"machine": {}, "seconds": 60.0, "rows": {"round_trip": full_json(), "close": full_json()}, "failed": {}}
+        more = full_json()
+        rival = more["targets"][-1]
+        assert (rival["question"], rival["measured"]) == ("rival, p50", None)
+        rival |= {"measured": [0.5, 0.5, 0.5], "reached": True}
+        machine = {"python": "CPython 3.14", "libraries": "percore 1", "commit": "abc", "date": "today"}
+        supplement = {"machine": machine, "seconds": 120.0, "rows": {"round_trip": more}, "failed": {}}
+        lines = _docs.block(record, {"close"}, supplement).splitlines()
+        assert "A run of its own, 2 minutes, with CPython 3.14; percore 1; " in lines
+        assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | 500 ms | 500 ms to 500 ms | 2 | reached |" in lines
+        assert f"| `round_trip` | ours, p50 | {_docs.UNEXPLAINED} |" in lines
+        assert "| `close` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
+        assert sum("ours / theirs, p50" in line for line in lines) == 2, "what the record has measured is not shown again"
 
     def test_without_a_miss_it_says_so(self) -> None:
         reached = full_json() | {"targets": full_json()["targets"][:1]}
