@@ -60,7 +60,7 @@ async def test_errors_are_at_their_places(make: MakeRunner, sent: Counter[type])
         fn = partial(jobs.odd, KeyError)
         results = await runner.map(fn, range(COUNT), return_exceptions=True)
         assert [type(result) for result in results] == [int, KeyError] * (COUNT // 2)
-        with pytest.raises(KeyError, match="1"):
+        with pytest.raises(KeyError, match=r"^\d*[13579]$"):  # of two workers, either's first one may be the first
             await runner.map(fn, range(COUNT))
         assert sent[Item]
 

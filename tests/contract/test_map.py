@@ -3,6 +3,7 @@
 import asyncio
 import io
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -461,6 +462,7 @@ async def test_m1_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
 
 async def test_peers_37_inside_tqdm(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # a thread that stays
+    tqdm.set_lock(threading.RLock())  # its own is one for processes, which since 3.14 starts a process that stays
     async with make() as runner:
         out = io.StringIO()
         with tqdm(runner.map(jobs.aecho, range(50)), file=out) as bar:

@@ -1,6 +1,7 @@
 """Programs that end in the midst of it, each in its way: python -m tests.e2e.exit_programs STORY LOOP"""
 
 import asyncio
+import inspect
 import os
 import resource
 import sys
@@ -117,8 +118,10 @@ def after_the_main_thread_and_left_open(loop: str) -> None:
 
 def main(story: str, loop: str) -> None:
     function = globals()[story]
-    new_loop(loop).close()  # imports what it takes: some of the standard library cannot be imported once the main thread has ended
-    if asyncio.iscoroutinefunction(function):
+    # Both import what they take: some of the standard library cannot be imported once the main thread has ended.
+    new_loop(loop).close()
+    assert percore.Runner
+    if inspect.iscoroutinefunction(function):
         run(loop, function())
     else:
         function(loop)

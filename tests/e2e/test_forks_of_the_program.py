@@ -1,5 +1,6 @@
 """A program that forks while its runner is open: the fork has no runner, and the program's own notices nothing."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,17 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.close()
 
 
+NO_EXIT = pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="since 3.14 a task of a fork's copied loop cannot be left by SystemExit: asyncio raises another"
+)
+
+
 @pytest.mark.parametrize(
     ("loop", "how", "code"),
     [
         ("asyncio", "gc", 0),
-        ("asyncio", "sys.exit", 3),
-        ("uvloop", "sys.exit", 3),
+        pytest.param("asyncio", "sys.exit", 3, marks=NO_EXIT),
+        pytest.param("uvloop", "sys.exit", 3, marks=NO_EXIT),
         ("asyncio", "end", 1),
         ("uvloop", "end", 1),
         ("asyncio", "lives", 0),

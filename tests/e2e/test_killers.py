@@ -134,7 +134,9 @@ async def test_k14_a_child_that_outlives_its_worker_holds_nothing_of_percore(how
             finally:
                 left.kill()
             assert left.wait_gone(HARD) == []
-    shared = sorted(re.sub(r":\[\d+\]", "", target) for fd, target in of_child if (fd, target) in of_worker)
+    # A libffi with static trampolines, which ctypes loads, has itself open for ever.
+    both = [target for fd, target in of_child if (fd, target) in of_worker and "libffi" not in target]
+    shared = sorted(re.sub(r":\[\d+\]", "", target) for target in both)
     # What its loop has open is the worker's own, and shared by every fork of a process with a loop.
     assert shared == ([] if how == "subprocess" else ["anon_inode:[eventpoll]", "socket", "socket"])
 
