@@ -120,7 +120,7 @@ def main(story: str, loop: str) -> None:
     function = globals()[story]
     # Both import what they take: some of the standard library cannot be imported once the main thread has ended.
     new_loop(loop).close()
-    assert percore.Runner
+    assert isinstance(percore.Runner, type)
     if inspect.iscoroutinefunction(function):
         run(loop, function())
     else:

@@ -20,7 +20,8 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 NO_EXIT = pytest.mark.skipif(
-    sys.version_info >= (3, 14), reason="since 3.14 a task of a fork's copied loop cannot be left by SystemExit: asyncio raises another"
+    sys.version_info >= (3, 14),
+    reason="since 3.14 a task of a fork's copied loop cannot be left by SystemExit: asyncio raises another",
 )
 
 
