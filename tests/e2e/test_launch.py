@@ -412,7 +412,11 @@ async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_i
 
 
 async def test_what_a_runner_stands_on_is_imported_after_its_fork_server_has_been_started() -> None:
-    program = "import sys, percore; percore.Runner(1); print('percore._supervisor' in sys.modules, 'pathlib' in sys.modules)"
+    # asyncio itself imports pathlib since 3.15.
+    program = (
+        "import sys, asyncio; known = {*sys.modules}; import percore; percore.Runner(1); new = {*sys.modules} - known; "
+        "print('percore._supervisor' in new, 'pathlib' in new)"
+    )
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-S", "-c", program],
