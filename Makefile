@@ -97,6 +97,8 @@ bench: $(VENV)/.percore-bench
 SUPPLEMENT := payload_arrays payload_containers payload_sizes
 
 bench-supplement: $(VENV)/.percore-bench
+	@$(RUN) -c 'import concurrent.futures as f; f.InterpreterPoolExecutor' 2>/dev/null || \
+	{ echo "$(RUN) has no InterpreterPoolExecutor: make bench-supplement VENV=.venvs/3.14 PYTHON=python3.14"; exit 1; }
 	@QUICK= $(RUN) -m benchmarks --json benchmarks/supplement.json $(SUPPLEMENT); status=$$?; \
 	$(RUN) -m benchmarks --docs && exit $$status
 

@@ -71,15 +71,16 @@ def _lines(record: Json, explained: Collection[str], supplement: Json | None) ->
     yield "`x`: median of the ratios within one round, and their quartiles. Without `x`: the metric itself."
     yield ""
     yield from _targets(rows)
-    yield from (f"\nNot run: `{name}`, {why.splitlines()[0]}" for name, why in record["failed"].items())
+    yield from _not_run(record)
     added = {} if supplement is None else _added(rows, supplement["rows"])
-    if supplement is not None:
+    if supplement is not None and (added or supplement["failed"]):
         yield from ("", "### What that Python lacks", "")
         machine = supplement["machine"]
         yield f"A run of its own, {supplement['seconds'] / 60:.0f} minutes, with {machine['python']}; {machine['libraries']}; "
         yield f"commit {machine['commit']}, {machine['date']}."
         yield ""
         yield from _targets(added)
+        yield from _not_run(supplement)
     yield from _misses(rows, added, explained)
     yield from ("", "### Plots", "")
     yield from (f"![{title_of(name)}](plots/{name}.png)\n" for name in rows if (PLOTS / f"{name}.png").exists())
@@ -93,6 +94,10 @@ def _targets(rows: Mapping[str, Json]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for name, row in rows.items():
         yield from (_target(name, target, row["rounds"], _words(name)) for target in row["targets"])
+
+
+def _not_run(run: Json) -> Iterator[str]:
+    yield from (f"\nNot run: `{name}`, {why.splitlines()[0]}" for name, why in run["failed"].items())
 
 
 def _added(rows: Mapping[str, Json], more: Mapping[str, Json]) -> dict[str, Json]:

@@ -33,7 +33,7 @@ class Attempts:
         except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
             raised.__context__ = error
             return None, as_error(raised, "retry_on or backoff")
-        if delay and self._supervisor.is_closing:  # whoever waits for its next attempt ends when the runner closes
+        if (delay and self._supervisor.is_closing) or is_dropped(call):  # whoever waits for it ends when the runner closes
             delay = None
         return delay, error
 
@@ -56,7 +56,7 @@ class Attempts:
             supervisor.accept(call)
 
     def _attempt(self, call: Awaited | Call | Item) -> None:
-        if isinstance(call, Awaited) and is_dropped(call):
+        if is_dropped(call):
             self._supervisor.withdraw(call)
             return
         self.drop(call)

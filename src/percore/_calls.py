@@ -1,14 +1,14 @@
 """Calls and functions on the supervisor's side: what a user hands over, made ready to travel.
 
-A call is the very future its caller awaits. Its arguments are pickled once, when it is made, so later changes are not seen and
-another worker gets the same bytes.
+What `submit` gives is the call itself, a future; `run` awaits a plain one that belongs to its call. A call's arguments are pickled
+once, when it is made, so later changes are not seen and another worker gets the same bytes.
 """
 
 import asyncio
 import inspect
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 from percore._core.flow import Cost
 from percore._errors import RunnerClosed
@@ -127,7 +127,7 @@ class Planned(Awaited):
     policy: Policy
 
 
-def is_dropped(call: object) -> bool:
+def is_dropped(call: object) -> TypeGuard[Awaited]:
     """Whether nobody awaits this call of `run` any more, of which it hears itself in a moment."""
     return isinstance(call, Awaited) and call.future.done()
 

@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from percore._broken import WorkerDied
-from percore._calls import Awaited, Call
+from percore._calls import Awaited, Call, is_dropped
 from percore._items import Batch, Item
 from percore._member import Member, Unit
 from percore._messages import Kind
@@ -50,7 +50,7 @@ class Deaths:
             death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
             # Its thread may have run for too long: then that is what has failed, and now the thread has ended.
             late = None if call.plan is None else call.plan.late
-            delay, error = supervisor.attempts.next(call, death) if late is None else (late, death)
+            delay, error = supervisor.attempts.next(call, death) if late is None else (None if is_dropped(call) else late, death)
             if delay is not None and not call.done():
                 member.retried += 1
                 return delay

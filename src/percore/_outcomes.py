@@ -4,7 +4,7 @@ import marshal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Awaited, Call, Planned
+from percore._calls import Awaited, Call, Planned, is_dropped
 from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
@@ -221,6 +221,8 @@ class Outcomes:
 
     def _result(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
+        if is_dropped(target):
+            target.is_over = True
         if target.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
             self._release(member, payload)
             self._ended(member, call_id)
@@ -271,7 +273,7 @@ class Outcomes:
     def _is_late(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem) -> bool:
         """Whether a thread has ended, too late, a call that is to be attempted once more; now it is."""
         plan = target.plan
-        if plan is None or plan.late is None or target.done():
+        if plan is None or plan.late is None or target.done() or is_dropped(target):
             return False
         self._try_again(member, call_id, target, plan.late)
         return True

@@ -93,13 +93,14 @@ class Verbs:
                 raise
             return await self._admitted(function, args, kwargs)
         call = supervisor.intake.run(function, args, kwargs, self._policy or supervisor.policy)
-        if isinstance(call, Future):
-            return await call
         try:
-            return await call.future
+            return await (call if isinstance(call, Future) else call.future)
         except CancelledError:
-            supervisor.withdraw(call)
+            if not isinstance(call, Future):
+                supervisor.withdraw(call)
             raise
+        finally:
+            del call  # has the error, whose traceback has this frame: a cycle, that would keep what the caller's frames hold
 
     def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Submit a call that was let in; it leaves when it is done."""

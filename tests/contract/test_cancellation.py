@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -176,6 +177,54 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
         assert runner.statistics().running == runner.statistics().queued == 0
         assert await runner.map(jobs.aecho, range(8)) == list(range(8))
         assert not len(runner._supervisor.dispatch.keys)
+
+
+@OPTIONS
+async def test_c3_a_result_that_comes_in_the_iteration_of_the_cancellation_is_not_read(
+    make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    read: list[None] = []
+    monkeypatch.setattr(jobs, "refuse", lambda: read.append(None))
+    async with make_real(1) as runner:
+        view = runner.options(**options)
+        assert await view.run(jobs.give, "unreadable") is None
+        assert read.pop() is None
+        task = asyncio.create_task(view.run(jobs.give, "unreadable"))
+        (member,) = runner._supervisor.members
+        channel = member.worker.channel
+        receive = channel.on_frame
+
+        def cancel_first(messages: list[Message]) -> None:
+            task.cancel()
+            receive(messages)
+
+        channel.on_frame = cancel_first
+        await asyncio.wait([task])
+        channel.on_frame = receive
+        assert task.cancelled()
+        assert read == []
+        assert await view.run(jobs.aecho, 1) == 1
+        statistics = runner.statistics()
+        assert (statistics.running, statistics.queued) == (0, 0)
+        assert not len(runner._supervisor.dispatch.keys)
+
+
+@OPTIONS
+async def test_the_error_of_a_run_keeps_nobody_s_frames(make: MakeRunner, options: dict[str, Any]) -> None:
+    """Else a collection would have to find what the callers' frames hold, in a cycle of the error and its own traceback."""
+    async with make(1) as runner:
+        view = runner.options(**options)
+        gc.disable()
+        try:
+            for fn in (jobs.fail, jobs.afail):
+                try:
+                    await view.run(fn, jobs.PageError(1, "of its own"))
+                except jobs.PageError as error:
+                    seen = weakref.ref(error)
+                await asyncio.sleep(0)  # the loop has it, too, while this iteration lasts
+                assert seen() is None
+        finally:
+            gc.enable()
 
 
 async def test_peers_15_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -424,6 +424,8 @@ async def test_b5_a_predicate_that_cancels_who_awaits_the_call(make: MakeRunner,
             await tasks[0]
         assert await runner.run(jobs.aecho, 1) == 1
         assert [str(error) for error in asked] == ["attempt 1"]
+        statistics = runner.statistics()
+        assert (statistics.retried, sum(worker.failed for worker in statistics.workers)) == (0, 1)
         assert os.listdir(tmp_path) == ["7 0"]
 
 

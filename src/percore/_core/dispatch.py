@@ -25,7 +25,6 @@ AHEAD: Final = 4
 BESIDE: Final = 16
 """Calls that a worker may hold beside all others: broadcasts."""
 
-
 _FEW: Final = 4
 """Workers of which it takes no longer to look at all than to remember anything."""
 _NOWHERE: Final = (-1, sys.maxsize)
@@ -124,8 +123,10 @@ class Dispatch(Generic[C, S]):
         self.keys: Keys[C, S] = Keys(per_key)
         self.seats: list[S] = []
         self._least = [_NOWHERE, _NOWHERE]
-        """By kind: the load of the least loaded worker, and where in `seats` the first such is. Loads rise by what is sent, one
-        worker after the other; so until one is `lowered` the next choice is found without looking at all of them again."""
+        """By kind: the load of the least loaded worker, and from where on in `seats` to look for such. Loads rise by what is sent,
+        one worker after the other; so until one is `lowered` the next choice is found without looking at all of them again."""
+        self._is_one_behind = False
+        """Whether, when all were looked at last, one that had room was behind."""
         self._pick = self._pick_of_few
 
     # Workers
@@ -399,11 +400,12 @@ class Dispatch(Generic[C, S]):
             if load < best_load:
                 silence = seat.silence()
                 if not silence:
-                    best, best_load = seat, load
                     if not load:  # there is no better one
                         return seat
+                    best, best_load = seat, load
                 elif silent is None or (load >= places, silence, load) < first:
                     silent, first = seat, (load >= places, silence, load)
+        self._is_one_behind = silent is not None
         # One that is behind, but has a free place, comes before one that has room ahead alone.
         return silent if best is None or (best_load >= places and not first[0]) else best
 
@@ -418,8 +420,8 @@ class Dispatch(Generic[C, S]):
                     break
                 self._least[kind] = least, index
                 return seat
-        self._least[kind] = _NOWHERE
         best = self._pick_of_few(kind)
-        if best is not None and best.load[kind] == min(seat.load[kind] for seat in seats):  # else that one is behind, for now
-            self._least[kind] = best.load[kind], seats.index(best)
+        # One that is behind may have less to do, and read again at any moment.
+        is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
+        self._least[kind] = (best.load[kind], 0) if is_known else _NOWHERE  # type: ignore[union-attr]
         return best

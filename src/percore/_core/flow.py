@@ -49,7 +49,7 @@ class Window:
     )
 
     def __init__(self, exact: int | None, room: int, most: int = MOST) -> None:
-        """`exact`: what the user says. `room`: calls that all workers together may hold. `most`: no other window is larger."""
+        """`exact`: what the user says. `room`: calls that all workers together may hold. `most`: no window is larger."""
         self._is_exact = exact is not None
         self._most = most
         self.limit = min(most, LEAST if exact is None else exact)

@@ -68,7 +68,7 @@ class Ticket(Protocol):
 
 
 class Haste:
-    """How many peers are rung at once, shared by the channels of a loop. Of each bell that is heard it begins anew.
+    """How many peers are rung at once, shared by the channels of a runner. Of each bell that is heard it begins anew.
 
     To ring wakes a process, which is the dearest part of a message. Where no CPU is left for it to run on, it is better woken for
     all that this iteration of the loop has for it.
