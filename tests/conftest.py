@@ -19,6 +19,9 @@ from tests import leaks
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As nohup does with SIGHUP.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
 BOTH_LOOPS = (TESTS / "contract", TESTS / "e2e")
