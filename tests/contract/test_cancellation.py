@@ -216,9 +216,10 @@ async def test_the_error_of_a_run_keeps_nobody_s_frames(make: MakeRunner, option
         view = runner.options(**options)
         gc.disable()
         try:
+            fn: Any
             for fn in (jobs.fail, jobs.afail):
                 try:
-                    await view.run(fn, jobs.PageError(1, "of its own"))
+                    await view.run(fn, jobs.PageError("of its own", 1))
                 except jobs.PageError as error:
                     seen = weakref.ref(error)
                 await asyncio.sleep(0)  # the loop has it, too, while this iteration lasts

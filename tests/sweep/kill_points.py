@@ -438,6 +438,8 @@ def test_an_interrupt_while_a_bell_is_heard_costs_one_worker(
     with start(loop) as stage:
         stage.open(2)
         for nth in numbers(state):
+            stage.order("end")  # the strike before may have hit the very calls that showed it whole again
+            stage.program.expect("ended")
             before = set(stage.pids())
             hit = strike_in_load(stage, (place, f"interrupt@{nth}~{state}"), state, "supervisor")
             stage.judge(before - set(stage.pids()))

@@ -194,10 +194,15 @@ class Host:
         self.background = []
         while self.pending:
             await asyncio.wait(self.pending)
-        while any(worker.state != "ready" for worker in self.runner.statistics().workers):
+        while not self._is_whole():
             with contextlib.suppress(percore.WorkerDied):  # the strike may still be to come
                 await self.runner.run(calls.nothing)
         say("ended")
+
+    def _is_whole(self) -> bool:
+        """Whether every worker is ready, and none of them is about to be killed since its channel is lost."""
+        workers, members = self.runner.statistics().workers, self.runner._supervisor.members
+        return all(worker.state == "ready" for worker in workers) and all(member.worker.channel.is_open for member in members)
 
     async def serve(self) -> None:
         """Show that it is whole again."""
