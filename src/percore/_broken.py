@@ -1,9 +1,16 @@
 """The errors that say a worker, or all of them, are gone. See the tree in `_errors`."""
 
 import signal as _signal
-from concurrent.futures.process import BrokenProcessPool
 
 from percore._errors import PercoreError
+
+try:
+    from concurrent.futures.process import BrokenProcessPool
+except RuntimeError as error:  # it registers something that is done when the main thread ends
+    raise RuntimeError(
+        "percore is first used after the main thread has ended, when Python imports concurrent.futures no more: "
+        "write `from percore import Runner` where the main thread comes by"
+    ) from error
 
 _HINTS = {
     "SIGKILL": "perhaps out of memory, or killed by an operator",

@@ -458,6 +458,32 @@ async def test_the_dearest_import_waits_for_start_where_the_main_thread_cannot_e
     assert done.stdout == f"{is_imported}\n".encode(), done.stderr
 
 
+LATE = """
+import threading, percore
+
+def name_it():
+    threading.main_thread().join()
+    try:
+        percore.Runner
+    except RuntimeError as error:
+        print(error)
+
+threading.Thread(target=name_it).start()
+"""
+
+
+async def test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_what_to_do() -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-S", "-c", LATE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert "write `from percore import Runner` where the main thread comes by" in done.stdout, done.stderr
+
+
 async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
     async def several() -> list[int | None]:
         launcher = open_launcher("forkserver", "obey")
