@@ -462,7 +462,8 @@ async def test_m1_a_map_over_a_map_holds_its_window(make: MakeRunner) -> None:
 
 async def test_peers_37_inside_tqdm(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # a thread that stays
-    tqdm.set_lock(threading.RLock())  # its own is one for processes, which since 3.14 starts a process that stays
+    # Its own is one for processes, which since 3.14 starts a process that stays.
+    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
     async with make() as runner:
         out = io.StringIO()
         with tqdm(runner.map(jobs.aecho, range(50)), file=out) as bar:
