@@ -194,10 +194,13 @@ class Host:
         self.background = []
         while self.pending:
             await asyncio.wait(self.pending)
+        await self._become_whole()
+        say("ended")
+
+    async def _become_whole(self) -> None:
         while not self._is_whole():
             with contextlib.suppress(percore.WorkerDied):  # the strike may still be to come
                 await self.runner.run(calls.nothing)
-        say("ended")
 
     def _is_whole(self) -> bool:
         """Whether every worker is ready, and none of them is about to be killed since its channel is lost."""
@@ -207,7 +210,14 @@ class Host:
     async def serve(self) -> None:
         """Show that it is whole again."""
         await self._map(SERVED)
-        await self.runner.broadcast(calls.nothing)
+        while True:
+            try:
+                await self.runner.broadcast(calls.nothing)
+                break
+            except percore.WorkerDied as death:  # of a fork server that had died, which was heard of when its worker was ready
+                if death.started or death.exitcode is not None:
+                    raise
+                await self._become_whole()
         supervisor = self.runner._supervisor
         arena = self.runner._memory.arena
         say(
