@@ -13,7 +13,7 @@
 #   make lint       ruff and mypy --strict
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
 #   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
-#   make bench-record  every benchmark, as the new record: its JSON, its plots and the tables of docs/performance.md
+#   make bench-record  every benchmark, as the new record: its JSON, its plots and the tables of docs/performance*.md
 #   make bench-supplement VENV=.venvs/3.14 PYTHON=python3.14   beside it, what the record's Python lacks, with a newer one
 #   make clean      remove what the targets above made
 #

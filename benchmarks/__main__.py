@@ -169,7 +169,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw there what a row has to draw")
     parser.add_argument("--check", action="store_true", help="run the cheap rows and compare them with the run on record")
-    parser.add_argument("--docs", action="store_true", help="fill the tables of docs/performance.md from the runs on record")
+    parser.add_argument("--docs", action="store_true", help="fill the tables of the pages on speed from the runs on record")
     arguments = parser.parse_args()
     unknown = set(arguments.row) - set(names)
     if unknown:

@@ -1,10 +1,11 @@
-"""The tables of docs/performance.md, from the run on record. Numbers there come from here alone.
+"""Writes the tables of two pages from the run on record: a headline table on docs/performance.md, everything on
+docs/performance-record.md. The numbers on these pages come from here alone.
 
-What the interpreter of that run lacks is measured by a run of its own with a newer one, the supplement. Its targets are shown after
-those of the record, and what it reaches there is not missed.
+A second run with a newer interpreter, the supplement, measures what the interpreter of the record lacks. Its targets are shown
+after those of the record. A target that the supplement reaches is not missed.
 
-The words beside them are written by hand, after the block. An explanation of a figure that misses its target begins a line
-there with the row's name, as in **`round_trip`**; the block says which rows miss one, and which lack such a line.
+People write the text around each block. On the page of the record, a line that begins with a row's name, as in **`round_trip`**,
+explains why that row misses a target; the block lists the rows that miss one, and says which of them lack such a line.
 """
 
 from __future__ import annotations
@@ -26,8 +27,39 @@ if TYPE_CHECKING:
 
 RECORD = Path(__file__).with_name("record.json")
 SUPPLEMENT = Path(__file__).with_name("supplement.json")
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+SUMMARY = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = SUMMARY.with_name("performance-record.md")
 PLOTS = PAGE.with_name("plots")
+
+HEADLINES = (
+    ("awaited_int", "percore / distex, a call", "No-op calls of 500 awaiters, against distex"),
+    ("awaited_int", "percore / ProcessPoolExecutor, a call", "... against ProcessPoolExecutor"),
+    ("awaited_int", "percore / asyncio tasks, a call", "... against asyncio tasks in one process, the limit"),
+    ("round_trip", "percore / distex, p50", "One call at a time (p50), against distex"),
+    ("round_trip", "percore / bare ping-pong, p50", "... against a bare ping-pong of two event loops, the limit"),
+    ("map_tiny", "percore / distex, a call", "A map of a million tiny calls, against distex"),
+    ("map_tiny", "percore / ProcessPoolExecutor, a call", "... against ProcessPoolExecutor"),
+    (
+        "article",
+        "percore, 20 threads / hand split, 20 threads, a call",
+        "Calls that wait and compute, 20 threads, against a hand split",
+    ),
+    ("article", "percore, 30 threads / hand split, 30 threads, a call", "... 30 threads"),
+    ("article", "percore, coroutines / hand split, coroutines, a call", "... coroutines"),
+    ("payload_sizes", "percore / ProcessPoolExecutor, 1 MB", "1 MB of bytes there and back, against ProcessPoolExecutor"),
+    ("payload_sizes", "percore / bare echo, 1 MB", "... against a bare echo in shared memory, the limit"),
+    ("payload_arrays", "percore / ProcessPoolExecutor, 8 MB", "A numpy array of 8 MB there and back, against ProcessPoolExecutor"),
+    (
+        "executor_submit",
+        "percore, 1 thread / ProcessPoolExecutor, 1 thread, a call",
+        "`LoopPoolExecutor.submit`, against ProcessPoolExecutor",
+    ),
+    ("site_farm", "percore, 2 workers / one process, a page, farm excluded", "A crawl of 64 sites on 2 CPUs, against one process"),
+    ("start", "percore / ProcessPoolExecutor, forkserver, to answers", "Start of a runner, against ProcessPoolExecutor"),
+    ("replacement", "percore, p50", "Until a killed worker's replacement takes calls (p50)"),
+    ("worker_memory", "percore, coroutines / bare interpreter, USS", "Memory of a worker (USS), against a bare interpreter"),
+)
+"""Row, question and caption of each line of the headline table."""
 
 BEGIN = "<!-- begin: written by `python -m benchmarks --docs`, do not edit -->"
 END = "<!-- end -->"
@@ -37,10 +69,44 @@ _EXPLANATION = re.compile(r"^\*\*`(\w+)`\*\*", re.MULTILINE)
 
 
 def write(record: Json | None, supplement: Json | None = None) -> str:
-    """Fills the page's block; a line that tells."""
-    page = PAGE.read_text(encoding="utf-8")
+    """Fill the blocks of both pages, and return a line for the terminal that says so."""
+    page, summary = PAGE.read_text(encoding="utf-8"), SUMMARY.read_text(encoding="utf-8")
     PAGE.write_text(filled(page, block(record, explained_in(page), supplement)), encoding="utf-8")
-    return f"{PAGE.name}: {'no run is on record yet' if record is None else 'filled from the run on record'}"
+    SUMMARY.write_text(filled(summary, headlines(record)), encoding="utf-8")
+    names = f"{SUMMARY.name}, {PAGE.name}"
+    return f"{names}: {'no run is on record yet' if record is None else 'filled from the run on record'}"
+
+
+def headlines(record: Json | None) -> str:
+    """The block of the summary: one line for each target of the chosen rows that was measured."""
+    return NO_RECORD if record is None else "\n".join(_headlines(record)).strip()
+
+
+def _headlines(record: Json) -> Iterator[str]:
+    machine = record["machine"]
+    if machine:
+        where = f"{machine['python']}, {machine['CPUs']} CPUs, {machine['processor']}"
+        yield f"{machine['date'][:10]}, {where}, commit {machine['commit']}."
+        yield ""
+    yield from ("| what | percore's figure | quartiles |", "|---|---|---|")
+    for name, question, caption in HEADLINES:
+        for target in record["rows"].get(name, {"targets": ()})["targets"]:
+            if target["question"] == question and target["measured"] is not None:
+                low, median, high = (_headline(name, target, value) for value in target["measured"])
+                unit = _unit_of(target)
+                yield f"| {caption} | **{median}{unit}** | {low} to {high} |"
+
+
+def _headline(name: str, target: Json, value: float) -> str:
+    return _words(name).get(target["metric"], in_words)(value) if target["kind"] == "limit" else f"{value:.2f}"
+
+
+def _unit_of(target: Json) -> str:
+    if target["kind"] == "limit":
+        return ""
+    if target["kind"] == "times as fast":
+        return " x the speed"
+    return " x the memory" if target["metric"] == "USS" else " x the time"
 
 
 def explained_in(page: str) -> set[str]:

@@ -527,6 +527,16 @@ class TestPage:
         page = _docs.PAGE.read_text(encoding="utf-8")
         assert _docs.filled(page, _docs.block(record, _docs.explained_in(page), supplement)) == page
         assert _docs.UNEXPLAINED not in page
+        summary = _docs.SUMMARY.read_text(encoding="utf-8")
+        assert _docs.filled(summary, _docs.headlines(record)) == summary
+
+    def test_every_headline_names_a_target_of_its_row(self) -> None:
+        questions = {
+            (name, target.question)
+            for name in {name for name, _, _ in _docs.HEADLINES}
+            for target in row_of(name, quick=False).targets
+        }
+        assert [one for one in _docs.HEADLINES if one[:2] not in questions] == []
 
     def test_a_miss_without_an_explanation_is_seen(self) -> None:
         page = f"**`start`** is before the block.\n{_docs.BEGIN}\n{_docs.END}\n**`round_trip`**: why.\nnot **`close`** in a line\n"
