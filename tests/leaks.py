@@ -7,6 +7,9 @@
 Processes are found by descent and, when their parent is gone, by a mark in the environment that every process of this
 test session inherits. A descendant must be gone at once: somebody could have waited for it, and percore's close
 promises to. An orphan ends by its own means (nobody can wait for it), so it is given a moment.
+
+The other programs of the machine make names in /dev/shm as well, and the system does not record who made one. So a name
+is a leak when a process of the tests holds it, open or mapped. A test that kills a process asks `names_held` before.
 """
 
 import contextlib
@@ -16,7 +19,7 @@ import select
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +37,6 @@ if not os.environ.get(MARK, "").endswith(_runner or "-"):
 FD_FOLDER = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
 MAPS = Path("/proc/self/maps")
 SHM = Path("/dev/shm")
-OF_A_TEST = "left-by-a-test-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ def since(before: Snapshot) -> list[str]:
 
     Leaked processes are killed, so that no other test meets them.
     """
-    left = [*_threads_since(before), *_processes_since(before)]
+    names = sorted(_shm() - before.shm)
+    # First of all: a process that is left is killed, and then holds nothing any more.
+    held = names_held((pid for pid in psutil.pids() if _is_ours(pid)), names) if names else []
+    left = [*_threads_since(before), *_processes_since(before), *map(str, held)]
     if _memory_since(before):
         # Only now: a full collection takes longer than most unit tests, and what is free without one is no leak either.
         gc.collect()
@@ -69,7 +74,6 @@ def _memory_since(before: Snapshot) -> list[str]:
     return [
         *(f"file descriptor {fd} -> {target}" for fd, target in sorted(_fds() - before.fds)),
         *(f"mapping {line}" for line in sorted(_memfd_mappings() - before.memfds)),
-        *(f"/dev/shm/{name}" for name in sorted(_shm_since(before))),
     ]
 
 
@@ -98,33 +102,36 @@ def _memfd_mappings() -> frozenset[str]:
 
 
 def _shm() -> frozenset[str]:
-    """Names there that are ours: other users of the machine come and go."""
-    found = set()
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(SHM):
-            with contextlib.suppress(FileNotFoundError):
-                is_of_another_run = entry.name.startswith(OF_A_TEST) and entry.name != f"{OF_A_TEST}{os.getpid()}"
-                if entry.stat(follow_symlinks=False).st_uid == os.getuid() and not is_of_another_run:
-                    found.add(entry.name)
-    return frozenset(found)
+    return frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset()
 
 
-def _shm_since(before: Snapshot) -> frozenset[str]:
-    """New names, without those that a process of somebody else has mapped: another program of this user that runs meanwhile."""
+def names_held(pids: Iterable[int], names: Iterable[str] | None = None) -> list[Path]:
+    """The names in /dev/shm, all or these, that one of these processes has open or mapped."""
     files = {}
-    for name in _shm() - before.shm:
+    for name in _shm() if names is None else names:
         with contextlib.suppress(FileNotFoundError):
-            status = (SHM / name).stat()
-            # As /proc/PID/maps writes it. Not by name: sem_open maps a file before it gives it the name it is to have.
-            files[f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "] = name
-    of_others: set[str] = set()
-    for pid in psutil.pids() if files else []:
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found = {name for file, name in files.items() if file in maps}
-            if found and not _is_ours(psutil.Process(pid)):
-                of_others |= found
-    return frozenset(name for name in files.values() if name not in of_others and (SHM / name).exists())
+            files[_identity(os.stat(SHM / name))] = SHM / name
+    held = set().union(*map(_files_held, pids)) if files else set()
+    return sorted(path for file, path in files.items() if file in held and path.exists())
+
+
+def _files_held(pid: int) -> set[tuple[int, int, int]]:
+    """Device and inode of each file that a process has open or mapped; nothing for one that is gone or somebody else's."""
+    held = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                held.add(_identity(os.stat(entry.path)))
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            # Not the path: sem_open maps a file before it gives it its name.
+            device, inode = line.split(maxsplit=5)[3:5]
+            major, minor = (int(number, 16) for number in device.split(":"))
+            held.add((major, minor, int(inode)))
+    return held
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino
 
 
 def _threads_since(before: Snapshot) -> Iterator[str]:
@@ -157,8 +164,10 @@ def _processes_since(before: Snapshot) -> Iterator[str]:
             _ends(process)
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    return process.pid == os.getpid() or _descends(process) or _marked(process)
+def _is_ours(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return pid == os.getpid() or _descends(process := psutil.Process(pid)) or _marked(process)
+    return False
 
 
 def _descends(process: psutil.Process) -> bool:

@@ -359,9 +359,6 @@ def test_l3_a_call_that_waits_for_another_thread_of_its_worker(fifo: int, progra
 # Peers
 
 
-SHM = Path("/dev/shm")
-
-
 @pytest.mark.parametrize(
     ("loop", "how", "code"),
     [

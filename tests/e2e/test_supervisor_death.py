@@ -1,6 +1,6 @@
 """The supervisor's death by SIGKILL ends every worker and the fork server, whatever they are doing, and nothing is left.
 
-Names in /dev/shm are looked for after every test (see tests/leaks.py).
+A name in /dev/shm that somebody of the family holds when its supervisor is killed would be left for ever.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import leaks
 from tests.counts import LONG, times
 from tests.e2e import held
 from tests.e2e.family import Family
@@ -42,14 +43,12 @@ class Doomed:
             patch.setenv("TMPDIR", str(self.folder))
             stderr = self.folder.with_suffix(".err")
             program = Program(self.state, self.method, str(rounds), stderr=stderr, module="tests.e2e.doomed_programs")
-        before = _of_system_v()
         with program:
             yield program
             assert program.end() == 0
         assert program.stderr == ""
         assert self.family.alive() == []
         assert list(self.folder.iterdir()) == []
-        assert _of_system_v() == before
 
     def wait_ready(self, program: Program) -> tuple[int, int | None]:
         """Until the state is reached, told in lines of any order: the supervisor, and a fork of it."""
@@ -66,6 +65,7 @@ class Doomed:
         if self.state == "stopped":
             stop(self.family.alive(branch))
         with Watch([supervisor]) as itself, Watch([fork] if fork else []) as spared:
+            assert leaks.names_held(self.family.alive(branch)) == []
             began = time.perf_counter()
             assert itself.send(supervisor, signal.SIGKILL)
             assert self.family.wait_gone(HARD, branch) == []
@@ -83,11 +83,6 @@ def stop(pids: list[int]) -> None:
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:
         wait_stopped(pid)
-
-
-def _of_system_v() -> list[str]:
-    """Semaphores, shared memory and message queues of the old kind."""
-    return [line for kind in ("sem", "shm", "msg") for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The check that runs after every test must itself see what is left."""
 
 import asyncio
+import contextlib
 import gc
 import mmap
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from tests import leaks
 
 SLEEPER = "import signal; signal.pause()"
+has_shm = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -101,46 +104,73 @@ def test_an_orphan_is_found_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None
     assert leaks.since(before) == []
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
-def test_a_name_in_shared_memory() -> None:
+@has_shm
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["mapped", "open"])
+def test_a_name_in_shared_memory_that_the_test_holds(is_mapped: bool, shm_name: Path) -> None:
     before = leaks.snapshot()
-    path = Path(f"/dev/shm/{leaks.OF_A_TEST}{os.getpid()}")
-    path.touch()
-    try:
-        assert leaks.since(before) == [str(path)]
-    finally:
-        path.unlink()
+    with shm_name.open("w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE) if is_mapped else None
+        if is_mapped:
+            file.close()
+        assert str(shm_name) in leaks.since(before)
+        if mapping is not None:
+            mapping.close()
+    shm_name.unlink()
+    assert leaks.since(before) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who maps a name is asked of /proc")
-def test_a_name_in_shared_memory_of_somebody_else_is_none_of_ours() -> None:
-    before = leaks.snapshot()
-    path = Path(f"/dev/shm/{leaks.OF_A_TEST}{os.getpid()}")
-    # Neither a descendant nor marked: a program that somebody else has started. It ends when it may read no more.
-    code = f"""
-import mmap, os
-if os.fork():
-    os._exit(0)
-with open({str(path)!r}, "w+b") as file:
+HOLDER = """
+import mmap, os, sys
+with open(sys.argv[1], "w+b") as file:
     file.truncate(mmap.PAGESIZE)
     mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-print("mapped", flush=True)
+if sys.argv[2] == "lets go":
+    mapping.close()
+print("ready", flush=True)
 os.read(0, 1)
-os.unlink({str(path)!r})
-print("gone", flush=True)
 """
+
+
+@has_shm
+def test_a_name_in_shared_memory_that_a_child_holds(shm_name: Path) -> None:
+    before = leaks.snapshot()
+    with _holder(shm_name, "keeps", os.environ) as child:
+        assert leaks.names_held([child.pid]) == [shm_name]
+        assert str(shm_name) in leaks.since(before)  # which kills the child
+
+
+@has_shm
+@pytest.mark.parametrize("does", ["keeps", "lets go"])
+def test_a_name_in_shared_memory_of_another_program_is_no_leak(does: str, shm_name: Path) -> None:
+    before = leaks.snapshot()
+    # Neither a descendant nor marked: as a program that somebody else has started.
     environment = {name: value for name, value in os.environ.items() if name != leaks.MARK}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"mapped\n"
-        process.wait()
-        assert path.exists()
+    with _holder(shm_name, does, environment, "if os.fork(): os._exit(0)"):
+        assert shm_name.exists()
         assert [sentence for sentence in leaks.since(before) if "/dev/shm/" in sentence] == []
+
+
+@contextlib.contextmanager
+def _holder(name: Path, does: str, environment: Mapping[str, str], first: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has made the name; it ends when its standard input is closed."""
+    code = f"import os\n{first}\n{HOLDER}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(name), does], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+        assert process.stdin is not None
         process.stdin.close()
-        assert process.stdout.readline() == b"gone\n"
+        assert process.stdout.read() == b""
+
+
+@pytest.fixture
+def shm_name() -> Iterator[Path]:
+    path = Path(f"/dev/shm/left-by-a-test-{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
 
 
 @pytest.mark.both_loops
