@@ -30,6 +30,7 @@ class Policy:
         retry_on: which errors are worth one: classes, or a predicate.
         backoff: seconds before the next attempt, or a function of the number of failed ones that tells.
         timeout: seconds one attempt may run. None: as long as it takes.
+        asks_for_retries: whether its own `options` speak of retries. They may also be the runner's, which a broadcast ignores.
         needs_plan: whether there is more to it than a key.
     """
 
@@ -38,6 +39,7 @@ class Policy:
     retry_on: RetryOn = WorkerDied
     backoff: Backoff = 0.0
     timeout: float | None = None
+    asks_for_retries: bool = field(default=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,14 +47,24 @@ class Policy:
 
     @classmethod
     def checked(
-        cls, *, key: Hashable | None, retries: int, retry_on: RetryOn | None, backoff: Backoff, timeout: float | None
+        cls,
+        *,
+        key: Hashable | None,
+        retries: int | None,
+        retry_on: RetryOn | None,
+        backoff: Backoff,
+        timeout: float | None,
+        inherited: int = 0,
     ) -> "Policy":
-        """The policy of these options.
+        """The policy of these options. `inherited`: the retries of the runner, which count where `retries` is None.
 
         Raises:
             TypeError, ValueError: a bad one; the text says what is right.
         """
         # A view may be made for each call: what was not given is not looked at.
+        asks_for_retries = bool(retries)
+        if retries is None:
+            retries = inherited
         try:
             hash(key)
         except TypeError as error:
@@ -63,11 +75,32 @@ class Policy:
             retry_on = WorkerDied
         else:
             _check_retry_on(retry_on)
+            asks_for_retries = True
         if (backoff.__class__ is not float or backoff) and not callable(backoff):
             backoff = delay_of(backoff, "backoff")
         if timeout is not None:
             timeout = seconds_of("timeout", timeout)
-        return cls(key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout)
+        return cls(
+            key=key,
+            retries=retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            timeout=timeout,
+            asks_for_retries=asks_for_retries or bool(backoff),
+        )
+
+    def for_broadcast(self) -> "Policy | None":
+        """The policy of a broadcast under this one: only the timeout applies.
+
+        Raises:
+            TypeError: its options speak of a key or of retries.
+        """
+        if self.key is not None or self.asks_for_retries:
+            raise TypeError(
+                "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
+                "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
+            )
+        return Policy(timeout=self.timeout) if self.timeout is not None else None
 
     def is_worth_it(self, error: BaseException) -> bool:
         """Whether another attempt is wanted after this error. Runs user code, which may raise."""

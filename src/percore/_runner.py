@@ -331,9 +331,14 @@ class Runner(Verbs):
         """
         self._check_open()
         supervisor = self._supervisor
-        if retries is None:
-            retries = supervisor.options.retries
-        policy = supervisor.policy_of(key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout)
+        policy = supervisor.policy_of(
+            key=key,
+            retries=retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            timeout=timeout,
+            inherited=supervisor.options.retries,
+        )
         return Options(supervisor, policy, self._check_open)
 
     # Data

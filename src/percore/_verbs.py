@@ -121,17 +121,17 @@ class Verbs:
     async def broadcast(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run one call in each worker that is ready, beside all others, and return the results by the index of the worker.
 
-        Workers that are started later do not get it: what each worker needs from its start belongs into the lifespan.
+        Workers that start later do not get it: put per-worker setup in the lifespan. A broadcast is never retried: the runner's
+        `retries` do not apply to it.
         Cancelled: as `run`, in each worker.
 
         Raises:
             WorkerDied: a worker died or ended before it had done it; `started` says whether it had begun.
             Exception: as `run`: the first failure; the other calls are cancelled.
-            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
+            TypeError: `options` were given a key, retries, retry_on or backoff; and as `submit`.
+            RunnerClosed, RunnerBroken, RuntimeError: as `submit`.
         """
-        policy = self._policy
-        if policy is not None and (policy.retries or policy.key is not None):
-            raise TypeError("a broadcast goes to each worker once: it has neither a key nor retries")
+        policy = None if self._policy is None else self._policy.for_broadcast()
         self._check_open()
         supervisor = self._supervisor
         function = supervisor.functions.of(fn)

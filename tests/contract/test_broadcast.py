@@ -189,7 +189,21 @@ async def test_a_close_waits_for_it(make: MakeRunner, log: Log, gate: Gate) -> N
 
 
 async def test_neither_key_nor_retries(make: MakeRunner) -> None:
-    async with make() as runner:
-        for view in (runner.options(key="k"), runner.options(retries=1)):
-            with pytest.raises(TypeError, match="neither a key nor retries"):
+    async with make(retries=2) as runner:
+        options = runner.options
+        for view in (options(key="k"), options(retries=1), options(retry_on=OSError), options(backoff=1)):
+            with pytest.raises(TypeError, match="a key, retries, retry_on and backoff do not apply"):
                 await view.broadcast(jobs.aecho)
+
+
+async def test_retries_of_the_runner_do_not_apply(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(retries=2) as runner:
+        for view in (runner.options(), runner.options(timeout=1e6), runner.options(retries=0)):
+            assert await view.broadcast(jobs.aecho, 1) == [1]
+        task = asyncio.create_task(runner.options(timeout=1e6).broadcast(jobs.await_, log.path, gate.path, 7))
+        await log.next()
+        worker_of(runner).kill()
+        with pytest.raises(percore.WorkerDied) as caught:
+            await task
+        assert caught.value.attempts == 1
+        assert runner.statistics().retried == 0

@@ -455,7 +455,7 @@ async def test_b5_a_predicate_that_cancels_calls_of_a_dead_worker(make: MakeRunn
 
 async def test_not_for_broadcast(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(retries=3) as runner:
-        with pytest.raises(TypeError, match="neither a key nor retries"):
+        with pytest.raises(TypeError, match="a broadcast goes to each worker once"):
             await runner.options(retries=1).broadcast(jobs.aecho)
         task = asyncio.create_task(runner.broadcast(jobs.await_, log.path, gate.path, 7))
         await log.next()

@@ -83,10 +83,17 @@ def test_what_a_hash_raises_is_the_users() -> None:
 # Retries
 
 
-@pytest.mark.parametrize("retries", [1.5, "3", True, None, [1]], ids=steady)
+@pytest.mark.parametrize("retries", [1.5, "3", True, [1]], ids=steady)
 def test_retries_are_a_whole_number(retries: object) -> None:
     with pytest.raises(TypeError, match=r"^retries must be a whole number, not "):
         policy(retries=retries)
+
+
+def test_retries_that_are_not_given_are_the_runners() -> None:
+    assert policy(retries=None).retries == 0
+    assert policy(retries=None, inherited=3).retries == 3
+    assert policy(retries=0, inherited=3).retries == 0
+    assert policy(retries=5, inherited=3).retries == 5
 
 
 @pytest.mark.parametrize("retries", [-1, 1_000_001, -(10**30)])
@@ -201,6 +208,21 @@ def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
 def test_a_timeout_is_positive_and_finite(timeout: float) -> None:
     with pytest.raises(ValueError, match=r"^timeout must be a positive number of seconds, not "):
         policy(timeout=timeout)
+
+
+# Broadcasts
+
+
+@pytest.mark.parametrize("options", [{"key": "k"}, {"retries": 1}, {"retry_on": OSError}, {"backoff": 1}], ids=steady)
+def test_a_broadcast_has_neither_a_key_nor_retries(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not "):
+        policy(**{"retries": None, "inherited": 2} | options).for_broadcast()
+
+
+@pytest.mark.parametrize("retries", [None, 0])
+def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> None:
+    assert policy(retries=retries, inherited=2).for_broadcast() is None
+    assert policy(retries=retries, inherited=2, timeout=5).for_broadcast() == Policy(timeout=5.0)
 
 
 # Plans
