@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
 from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, Window, most_of
+from percore._core.names import Name
 from percore._errors import RunnerClosed, shown
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
@@ -304,13 +305,17 @@ class Flow:
         """As Taker."""
         return self._is_fed or self.owner.is_over
 
+    def name_of(self, key: Hashable) -> Name:
+        """As Taker."""
+        return self.owner.dispatch.names.of(key)
+
     def take_run(self, run: Run, size: int) -> None:
         """As Taker."""
         assert self._batches is not None
         self._window.pull(len(run.bodies), size)
         self._batches.append(run)
 
-    def take_item(self, body: Any, key: Hashable | None, shares: list[Share]) -> None:
+    def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
         """As Taker."""
         number, size = self._window.pulled, size_of(body)
         item = Item(self, number, body, size, self.plan(), key)

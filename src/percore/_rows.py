@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 from percore._calls import Function, Functions
 from percore._core.batches import Run
+from percore._core.names import Name
 from percore._errors import as_error
 from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline
 from percore._items import size_of
@@ -45,10 +46,13 @@ class Taker(Protocol):
     def is_done(self) -> bool:
         """Whether it takes no more."""
 
+    def name_of(self, key: Hashable) -> Name:
+        """What stands for a key from now on. Runs user code, which may raise."""
+
     def take_run(self, run: Run, size: int) -> None:
         """Items for batches; `size`: bytes of their pickled arguments."""
 
-    def take_item(self, body: Any, key: Hashable | None, shares: list[Share]) -> None:
+    def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
         """An item that goes alone, and holds these."""
 
     def take_failure(self, error: BaseException) -> None:
@@ -96,9 +100,8 @@ class Rows:
         """Whether it was taken."""
         args = tuple(row) if self._spec.star else (row,) if self._is_single else row
         key = None
-        if self._spec.key is not None:
-            key = self._spec.key(*args)
-            hash(key)
+        if self._spec.key is not None and (given := self._spec.key(*args)) is not None:
+            key = self._taker.name_of(given)
         is_scalar = bool(self._function.number) and is_inline(args)
         shares: list[Share] = []
         body: Any = args

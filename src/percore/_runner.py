@@ -316,7 +316,8 @@ class Runner(Verbs):
 
         Args:
             key: calls of equal keys are never on two workers at once, and at most `per_key` of them run at once over all workers.
-                For `submit` and `run`; a map takes a function instead.
+                For `submit` and `run`; a map takes a function instead. Its `__hash__` and `__eq__` are called here and not later,
+                so that a key may change afterwards without consequences.
             retries: further attempts of a call that fails so. Each sends the original bytes. Default: the runner's.
             retry_on: exception classes, or a predicate of the error. Default: WorkerDied.
             backoff: seconds before the next attempt, or a function of the number of failed attempts, from 1. A call that waits
@@ -327,6 +328,7 @@ class Runner(Verbs):
 
         Raises:
             TypeError, ValueError: a bad option.
+            Exception: whatever `__hash__` or `__eq__` of the key raises.
             RunnerClosed, RuntimeError: as `submit`.
         """
         self._check_open()
@@ -339,6 +341,8 @@ class Runner(Verbs):
             timeout=timeout,
             inherited=supervisor.options.retries,
         )
+        if key is not None:
+            policy.key = supervisor.dispatch.names.of(key)
         return Options(supervisor, policy, self._check_open)
 
     # Data

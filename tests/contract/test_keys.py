@@ -10,7 +10,7 @@ import pytest
 
 import percore
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
 
@@ -282,6 +282,62 @@ async def test_an_unhashable_key_is_a_type_error(make: MakeRunner) -> None:
             runner.options(key=["host"])  # type: ignore[arg-type]
         results = await runner.map(jobs.aecho, [1, 2], key=lambda value: [value], return_exceptions=True)  # type: ignore[arg-type, return-value]
         assert [type(result) for result in results] == [TypeError, TypeError]
+
+
+class Fickle:
+    """A key whose hash changes and whose equality raises, once it was given to percore."""
+
+    def __init__(self) -> None:
+        self.hash = 1
+        self.is_given = False
+
+    def __hash__(self) -> int:
+        if self.is_given and self.hash == 1:
+            raise ZeroDivisionError("the hash of a key that was given already")
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if self.is_given:
+            raise ZeroDivisionError("the equality of a key that was given already")
+        return self is other
+
+
+@pytest.mark.parametrize("new_hash", [1, 2], ids=["raises", "changes"])
+@pytest.mark.parametrize("end", ["ends", "is cancelled", "is retried", "dies", "is closed"])
+async def test_a_key_is_handled_only_where_it_is_given(make: MakeRunner, log: Log, gate: Gate, end: str, new_hash: int) -> None:
+    """Its hash changes, or raises, after `submit`: no worker and no other call hears of that."""
+    async with make(per_key=1, concurrency=3, kill_after=0.1, lifespan=jobs.counter) as runner:
+        other = runner.submit(jobs.await_, log.path, gate.path, 7)
+        key = Fickle()
+        view = runner.options(key=key, retries=0 if end == "dies" else 1)
+        call, waiting = (view.submit(jobs.await_, log.path, gate.path, i) for i in range(2))
+        await log.take(2)
+        key.is_given, key.hash = True, new_hash
+        if end == "is cancelled":
+            waiting.cancel()
+            call.cancel()
+            await log.next()
+        elif end in ("is retried", "dies"):
+            worker_of(runner).kill()
+            await threads_ended(worker_of(runner))
+        elif end == "is closed":
+            await runner.aclose(grace=0)
+            assert {type(call.exception()) for call in (call, waiting, other)} == {percore.RunnerClosed}
+            return
+        gate.open()
+        if end == "dies":
+            with pytest.raises(percore.WorkerDied):
+                await call
+        elif end != "is cancelled":
+            assert [await call, await waiting] == [0, 1]
+        if end in ("ends", "is cancelled"):
+            assert await other == 7
+            assert runner.statistics().restarts == 0
+        else:
+            with pytest.raises(percore.WorkerDied):
+                await other
+            assert runner.statistics().restarts == 1
+        assert await asyncio.wait_for(runner.options(key=Fickle()).run(jobs.aecho, 3), 30) == 3
 
 
 async def test_no_key_is_no_key(make: MakeRunner) -> None:

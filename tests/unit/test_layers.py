@@ -44,8 +44,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_core.restart": WORDS,
     "_core.flow": WORDS,
     "_core.keys": WORDS,
+    "_core.names": WORDS,
     "_core.batches": WORDS | {"_core.flow"},
-    "_core.dispatch": WORDS | {"_core.batches", "_core.keys"},
+    "_core.dispatch": WORDS | {"_core.batches", "_core.keys", "_core.names"},
     "_policy": WORDS | {"_broken"},
     "_results": WORDS,
     # bytes
@@ -134,9 +135,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
-    "_rows": VOCABULARY | {"_calls", "_core.batches", "_ipc.codec", "_items", "_policy", "_shares"},
+    "_rows": VOCABULARY | {"_calls", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
     "_flow": VOCABULARY
-    | {"_calls", "_core.batches", "_core.dispatch", "_core.flow"}
+    | {"_calls", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
     | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
     # face
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},

@@ -17,6 +17,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._core.batches import Batches
 from percore._core.keys import Keys, Lanes, purge
+from percore._core.names import Names
 from percore._messages import Kind
 
 AHEAD: Final = 4
@@ -121,6 +122,8 @@ class Dispatch(Generic[C, S]):
         self.times_ahead = 0
         """How often something was queued ahead: who asks for it back notes when."""
         self.keys: Keys[C, S] = Keys(per_key)
+        self.names = Names()
+        """Gives the keys of calls: users' keys are not handled here."""
         self.seats: list[S] = []
         self._least = [_NOWHERE, _NOWHERE]
         """By kind: the load of the least loaded worker, and from where on in `seats` to look for such. Loads rise by what is sent,
