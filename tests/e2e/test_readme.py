@@ -1,6 +1,7 @@
-"""The README's example does what the README says, from an empty folder."""
+"""The README's examples do what the README says, from an empty folder."""
 
 import asyncio
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -10,10 +11,29 @@ from aiohttp import web
 README = Path(__file__).parents[2] / "README.md"
 
 
-async def test_the_example_runs_from_an_empty_folder(tmp_path: Path) -> None:
-    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+async def outcome_of(script: Path, *arguments: str) -> tuple[str, str, int | None]:
+    """Standard output, standard error and the exit status of a script that runs in its own folder."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), *arguments, cwd=script.parent, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return out.decode(), err.decode(), process.returncode
+
+
+async def test_the_ten_lines_run_from_an_empty_folder(tmp_path: Path) -> None:
+    script = tmp_path / "digests.py"
+    script.write_text(EXAMPLES[0])
+    digests = [hashlib.pbkdf2_hmac("sha256", b"salt", str(number).encode(), 100_000).hex()[:8] for number in range(4)]
+    lines = [digests[1], str(digests), *digests]
+    assert await outcome_of(script) == ("".join(f"{line}\n" for line in lines), "", 0)
+
+
+async def test_the_example_with_a_session_runs_from_an_empty_folder(tmp_path: Path) -> None:
     script = tmp_path / "sizes.py"
-    script.write_text(code)
+    script.write_text(EXAMPLES[1])
 
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="x" * int(request.match_info["size"]))
@@ -25,13 +45,9 @@ async def test_the_example_runs_from_an_empty_folder(tmp_path: Path) -> None:
     try:
         port = server.addresses[0][1]
         urls = [f"http://127.0.0.1:{port}/{size}" for size in (3, 1, 2)]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(script), *urls, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        out, err = await process.communicate()
+        assert await outcome_of(script, *urls) == ("[3, 1, 2]\n", "", 0)
     finally:
         await server.cleanup()
-    assert (out.decode(), err.decode(), process.returncode) == ("[3, 1, 2]\n3\n1\n2\n", "", 0)
 
 
 def _app(page: object) -> web.Application:
