@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from percore._calls import Awaited, Call, Function
 from percore._core.dispatch import Dispatch, places_for
-from percore._core.lifecycle import Life, State
+from percore._core.lifecycle import Deadline, Life, State
 from percore._ipc.slots import INLINE_LIMIT
 from percore._items import Batch, Item
 from percore._messages import BATCH, DEFINE, ONCE_OPS, RECALL, TERMS, Kind
@@ -78,8 +78,9 @@ class Member:
         self._heard = 0
         self.killed_why = ""
         self.is_interrupted = False
-        self.late: Patience | None = None
-        """While it has to become ready."""
+        self.deadline: Deadline | None = None
+        self.timer: Patience | None = None
+        """While a deadline runs."""
         # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
         self.stride = places_for(dispatch.room)
         self.free = [place + self.stride for place in reversed(range(dispatch.room))]
@@ -193,10 +194,11 @@ class Member:
         return self.done + self.retried + len(self.calls) + self._batched
 
     def stop_timer(self) -> None:
-        """It need not become ready any more."""
-        if self.late is not None:
-            self.late.cancel()
-            self.late = None
+        """No deadline runs any more. Idempotent."""
+        self.deadline = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     @property
     def is_ready(self) -> bool:

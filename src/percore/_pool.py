@@ -9,13 +9,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from percore._broken import RunnerBroken, StartupFailed, how
-from percore._core.lifecycle import Event, State
+from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed
+from percore._lives import Lives
 from percore._member import Member, Turn
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
-from percore._patience import Patience
 from percore._points import POINTS, point
 from percore._reports import report
 
@@ -59,6 +59,8 @@ class Pool:
         self._supervisor = supervisor
         self._loop = supervisor.loop
         self._options = supervisor.options
+        seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
+        self.lives = Lives(self._loop, seconds, self._overdue)
         self._outcomes = Outcomes(supervisor)
         self._turn = Turn(supervisor.loop)
         self._starting: asyncio.Future[None] | None = None
@@ -97,7 +99,7 @@ class Pool:
         else:
             slot.next = member
         self.members.add(member)
-        member.late = Patience(self._loop, self._options.start_timeout, lambda: self._late(member))
+        self.lives.look(member)
         member.worker.channel.open(
             self._outcomes.receiver(slot, member),
             lambda error: self._broke(member, error),
@@ -106,17 +108,18 @@ class Pool:
         if POINTS:
             point("supervisor.worker.started")
 
-    def _late(self, member: Member) -> None:
-        member.late = None
-        if member.life.state is State.STARTING:
+    def _overdue(self, member: Member) -> None:
+        if member.deadline is Deadline.START:
             self._report(f"worker {member.index} was not ready after start_timeout={self._options.start_timeout:g} seconds")
             self._kill(member, "it was not ready in time")
+            return
+        why = "its start had failed" if member.life.state is State.FAILED else "it was asked to, and had no call left"
+        self._kill(member, f"it did not end within kill_after={self._options.kill_after:g} seconds after {why}")
 
     def ready(self, slot: Slot, member: Member) -> None:
         """A worker has entered its lifespan."""
-        if member.life.advance(Event.READY) is not State.READY:
+        if self.lives.advance(member, Event.READY) is not State.READY:
             return
-        member.stop_timer()
         self._supervisor.dispatch.seat(member)
         if POINTS:
             point("supervisor.worker.ready")
@@ -130,7 +133,7 @@ class Pool:
 
     def unready(self, member: Member, error: BaseException, text: str) -> None:
         """A worker's start failed, with this exception; it is about to end."""
-        member.life.advance(Event.FAIL)
+        self.lives.advance(member, Event.FAIL)
         self._last_report = text
         if self._starting is not None and not self._starting.done():
             failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
@@ -157,12 +160,12 @@ class Pool:
     def _retire(self, member: Member) -> None:
         self._supervisor.dispatch.unseat(member)
         if member.life.state is State.READY:
-            member.life.advance(Event.DRAIN)
+            self.lives.advance(member, Event.DRAIN)
             member.worker.channel.send(DRAIN, 0, None)
 
     def draining(self, slot: Slot, member: Member) -> None:
         """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
-        member.life.advance(Event.DRAIN)
+        self.lives.advance(member, Event.DRAIN)
         self._supervisor.dispatch.unseat(member)
         if POINTS:
             point("supervisor.worker.draining")
@@ -200,8 +203,7 @@ class Pool:
 
     def _bury(self, slot: Slot, member: Member, exitcode: int | None) -> None:
         state = member.life.state
-        member.life.advance(Event.EXIT)
-        member.stop_timer()
+        self.lives.advance(member, Event.EXIT)
         self._supervisor.dispatch.unseat(member)
         # It stays one of the members meanwhile: an error of one of its calls may cancel others, in its batches too.
         began = self._supervisor.deaths.end_calls(member, exitcode) or member.done > 0 or member.retried > 0
@@ -218,7 +220,8 @@ class Pool:
         if began:
             slot.budget.began()
         on_death = self._supervisor.on_death
-        if on_death is not None and not self._supervisor.is_closing and (state is not State.DRAINING or exitcode):
+        is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
+        if on_death is not None and not self._supervisor.is_closing and not is_asked_for:
             on_death(member, exitcode, state is State.READY)
         if slot.next is member:
             slot.next = None
@@ -294,9 +297,9 @@ class Pool:
         for member in self.members:
             if member.life.state is State.STARTING:
                 member.worker.kill()
-            elif member.life.state is not State.FINISHING:
+            elif member.life.state not in (State.FINISHING, State.FAILED):
                 member.worker.channel.send(FINISH, 0, None)
-            member.life.advance(Event.FINISH)
+            self.lives.advance(member, Event.FINISH)
 
     def stop_timers(self) -> None:
         """No worker will be started any more."""

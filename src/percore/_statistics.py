@@ -11,7 +11,8 @@ class WorkerStatistics:
         index: the slot, from 0.
         generation: how many workers the slot has had.
         pid: of its worker; None where it has none, or not yet.
-        state: "starting", "ready", "draining", "finishing", "gone" (a replacement is awaited) or "failed" (given up).
+        state: "starting", "ready", "draining", "finishing", "gone" (a replacement is awaited) or "failed" (its start has
+            failed, or percore has given the slot up).
         running: calls that run there.
         queued: calls queued ahead there.
         done: calls that have ended in this slot, failures included.

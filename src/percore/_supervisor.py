@@ -83,7 +83,7 @@ class Supervisor:
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
         self.intake = Intake(self)
         self.pool = Pool(self, options.workers)
-        self.slots, self.members = self.pool.slots, self.pool.members
+        self.slots, self.members, self.lives = self.pool.slots, self.pool.members, self.pool.lives
 
     # Calls
 
@@ -178,6 +178,8 @@ class Supervisor:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
         if self._retired:
             self._forget_retired()
+        if self.lives.draining:
+            self.lives.look_drained()
         if self.options.max_tasks_per_worker is not None:
             self.pool.recycle(self.options.max_tasks_per_worker)
         if not self.dispatch.is_quiet():

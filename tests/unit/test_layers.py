@@ -128,7 +128,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
     "_recalls": VOCABULARY | {"_items"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
-    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_member", "_outcomes", "_patience", "_reports"},
+    "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
+    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_lives", "_member", "_outcomes", "_reports"},
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
     | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member", "_policy"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._core.lifecycle import Event, IllegalEvent, Life, State
+from percore._core.lifecycle import Deadline, Event, IllegalEvent, Life, State
 
 READY, FAIL, DRAIN, FINISH, EXIT = Event.READY, Event.FAIL, Event.DRAIN, Event.FINISH, Event.EXIT
 
@@ -13,22 +13,23 @@ WAYS: dict[State, list[Event]] = {
     State.READY: [READY],
     State.DRAINING: [READY, DRAIN],
     State.FINISHING: [READY, FINISH],
+    State.FAILED: [FAIL],
     State.GONE: [EXIT],
 }
 
 FOLLOWING: dict[State, dict[Event, State | None]] = {
     State.STARTING: {
         READY: State.READY,
-        FAIL: State.FINISHING,
+        FAIL: State.FAILED,
         DRAIN: State.DRAINING,
         FINISH: State.FINISHING,
         EXIT: State.GONE,
     },
-    State.READY: {READY: None, FAIL: None, DRAIN: State.DRAINING, FINISH: State.FINISHING, EXIT: State.GONE},
+    State.READY: {READY: None, FAIL: State.FAILED, DRAIN: State.DRAINING, FINISH: State.FINISHING, EXIT: State.GONE},
     # Asked to end while it was starting, a worker still says how the start went.
     State.DRAINING: {
         READY: State.DRAINING,
-        FAIL: State.FINISHING,
+        FAIL: State.FAILED,
         DRAIN: State.DRAINING,
         FINISH: State.FINISHING,
         EXIT: State.GONE,
@@ -40,6 +41,7 @@ FOLLOWING: dict[State, dict[Event, State | None]] = {
         FINISH: State.FINISHING,
         EXIT: State.GONE,
     },
+    State.FAILED: {READY: None, FAIL: State.FAILED, DRAIN: State.FAILED, FINISH: State.FAILED, EXIT: State.GONE},
     State.GONE: dict.fromkeys(Event),
 }
 
@@ -93,7 +95,7 @@ def test_the_story_stays_short() -> None:
 
 @given(st.lists(st.sampled_from(Event), max_size=20))
 def test_no_way_back(events: list[Event]) -> None:
-    order = [State.STARTING, State.READY, State.DRAINING, State.FINISHING, State.GONE]
+    order = [State.STARTING, State.READY, State.DRAINING, State.FINISHING, State.FAILED, State.GONE]
     life = Life()
     for event in events:
         before = life.state
@@ -102,6 +104,21 @@ def test_no_way_back(events: list[Event]) -> None:
         except IllegalEvent:
             assert life.state is before
         assert order.index(life.state) >= order.index(before)
+
+
+@given(st.lists(st.sampled_from([READY, FAIL, DRAIN, FINISH]), max_size=10))
+def test_who_is_to_end_has_a_deadline_from_every_way_there(events: list[Event]) -> None:
+    life = Life()
+    assert life.deadline(has_calls=False) is Deadline.START
+    for event in events:
+        try:
+            life.advance(event)
+        except IllegalEvent:
+            continue
+        is_to_end = life.state in (State.DRAINING, State.FINISHING, State.FAILED)
+        assert (life.deadline(has_calls=False) is Deadline.END) == is_to_end
+        # The calls of a draining worker may take as long as they need.
+        assert (life.deadline(has_calls=True) is Deadline.END) == (is_to_end and life.state is not State.DRAINING)
 
 
 @given(st.lists(st.sampled_from([READY, FAIL, DRAIN, FINISH]), max_size=10))
