@@ -89,8 +89,8 @@ class Runner(Verbs):
         start_method: "forkserver" (default on Linux) or "spawn".
         max_message: bytes of one pickled message; above it that one call gets PayloadTooLarge.
         start_timeout: seconds a worker may take to be ready.
-        kill_after: seconds in which a worker must end when it was asked to, or when its start has failed, before it is killed. For a
-            worker that drains they count from the end of its last call.
+        kill_after: seconds in which a worker must end when it was asked to, or when its start has failed, before it is killed. They
+            count from the end of its last call for a worker that drains.
         max_tasks_per_worker: a worker that has been given so many calls is replaced: its replacement starts, and takes over as soon
             as it is ready; until then calls go on here. Default: never.
         retries: further attempts of a call whose worker died; `options` has more.
