@@ -7,7 +7,6 @@ once, when it is made, so later changes are not seen and another worker gets the
 import asyncio
 import inspect
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 from percore._core.flow import Cost
@@ -16,6 +15,7 @@ from percore._ipc.pickles import is_by_reference, qualified_name
 from percore._ipc.presses import Presses
 from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._messages import Kind, Payload
+from percore._options import routines_of
 from percore._policy import Plan, Policy
 from percore._shares import Share, Shares
 
@@ -163,11 +163,7 @@ def kind_of(fn: object) -> int:
         raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
     if not callable(fn):
         raise TypeError(f"a function is needed, not {fn!r}")
-    inner: Any = fn
-    while isinstance(inner, partial):
-        inner = inner.func
-    # A callable object runs as its class's __call__ does; routines and classes have one too, which says nothing.
-    call = None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+    inner, call = routines_of(fn)
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
         return Kind.TASK
     if any(

@@ -16,7 +16,7 @@ from percore._engines.process import ProcessEngine
 from percore._ipc.pickles import MainInfo, dump, is_by_reference, main_info
 from percore._ipc.slots import Sink
 from percore._messages import Kind
-from percore._options import Lifespan, usable_cpus, whole
+from percore._options import Lifespan, check_plain, usable_cpus, whole
 from percore._portal import KILL, TERMINATE, Held, Portal
 from percore._runner import Runner
 from percore._worker import context
@@ -83,8 +83,10 @@ class LoopPoolExecutor(Executor):
         if mp_context is not None and not isinstance(mp_context, BaseContext):
             raise TypeError(f'mp_context must be a context, such as multiprocessing.get_context("spawn"), not {mp_context!r}')
         for name, given in (("initializer", initializer), ("thread_initializer", thread_initializer)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be a callable")
+            if given is not None:
+                if not callable(given):
+                    raise TypeError(f"{name} must be a callable")
+                check_plain(name, given)
         self._max_workers = _workers(max_workers)
         if mp_context is None and _need_inheritance(initargs):
             mp_context = multiprocessing.get_context()

@@ -8,6 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 from percore._calls import kind_of
 from percore._flow import Flow
 from percore._inputs import Inputs
+from percore._options import check_plain
 from percore._rows import Spec
 from percore._supervisor import Supervisor
 
@@ -36,8 +37,10 @@ class Map(Generic[T]):
         for source in iterables:
             if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
                 raise TypeError(f"map needs iterables, not {source!r}")
-        if spec.key is not None and not callable(spec.key):
-            raise TypeError(f"key must be a function of the arguments, such as key=host_of, not {spec.key!r}")
+        if spec.key is not None:
+            if not callable(spec.key):
+                raise TypeError(f"key must be a function of the arguments, such as key=host_of, not {spec.key!r}")
+            check_plain("key", spec.key)
         if spec.window is not None and (isinstance(spec.window, bool) or not isinstance(spec.window, int)):
             raise TypeError(f"window must be a whole number, not {spec.window!r}")
         if spec.window is not None and spec.window < 1:

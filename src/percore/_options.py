@@ -1,11 +1,13 @@
 """Every knob of a Runner: what it means, its default, and what a bad value is told. The list is closed."""
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from percore._platform import HAS_PIDFD, HAS_SETSIG, default_start_method
@@ -123,6 +125,41 @@ def grace_of(value: object) -> float | None:
     return None if value > _FOR_EVER else max(0.0, float(value))
 
 
+def routines_of(fn: object) -> tuple[Any, Any]:
+    """The functions that a call of `fn` enters: the one inside its partials, and the `__call__` of its class or None."""
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    # A callable object runs as its class's __call__ does; routines and classes have one too, which says nothing.
+    return inner, None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+
+
+def check_plain(name: str, fn: Callable[..., object]) -> None:
+    """Check that percore can use the value `fn` returns, which it neither awaits nor iterates.
+
+    Raises:
+        TypeError: it is a coroutine function or a generator function.
+    """
+    for routine in routines_of(fn):
+        if inspect.iscoroutinefunction(routine):
+            raise TypeError(f"{name} must be a plain function, not an async one: percore calls it and does not await it")
+        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
+            raise TypeError(f"{name} must be a plain function, not a generator function: percore calls it and does not iterate")
+
+
+def check_awaited(name: str, value: object) -> None:
+    """Check that a function which percore does not await has not returned an awaitable.
+
+    Raises:
+        TypeError: it has. A coroutine is closed.
+    """
+    if hasattr(type(value), "__await__"):
+        text = repr(value)
+        if inspect.iscoroutine(value):
+            value.close()
+        raise TypeError(f"{name} must be a plain function: percore does not await {text}, which it returned")
+
+
 def _callable(name: str, value: object, example: str) -> None:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, such as {name}={example}, not {value!r}")
@@ -216,6 +253,9 @@ class Knobs:
             raise TypeError("give the function itself: lifespan=open_session, not lifespan=open_session()")
         _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
         _callable("thread_initializer", thread_initializer, "open_connection")
+        for name, called in (("loop_factory", loop_factory), ("thread_initializer", thread_initializer)):
+            if called is not None:
+                check_plain(name, called)
         method = start_method if start_method is not None else default_start_method()
         if method not in get_args(StartMethod):
             extra = ". Forking a process that runs an event loop is not safe" if method == "fork" else ""

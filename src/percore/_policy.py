@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from percore._broken import WorkerDied
-from percore._options import seconds_of, whole
+from percore._options import check_awaited, check_plain, seconds_of, whole
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,12 +63,14 @@ class Policy:
         """
         # A view may be made for each call: what was not given is not looked at.
         asks_for_retries = bool(retries)
-        if retries is None:
+        if is_silent := retries is None:
             retries = inherited
         try:
             hash(key)
         except TypeError as error:
             raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
+        if key is not None and hasattr(type(key), "__await__"):
+            raise TypeError(f"a key is a value, such as a string, not {key!r}: await it first")
         if retries.__class__ is not int or retries:
             whole("retries", retries, 0, _MOST_RETRIES)
         if retry_on is None:
@@ -76,17 +78,23 @@ class Policy:
         else:
             _check_retry_on(retry_on)
             asks_for_retries = True
-        if (backoff.__class__ is not float or backoff) and not callable(backoff):
-            backoff = delay_of(backoff, "backoff")
+        if backoff.__class__ is not float or backoff:
+            backoff = _checked_backoff(backoff)
         if timeout is not None:
             timeout = seconds_of("timeout", timeout)
+        asks_for_retries = asks_for_retries or bool(backoff)
+        if asks_for_retries and not retries and is_silent:
+            raise TypeError(
+                "retry_on and backoff do nothing without retries, and this runner has none: "
+                "give both, as in runner.options(retries=3, retry_on=ConnectionError)"
+            )
         return cls(
             key=key,
             retries=retries,
             retry_on=retry_on,
             backoff=backoff,
             timeout=timeout,
-            asks_for_retries=asks_for_retries or bool(backoff),
+            asks_for_retries=asks_for_retries,
         )
 
     def for_broadcast(self) -> "Policy | None":
@@ -103,11 +111,17 @@ class Policy:
         return Policy(timeout=self.timeout) if self.timeout is not None else None
 
     def is_worth_it(self, error: BaseException) -> bool:
-        """Whether another attempt is wanted after this error. Runs user code, which may raise."""
+        """Whether another attempt is wanted after this error. Runs user code, which may raise.
+
+        Raises:
+            TypeError: retry_on gave something to be awaited.
+        """
         wanted: Any = self.retry_on
         if isinstance(wanted, type | tuple):
             return isinstance(error, wanted)
-        return bool(wanted(error))
+        answer = wanted(error)
+        check_awaited("retry_on", answer)
+        return bool(answer)
 
     def delay(self, failed: int) -> float:
         """Seconds to wait after so many failed attempts. Runs user code, which may raise.
@@ -115,7 +129,11 @@ class Policy:
         Raises:
             TypeError, ValueError: backoff gave no number of seconds.
         """
-        return delay_of(self.backoff(failed), "what backoff returns") if callable(self.backoff) else self.backoff
+        if not callable(self.backoff):
+            return self.backoff
+        seconds = self.backoff(failed)
+        check_awaited("backoff", seconds)
+        return delay_of(seconds, "what backoff returns")
 
     @property
     def is_plain(self) -> bool:
@@ -133,10 +151,18 @@ def _check_retry_on(retry_on: Any) -> None:
     if classes is None:
         if not callable(retry_on):
             raise TypeError(f"retry_on must be an exception class, a tuple of them or a predicate, not {retry_on!r}")
+        check_plain("retry_on", retry_on)
         return
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, BaseException)):
             raise TypeError(f"retry_on must name exception classes, not {one!r}")
+
+
+def _checked_backoff(backoff: Backoff) -> Backoff:
+    if callable(backoff):
+        check_plain("backoff", backoff)
+        return backoff
+    return delay_of(backoff, "backoff")
 
 
 def delay_of(value: object, name: str) -> float:

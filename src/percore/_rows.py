@@ -10,6 +10,7 @@ from percore._core.names import Name
 from percore._errors import as_error
 from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline
 from percore._items import size_of
+from percore._options import check_awaited
 from percore._policy import Policy
 from percore._shares import Share
 
@@ -101,6 +102,7 @@ class Rows:
         args = tuple(row) if self._spec.star else (row,) if self._is_single else row
         key = None
         if self._spec.key is not None and (given := self._spec.key(*args)) is not None:
+            check_awaited("key", given)
             key = self._taker.name_of(given)
         is_scalar = bool(self._function.number) and is_inline(args)
         shares: list[Share] = []

@@ -320,9 +320,10 @@ class Runner(Verbs):
                 For `submit` and `run`; a map takes a function instead. Its `__hash__` and `__eq__` are called here and not later,
                 so that a key may change afterwards without consequences.
             retries: further attempts of a call that fails so. Each sends the original bytes. Default: the runner's.
-            retry_on: exception classes, or a predicate of the error. Default: WorkerDied.
-            backoff: seconds before the next attempt, or a function of the number of failed attempts, from 1. A call that waits
-                holds no place in a worker, and ends at once when it is cancelled or the runner closes.
+            retry_on: exception classes, or a predicate of the error, a plain function. Default: WorkerDied. It and backoff need
+                retries, here or in the runner.
+            backoff: seconds before the next attempt, or a plain function of the number of failed attempts, from 1. A call that
+                waits holds no place in a worker, and ends at once when it is cancelled or the runner closes.
             timeout: seconds one attempt may run, from its start in the worker. A coroutine is then cancelled there, and ends with
                 TimeoutError as under asyncio.timeout. A plain function cannot be stopped: its caller gets TimeoutError, its thread
                 is busy until it ends, and no further attempt begins before.

@@ -184,7 +184,8 @@ class Verbs:
             window: exactly this many items are pulled and not yet handed over. Default: as many as the calls' duration asks for,
                 at most 16,384 a worker and 131,072 in all, within 64 MiB of pickled arguments and 64 MiB of results that wait or
                 are expected.
-            key: gives the key of a call, from its arguments: calls of equal keys are never on two workers at once.
+            key: a plain function that gives the key of a call, from its arguments: calls of equal keys are never on two workers
+                at once.
             return_exceptions: give errors in place of results instead of raising them.
 
         Raises:

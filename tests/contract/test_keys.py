@@ -1,6 +1,7 @@
 """Equal keys are never on two workers at once, at most `per_key` calls of one key run at once, and keys are fair to each other."""
 
 import asyncio
+import functools
 import itertools
 import signal
 from collections import Counter
@@ -363,3 +364,26 @@ async def test_a_key_that_is_no_function(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="key must be a function"):
             _ = runner.map(jobs.aecho, [1], key="host")  # type: ignore[call-overload]
+
+
+class _Asynchronous:
+    async def key(self, value: int) -> int:
+        return value
+
+    async def __call__(self, value: int) -> int:
+        return value
+
+
+async def test_a_key_function_that_is_not_plain(make: MakeRunner) -> None:
+    async def give(value: int) -> int:
+        return value
+
+    wrong: dict[Any, str] = dict.fromkeys([give, functools.partial(give, 1), _Asynchronous(), _Asynchronous().key], "an async one")
+    wrong |= dict.fromkeys([jobs.numbers, jobs.anumbers], "a generator function")
+    async with make() as runner:
+        for fn, kind in wrong.items():
+            with pytest.raises(TypeError, match=f"key must be a plain function, not {kind}"):
+                _ = runner.map(jobs.aecho, [1], key=fn)
+        hidden: Any = lambda value: give(value)  # noqa: E731
+        results = await runner.map(jobs.aecho, [1, 2], key=hidden, return_exceptions=True)
+        assert {str(result).partition(":")[0] for result in results} == {"key must be a plain function"}

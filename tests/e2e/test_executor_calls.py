@@ -46,6 +46,9 @@ def test_its_names_are_those_of_the_standard_library() -> None:
         LoopPoolExecutor(max_workers=-1)
     with pytest.raises(TypeError, match=r"^initializer must be a callable$"):
         LoopPoolExecutor(1, None, 3)  # type: ignore[arg-type]
+    for name in ("initializer", "thread_initializer"):
+        with pytest.raises(TypeError, match=f"^{name} must be a plain function, not an async one"):
+            LoopPoolExecutor(1, **{name: jobs.aecho})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^max_tasks_per_child must be an integer$"):
         LoopPoolExecutor(1, max_tasks_per_child=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^max_tasks_per_child must be >= 1$"):

@@ -165,6 +165,15 @@ def test_what_is_called_must_be_callable(name: str, example: str, value: object)
         options(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["loop_factory", "thread_initializer"])
+def test_what_is_called_and_not_awaited_must_be_plain(name: str) -> None:
+    async def asynchronous() -> None:
+        pass
+
+    with pytest.raises(TypeError, match=f"^{name} must be a plain function, not an async one: percore calls it and does not await"):
+        options(**{name: asynchronous})
+
+
 @pytest.mark.parametrize("value", ["thread", "", "SPAWN", 1, [], b"spawn"], ids=steady)
 def test_an_unknown_start_method(value: object) -> None:
     with pytest.raises(ValueError, match=r'^start_method must be "forkserver" or "spawn", not ') as caught:

@@ -1,6 +1,8 @@
 """What a call is run under: what `options` refuses and in which words, and what retries make of it."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,37 @@ from tests.ids import steady
 
 GOOD: dict[str, Any] = {"key": None, "retries": 0, "retry_on": None, "backoff": 0, "timeout": None}
 DIED = WorkerDied(1, -9, "jobs.fetch", 0.5)
+
+
+async def _asynchronous(_: object) -> bool:
+    return False
+
+
+class _Asynchronous:
+    async def __call__(self, _: object) -> bool:
+        return False
+
+
+def _yielding(_: object) -> Iterator[bool]:
+    yield False
+
+
+async def _ayielding(_: object) -> AsyncIterator[bool]:
+    yield False
+
+
+NOT_PLAIN = pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (_asynchronous, "an async one"),
+        (partial(partial(_asynchronous), 1), "an async one"),
+        (_Asynchronous(), "an async one"),
+        (_Asynchronous().__call__, "an async one"),
+        (_yielding, "a generator function"),
+        (_ayielding, "a generator function"),
+    ],
+    ids=["function", "partial", "object", "method", "generator", "async generator"],
+)
 
 
 def policy(**options: Any) -> Policy:
@@ -78,6 +111,14 @@ def test_a_key_must_be_hashable(key: object) -> None:
 def test_what_a_hash_raises_is_the_users() -> None:
     with pytest.raises(ZeroDivisionError):
         policy(key=Failing())
+
+
+async def test_a_key_is_awaited_by_its_user() -> None:
+    coroutine = _asynchronous(1)
+    for key in (coroutine, asyncio.ensure_future(coroutine)):
+        with pytest.raises(TypeError, match=r"^a key is a value, such as a string, not <.*>: await it first$"):
+            policy(key=key)
+    await key
 
 
 # Retries
@@ -148,6 +189,33 @@ def test_a_failing_predicate_is_the_callers_to_handle() -> None:
 
     with pytest.raises(LookupError):
         policy(retry_on=fail).is_worth_it(DIED)
+
+
+@pytest.mark.parametrize("name", ["retry_on", "backoff"])
+@NOT_PLAIN
+def test_what_is_called_between_attempts_is_a_plain_function(name: str, fn: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a plain function, not {kind}: percore calls it and does not "):
+        policy(retries=1, **{name: fn})
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_found_out_when_it_does() -> None:
+    given_policy = policy(retries=1, retry_on=lambda error: _asynchronous(error), backoff=lambda failed: _asynchronous(failed))
+    with pytest.raises(
+        TypeError, match=r"^retry_on must be a plain function: percore does not await <coroutine .*>, which it returned$"
+    ):
+        given_policy.is_worth_it(DIED)
+    with pytest.raises(
+        TypeError, match=r"^backoff must be a plain function: percore does not await <coroutine .*>, which it returned$"
+    ):
+        given_policy.delay(1)
+
+
+@pytest.mark.parametrize("options", [{"retry_on": OSError}, {"backoff": 1}, {"backoff": float, "retry_on": callable}], ids=steady)
+def test_without_retries_there_is_nothing_to_retry_on(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^retry_on and backoff do nothing without retries, and this runner has none: give both"):
+        policy(retries=None, **options)
+    assert policy(retries=None, inherited=1, **options).retries == 1
+    assert policy(retries=0, **options).retries == 0  # asked for, perhaps by a setting
 
 
 # Delays
