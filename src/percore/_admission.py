@@ -53,6 +53,7 @@ class Admission:
 
     def leave(self, count: int = 1) -> None:
         """So many calls are done."""
+        assert 0 <= count <= self._inside
         self._inside -= count
         while self._waiters and self._inside < self.limit:
             waiter = self._waiters.popleft()

@@ -262,7 +262,8 @@ class Flow:
             # First the row: it may come from another map, which needs room itself, or not come for long.
             pulled = await self._inputs.pull()
             if admission is not None and pulled.rows and not self._is_fed:
-                self._admitted += await admission.enter()
+                entered = await admission.enter()  # not in one line with `+=`, which reads the count before it waits
+                self._admitted += entered
             return pulled
         if admission is not None:
             most = await admission.enter(most)
@@ -275,6 +276,7 @@ class Flow:
     def _leave(self, count: int) -> None:
         admission = self.owner.admission
         if admission is not None:
+            assert count <= self._admitted
             self._admitted -= count
             admission.leave(count)
 
@@ -397,7 +399,7 @@ class Flow:
             if not window.is_rated:
                 window.expect(int(len(self.owner.slots) * AHEAD_SECONDS / cost.seconds))
         if self._admitted:
-            self._leave(min(count, self._admitted))
+            self._leave(count)
         if self._is_list:
             window.hand_over(size, count)
         if self._space_waiter is not None and window.is_worth_a_pull():

@@ -136,6 +136,28 @@ async def test_map_over_map_under_a_small_bound(make: MakeRunner, limit: int) ->
         assert await runner.map(jobs.echo, runner.map(jobs.aecho, runner.map(jobs.echo, range(30)))) == list(range(30))
 
 
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_maps_over_async_inputs_keep_count(make: MakeRunner, fn: Any) -> None:
+    """Items end while the next one waits to be let in: both are counted."""
+    async with make(2, max_pending=8) as runner:
+        admission = runner._supervisor.admission
+        assert admission is not None
+        inside: list[int] = []
+
+        async def numbers() -> AsyncIterator[int]:
+            for number in range(100):
+                inside.append(admission._inside)
+                yield number
+
+        assert await asyncio.gather(*(runner.map(fn, numbers()) for _ in range(3))) == [list(range(100))] * 3
+        assert 0 <= min(inside) <= max(inside) <= 8
+        assert admission._inside == 0
+        calls = [runner.submit(jobs.aecho, number) for number in range(8)]
+        with pytest.raises(percore.RunnerFull):
+            await runner.submit(jobs.aecho)
+        assert await asyncio.gather(*calls) == list(range(8))
+
+
 async def test_a_call_between_two_attempts_counts(make: MakeRunner) -> None:
     async with make(max_pending=1) as runner:
         view = runner.options(retries=1, retry_on=ValueError, backoff=1e6)
