@@ -9,7 +9,7 @@ from percore._core.dispatch import Dispatch, places_for
 from percore._core.lifecycle import Deadline, Life, State
 from percore._ipc.slots import INLINE_LIMIT
 from percore._items import Batch, Item
-from percore._messages import BATCH, DEFINE, ONCE_OPS, RECALL, TERMS, Kind
+from percore._messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,8 @@ class Member:
         self.deadline: Deadline | None = None
         self.timer: Patience | None = None
         """While a deadline runs."""
-        # An id is a place and how often it was used: unique for the worker's life, and the place of its start mark.
+        # An id is a place and how often it was used. So it names the place of its start mark, and comes again only after
+        # 2**48 / stride uses of one place.
         self.stride = places_for(dispatch.room)
         self.free = [place + self.stride for place in reversed(range(dispatch.room))]
 
@@ -116,7 +117,10 @@ class Member:
 
     def send(self, call: Unit) -> None:
         """Send a call or a batch. The worker must have room."""
-        call.call_id = call_id = self.free.pop()
+        call_id = self.free.pop()
+        if call_id > ID_MASK:  # the bits above it are for the numbers of items
+            call_id = call_id % self.stride + self.stride
+        call.call_id = call_id
         call.member = self
         self.calls[call_id] = call
         self.load[call.kind] += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from percore._messages import ID_MASK
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -215,3 +216,25 @@ async def test_calls_begin_in_the_order_of_submit(make: MakeRunner, log: Log) ->
         futures = [runner.submit(jobs.say, log.path, i) for i in range(30)]
         await asyncio.gather(*futures)
         assert log.rest() == [str(i) for i in range(30)]
+
+
+# Ids
+
+
+async def test_an_id_of_a_call_is_never_taken_for_one_of_an_item(make: MakeRunner) -> None:
+    """Ids begin anew below the bits that number the items of a batch: with short calls 2**48 is a matter of weeks."""
+    async with make(threads=2, concurrency=4) as runner:
+        (member,) = runner._supervisor.members
+        last = (ID_MASK + 1) // member.stride - 1
+        member.free[:] = [(last - 1) * member.stride + call_id % member.stride for call_id in member.free]
+        seen: set[int] = set()
+        for _ in range(4):
+            calls = [runner.submit(fn, i) for i in range(6) for fn in (jobs.echo, jobs.aecho)]
+            seen |= set(member.calls)
+            assert await asyncio.gather(*calls) == [i for i in range(6) for _ in range(2)]
+            assert await runner.map(jobs.echo, range(300)) == list(range(300))
+            with pytest.raises(ValueError, match="of the user"):
+                await runner.run(jobs.afail, ValueError("of the user"))
+        assert member.stride <= min(seen) < member.stride * 2
+        assert ID_MASK - 2 * member.stride < max(seen) <= ID_MASK
+        assert runner.statistics().restarts == 0
