@@ -74,8 +74,7 @@ class Member:
         self.retried = 0
         self._left, self._lowered = dispatch.left, dispatch.lowered
         self._turn = turn
-        self.started_at = self._waiting_since = turn.loop.time()
-        self._heard = 0
+        self.started_at = turn.loop.time()
         self.killed_why = ""
         self.is_interrupted = False
         self.deadline: Deadline | None = None
@@ -104,11 +103,13 @@ class Member:
         equally late the less loaded one gets the next call.
         """
         tx = self._tx
-        if tx.written == tx.acknowledged or tx.acknowledged != self._heard:
-            self._heard = tx.acknowledged
-            self._waiting_since = self._turn.time()
+        if tx.written == tx.acknowledged:
             return 0
-        return max(0, frexp((self._turn.time() - self._waiting_since) / _LATE)[1])
+        return max(0, frexp((self._turn.time() - self.worker.channel.waits_since) / _LATE)[1])
+
+    def has_read(self) -> bool:
+        """Whether the worker has read all that it was sent. If it has not, `advance` is called when it has."""
+        return self.worker.channel.has_read()
 
     @property
     def items(self) -> int:

@@ -292,6 +292,29 @@ async def test_a_worker_tells_at_once_what_it_has_read(pair: Pair) -> None:
     assert [published for published, _ in pair.down.bell.rings] == [0]
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+async def test_a_peer_waits_since_there_is_something_to_read(pair: Pair, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("percore._ipc.channel.monotonic", lambda: now)
+    channel = pair.up.channel
+    send = channel.send_later if in_turn else channel.send
+    assert channel.has_read()
+    send(1, 1, None)
+    assert not channel.has_read()  # also while it is queued
+    channel.flush()
+    assert channel.waits_since == 100
+    now = 101
+    send(1, 2, None)
+    channel.flush()
+    assert channel.waits_since == 100  # it has not read the first one
+    await pair.down.receive(2)
+    await until(channel.has_read)
+    now = 500
+    send(1, 3, None)
+    channel.flush()
+    assert channel.waits_since == 500
+
+
 async def test_what_was_read_goes_with_the_answer(pair: Pair) -> None:
     pair.down.on_message = lambda op, call_id, _body: pair.down.channel.send(op, call_id, None)
     pair.up.channel.send(1, 1, None)

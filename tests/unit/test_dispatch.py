@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from percore._core.batches import Batches, Run
-from percore._core.dispatch import AHEAD, BESIDE, Dispatch, Queue, Recall, places_for, room_of
+from percore._core.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
 from percore._core.keys import weight
 from percore._messages import Kind
 
@@ -58,11 +58,15 @@ class Seat:
     index: int = 0
     load: list[int] = field(default_factory=lambda: [0, 0])
     recalling: bool = False
-    behind: bool = False
+    silent: int = 0
+    unread: bool = False
     calls: list[Unit] = field(default_factory=list)
 
     def silence(self) -> int:
-        return int(self.behind)
+        return self.silent
+
+    def has_read(self) -> bool:
+        return not (self.silent or self.unread)
 
     @property
     def items(self) -> int:
@@ -192,22 +196,41 @@ class DispatchMachine(RuleBasedStateMachine):
 
     # What each decision has to be
 
-    def check_choice(self, kind: int, chosen: Seat) -> None:
-        """The least loaded that has a free place, else one to queue ahead in; at each step one that is not behind first."""
+    def level(self, kind: int) -> list[Seat]:
+        """The workers with a free place; else those to queue ahead in."""
         seats = self.dispatch.seats
         at_once = [seat for seat in seats if seat.load[kind] < self.places[kind]]
-        level = at_once or [seat for seat in seats if seat.load[kind] < self.room[kind]]
+        return at_once or [seat for seat in seats if seat.load[kind] < self.room[kind]]
+
+    def may_wait(self, kind: int) -> bool:
+        """Whether a blocked worker has less to do than the others, which have not read what they were sent."""
+        level = self.level(kind)
+        awake = [seat for seat in level if seat.silent < BLOCKED]
+        return bool(awake) and len(awake) < len(level) and not any(seat.has_read() for seat in awake)
+
+    def check_choice(self, kind: int, chosen: Seat) -> None:
+        """The one with the least load and silence, where it can begin at once; a blocked one only if it is alone."""
+        level = self.level(kind)
         assert chosen in level
-        awake = [seat for seat in level if not seat.behind] or level
+        awake = [seat for seat in level if seat.silent < BLOCKED] or level
         assert chosen in awake
-        assert chosen.load[kind] == min(seat.load[kind] for seat in awake)
+        least = min(seat.load[kind] + seat.silent for seat in awake)
+        is_beaten = any(seat.load[kind] + seat.silent <= least for seat in level if seat not in awake)
+        assert is_beaten or chosen.load[kind] + chosen.silent == least
 
     def check_turns(self, call: Unit, seat: Seat) -> None:
         """Queues take turns; in a queue those with keys and those without; among keys the workers, and the keys of a worker."""
         line, kind = call.home, call.kind
-        candidates = [other for other in self.lines() if other.kind == kind and (other.has_plain() or self.can_send_lanes(other))]
+        may_wait = call.key is not None and self.may_wait(kind)  # whatever has no key
+        candidates = [
+            other
+            for other in self.lines()
+            if other.kind == kind and ((other.has_plain() and not may_wait) or self.can_send_lanes(other))
+        ]
         self.turns[kind].serve(line, candidates)
-        sorts = [is_keyed for is_keyed, has in ((False, line.has_plain()), (True, self.can_send_lanes(line))) if has]
+        sorts = [
+            is_keyed for is_keyed, has in ((False, line.has_plain() and not may_wait), (True, self.can_send_lanes(line))) if has
+        ]
         self.sorts.setdefault(line, Turns()).serve(call.key is not None, sorts)
         if call.key is not None:
             seats = [other for other in self.dispatch.seats if self.sendable_keys(line, other)]
@@ -268,7 +291,7 @@ class DispatchMachine(RuleBasedStateMachine):
         for line in self.lines():
             if self.is_well_filled(line.kind):
                 continue
-            if line.has_plain():
+            if line.has_plain() and not self.may_wait(line.kind):
                 assert all(seat.load[line.kind] >= self.room[line.kind] for seat in self.dispatch.seats)
             assert not self.can_send_lanes(line)
 
@@ -299,7 +322,7 @@ class DispatchMachine(RuleBasedStateMachine):
                 seat.send(call)
             elif key is None:
                 is_full = all(seat.load[kind] >= self.room[kind] for seat in self.dispatch.seats)
-                assert is_full or self.is_well_filled(kind)
+                assert is_full or self.is_well_filled(kind) or self.may_wait(kind)
                 home.calls.append(call)
             else:
                 own = self.seat_of(key)
@@ -420,10 +443,12 @@ class DispatchMachine(RuleBasedStateMachine):
 
     # Workers
 
-    @rule(seat=st.integers(0, 3), is_behind=st.booleans())
-    def read(self, seat: int, is_behind: bool) -> None:
+    @rule(seat=st.integers(0, 3), silent=st.sampled_from([0, 0, 1, 3, BLOCKED, BLOCKED + 3]), unread=st.booleans())
+    def read(self, seat: int, silent: int, unread: bool) -> None:
         if seat < len(self.dispatch.seats):
-            self.dispatch.seats[seat].behind = is_behind
+            self.dispatch.seats[seat].silent = silent
+            self.dispatch.seats[seat].unread = unread
+            self.pump()
 
     @precondition(lambda self: len(self.dispatch.seats) < 4)
     @rule()
@@ -621,6 +646,8 @@ class DispatchMachine(RuleBasedStateMachine):
         """With a worker, everything that was not cancelled is sent and ends."""
         if not self.dispatch.seats:
             self.dispatch.seat(Seat(0))
+        for seat in self.dispatch.seats:
+            seat.silent, seat.unread = 0, False
         self.begin_lanes_anew()
         self.pump()
         while any(seat.calls for seat in self.everyone()):
@@ -731,25 +758,89 @@ def test_what_is_queued_ahead_goes_when_there_is_room_for_as_many_as_there_are_t
 
 def test_a_free_place_comes_before_queueing_ahead() -> None:
     dispatch = dispatch_of((0, 2), (0, 1))
-    dispatch.seats[1].behind = True
+    dispatch.seats[1].silent = BLOCKED
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_behind_gets_nothing_while_another_has_a_free_place(kind: int) -> None:
+def test_who_is_blocked_gets_nothing_while_another_has_a_free_place(kind: int) -> None:
     dispatch = dispatch_of((0, 0), (1, 1))
-    dispatch.seats[0].behind = True
+    dispatch.seats[0].silent = BLOCKED
     assert dispatch.submitted(Call(kind)) is dispatch.seats[1]
     dispatch.seats[1].load = [2, 2]
     assert dispatch.submitted(Call(kind)) is dispatch.seats[0]
 
 
-def test_who_is_behind_is_not_queued_ahead_in_while_another_has_room() -> None:
+def test_who_is_blocked_is_not_queued_ahead_in_while_another_has_room() -> None:
     dispatch = dispatch_of((0, 2), (0, 9))
-    dispatch.seats[0].behind = True
+    dispatch.seats[0].silent = BLOCKED
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[1]
     dispatch.seats[1].load[THREAD] = 10
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
+
+
+@pytest.mark.parametrize("silent", range(BLOCKED))
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_burst_is_shared_with_a_worker_that_is_behind(behind: int, silent: int) -> None:
+    """Each coroutine may take the CPU: then a worker is silent because it has begun one."""
+    dispatch = dispatch_of((1, 0), (1, 0), concurrency=100)
+    dispatch.seats[behind].silent = silent
+    for seat in dispatch.seats:
+        seat.unread = True
+    for _ in range(20):
+        chosen = dispatch.submitted(Call(TASK))
+        assert chosen is not None
+        chosen.send(Call(TASK))
+    assert dispatch.seats[1 - behind].load[TASK] - dispatch.seats[behind].load[TASK] in (silent, silent + 1, silent - 1)
+
+
+def burst(dispatch: Dispatch[Unit, Seat], count: int) -> int:
+    """So many coroutines are submitted, or waited already: how many are sent."""
+    calls = [Call(TASK) for _ in range(count)]
+    for call in calls:
+        seat = dispatch.submitted(call)
+        if seat is not None:
+            seat.send(call)
+    return sum(len(seat.calls) for seat in dispatch.seats)
+
+
+def test_a_blocked_worker_does_not_make_another_one_take_all() -> None:
+    dispatch = dispatch_of((1, 0), (1, 0), concurrency=100)
+    blocked, other = dispatch.seats
+    blocked.silent, other.unread = BLOCKED, True
+    sent_at_once = burst(dispatch, 50)
+    assert len(blocked.calls) == 1
+    assert len(other.calls) <= 2 * (1 + BLOCKED)
+    assert list(sent(dispatch, TASK)) == []  # they wait: the other one has not read those that it has got
+    other.unread = False
+    more = len(list(sent(dispatch, TASK)))
+    assert more == 50 - (sent_at_once - 2)
+    assert len(blocked.calls) == 1
+
+
+def test_what_waits_for_others_to_read_goes_to_whoever_reads_first() -> None:
+    dispatch = dispatch_of((1, 0), (1, 0), concurrency=100)
+    blocked, other = dispatch.seats
+    blocked.silent, other.unread = BLOCKED, True
+    burst(dispatch, 50)
+    taken = len(other.calls)
+    blocked.silent = 0
+    list(sent(dispatch, TASK))
+    assert dispatch.waiting() == 0
+    assert len(blocked.calls) >= taken
+
+
+def test_a_blocked_worker_does_not_hold_up_calls_with_keys_of_another() -> None:
+    dispatch = dispatch_of((1, 0), (1, 0), concurrency=100, per_key=1)
+    blocked, other = dispatch.seats
+    key = next(key for key in range(100) if weight(key, other.index) > weight(key, blocked.index))
+    first, second = Call(TASK, key=key), Call(TASK, key=key)
+    send(dispatch, first, other)
+    send(dispatch, second, None)
+    blocked.silent, other.unread = BLOCKED, True
+    burst(dispatch, 50)
+    end(dispatch, other, first)
+    assert list(sent(dispatch, TASK)) == [second]
 
 
 @dataclass(eq=False)
@@ -778,11 +869,11 @@ def test_of_many_workers_not_all_are_looked_at_for_each_call() -> None:
 
 def test_of_many_workers_one_that_was_behind_is_seen_when_it_reads_again() -> None:
     dispatch = dispatch_of(*[(1, 0)] * 8, concurrency=9)
-    dispatch.seats[3].behind = True
+    dispatch.seats[3].silent = 1
     end(dispatch, dispatch.seats[3], dispatch.seats[3].calls[0])
     for seat in dispatch.seats[:2]:
         send(dispatch, Call(TASK), seat)
-    dispatch.seats[3].behind = False
+    dispatch.seats[3].silent = 0
     send(dispatch, Call(TASK), dispatch.seats[3])
 
 

@@ -4,7 +4,9 @@ Places are counted by kind, so a coroutine never waits behind plain calls that w
 free when a worker can begin the call at once. Where no worker has one, plain calls are queued ahead in workers, so that no thread
 waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it. What is queued ahead is sent by the
 dozen: not before a worker has room for as many as it has threads. Each message wakes it, and a loop among threads wakes dearly.
-A worker that has not read what it was last sent (its loop may be blocked) gets nothing while another has room.
+A worker that has not read what it was last sent weighs more, the longer the more: its loop is busy, or blocked. After a while it
+gets nothing while another has room. But the others do not take all in its place: beyond their share they get more only when they have
+read what they were sent. Else a burst of coroutines that take the CPU would go to one worker.
 Each map has a queue of its own, and so have the single calls of each kind. They take turns: what waits in one never waits for more
 than what the workers hold already and one call or batch of each other queue.
 When a worker runs dry while another still holds calls that have not begun, they are asked back.
@@ -25,6 +27,9 @@ AHEAD: Final = 4
 
 BESIDE: Final = 16
 """Calls that a worker may hold beside all others: broadcasts."""
+
+BLOCKED: Final = 5
+"""Steps of silence from which on a worker is taken for blocked, not for busy: 80 ms."""
 
 _FEW: Final = 4
 """Workers of which it takes no longer to look at all than to remember anything."""
@@ -64,6 +69,9 @@ class Seat(Protocol):
 
     def silence(self) -> int:
         """For how long it has read nothing, while there was something to read, in coarse steps; 0: not worth mentioning."""
+
+    def has_read(self) -> bool:
+        """Whether it has read everything. If it has not, the supervisor looks for calls to send once it has."""
 
 
 C = TypeVar("C", bound=Queued)
@@ -130,6 +138,8 @@ class Dispatch(Generic[C, S]):
         one worker after the other; so until one is `lowered` the next choice is found without looking at all of them again."""
         self._is_one_behind = False
         """Whether, when all were looked at last, one that had room was behind."""
+        self._beyond: dict[S, int] = {}
+        """Calls that a worker was sent in place of a blocked one, since it had read everything."""
         self._pick = self._pick_of_few
 
     # Workers
@@ -148,6 +158,7 @@ class Dispatch(Generic[C, S]):
         """This worker takes no more calls. It may be one that did not."""
         if seat in self.seats:
             self.seats.remove(seat)
+            self._beyond.pop(seat, None)
             self._seated()
 
     def _seated(self) -> None:
@@ -303,7 +314,7 @@ class Dispatch(Generic[C, S]):
         if not turns:
             return None
         seat = self._pick(kind)
-        if seat is None:
+        if seat is None and not any(queue.by_seat for queue in tuple(turns)):
             return None
         for _ in range(len(turns)):
             if not turns:
@@ -320,9 +331,13 @@ class Dispatch(Generic[C, S]):
                 return found
         return None
 
-    def _from(self, queue: Queue[C, S], seat: S) -> tuple[C, S] | None:
-        """What this queue's turn brings: by turns one of its lanes and one of its other calls."""
+    def _from(self, queue: Queue[C, S], seat: S | None) -> tuple[C, S] | None:
+        """What this queue's turn brings: by turns one of its lanes and one of its other calls, which go to this worker if any."""
         found = None
+        if seat is None:
+            found = self._from_lanes(queue)
+            queue.lanes_first &= found is None
+            return found
         if queue.by_seat and queue.lanes_first:
             found = self._from_lanes(queue)
             queue.lanes_first = False
@@ -393,24 +408,48 @@ class Dispatch(Generic[C, S]):
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
     def _pick_of_few(self, kind: int) -> S | None:
-        """The least loaded worker with a free place, else with room ahead; of either, one that is behind is the last choice."""
-        places, best_load = self._places[kind], self._room[kind]
+        """The least loaded worker with a free place, else with room ahead; None: there is none, or it is better to wait."""
+        best_load = self._room[kind]
         best: S | None = None
-        silent: S | None = None
-        first = (True, 0, 0)
+        is_one_behind = False
         for seat in self.seats:
             load = seat.load[kind]
             if load < best_load:
-                silence = seat.silence()
-                if not silence:
+                if seat.silence():
+                    is_one_behind = True
+                else:
                     if not load:  # there is no better one
                         return seat
                     best, best_load = seat, load
-                elif silent is None or (load >= places, silence, load) < first:
-                    silent, first = seat, (load >= places, silence, load)
-        self._is_one_behind = silent is not None
-        # One that is behind, but has a free place, comes before one that has room ahead alone.
-        return silent if best is None or (best_load >= places and not first[0]) else best
+        self._is_one_behind = is_one_behind
+        return self._pick_weighed(kind) if is_one_behind else best
+
+    def _pick_weighed(self, kind: int) -> S | None:
+        """As `_pick_of_few`, while a worker is behind: each step of its silence weighs as much as a call.
+
+        A coroutine that takes the CPU keeps its worker silent, so the load tells more than the silence does. A blocked worker is
+        chosen only if no other has room. It still counts: the others get no more than it would leave to them, until they have read.
+        """
+        places, room = self._places[kind], self._room[kind]
+        ranked: list[tuple[bool, int, int, int]] = []
+        for number, seat in enumerate(self.seats):
+            load = seat.load[kind]
+            if load < room:
+                silence = seat.silence()
+                ranked.append((load >= places, load + silence, silence, number))
+        first = min(ranked)
+        if first[2] < BLOCKED:
+            return self.seats[first[3]]
+        others = [rank for rank in sorted(ranked) if rank[0] == first[0] and rank[2] < BLOCKED]
+        if not others:
+            return self.seats[first[3]]
+        for rank in others:
+            seat = self.seats[rank[3]]
+            beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
+            if beyond <= seat.load[kind] // 4:
+                self._beyond[seat] = beyond + 1
+                return seat
+        return None
 
     def _pick_of_many(self, kind: int) -> S | None:
         """As `_pick_of_few`, remembering whom."""

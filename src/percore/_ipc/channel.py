@@ -116,6 +116,8 @@ class Channel:
         self._lock = threading.Lock()
         self._told = 0
         self._rung_at = self._lag = 0.0
+        self.waits_since = 0.0
+        """While the peer has something to read: since when it has read nothing."""
         self._ends_turn = self._is_lazy = False
         self.is_open = False
         self._bell_waits = False
@@ -167,7 +169,7 @@ class Channel:
                 self._frame = data
             else:
                 published = tx.write(data)
-                self._rung_at = monotonic()
+                self._rung_at = self.waits_since = monotonic()
                 haste.rung += 1
                 consumed = self.rx.read - self._told
                 self._told += consumed
@@ -272,6 +274,10 @@ class Channel:
         """Whether all that was sent has been published. Asked on the loop, while no thread sends."""
         return not (self._queue or self._frame is not None or self._bell_waits or self.outgoing.is_awaited())
 
+    def has_read(self) -> bool:
+        """Whether the peer has read all that was sent. If it has not, a prompt peer tells when it has: `on_batch` is called."""
+        return self.tx.written == self.tx.acknowledged and not self._queue and self._frame is None
+
     def lag(self) -> float:
         """Seconds from the last ring to the news that the peer has read what it was for; until now, where it has not."""
         return self._lag if self.tx.written == self.tx.acknowledged else max(self._lag, monotonic() - self._rung_at)
@@ -284,6 +290,7 @@ class Channel:
 
     def _publish(self) -> None:
         published = 0
+        had_read = self.tx.written == self.tx.acknowledged
         while self._frame is not None or self._queue:
             frame = self._frame or self._next_frame()
             if self.tx.free() < len(frame) + HEADER_SIZE:
@@ -293,6 +300,8 @@ class Channel:
             self._frame = None
             published += self.tx.write(frame)
             self._rung_at = monotonic()
+        if had_read:
+            self.waits_since = self._rung_at
         if POINTS:
             point(f"{self._side}.frame.written")
         self._ring(published)
@@ -384,8 +393,10 @@ class Channel:
                 point(f"{self._side}.bell.read")
             rx.end += published
             tx.acknowledged += consumed
-            if consumed and tx.acknowledged == tx.written:
-                self._lag = monotonic() - self._rung_at
+            if consumed:
+                self.waits_since = now = monotonic()
+                if tx.acknowledged == tx.written:
+                    self._lag = now - self._rung_at
             if published < 0 or consumed < 0 or logged < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
             if logged:
