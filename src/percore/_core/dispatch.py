@@ -5,8 +5,8 @@ free when a worker can begin the call at once. Where no worker has one, plain ca
 waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it. What is queued ahead is sent by the
 dozen: not before a worker has room for as many as it has threads. Each message wakes it, and a loop among threads wakes dearly.
 A worker that has not read what it was last sent weighs more, the longer the more: its loop is busy, or blocked. After a while it
-gets nothing while another has room. But the others do not take all in its place: beyond their share they get more only when they have
-read what they were sent. Else a burst of coroutines that take the CPU would go to one worker.
+gets nothing while another has room. But the others do not take all in its place: beyond their share they get more only when they
+have read what they were sent. Else a burst of coroutines that take the CPU would go to one worker.
 Each map has a queue of its own, and so have the single calls of each kind. They take turns: what waits in one never waits for more
 than what the workers hold already and one call or batch of each other queue.
 When a worker runs dry while another still holds calls that have not begun, they are asked back.
