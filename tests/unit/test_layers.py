@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.context": VOCABULARY,
     "_worker.world": VOCABULARY,
     "_worker.forks": VOCABULARY,
+    "_worker.siblings": VOCABULARY,
     "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
     "_worker.threads": VOCABULARY,
     "_worker.eager": WORDS,
@@ -92,7 +93,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.main": VOCABULARY
     | BYTES
     | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
-    | {"_worker.plain", "_worker.serve", "_worker.world"},
+    | {"_worker.plain", "_worker.serve", "_worker.siblings", "_worker.world"},
     # of the executor
     "_worker.chunks": frozenset(),
     "_worker.manners": VOCABULARY | BYTES | {"_worker.answers"},
@@ -102,6 +103,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # the parent's ways to start processes
     "_engines": frozenset(),
     "_engines.fds": VOCABULARY | {"_ipc.memory"},
+    "_engines.siblings": VOCABULARY,
     "_engines.launch": LAUNCH,
     "_engines.servers": LAUNCH | {"_engines.launch"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},
@@ -111,7 +113,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # _worker.main and _worker.plain: the layout of what its workers are given at their start.
     "_engines.process": LAUNCH
     | BYTES
-    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
+    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.siblings", "_engines.spawn", "_logs"}
     | {"_worker.main", "_worker.manners", "_worker.plain"},
     # It names the function with which its workers begin.
     "_engines.multiprocess": LAUNCH | {"_engines.launch", "_worker.manners", "_worker.multiprocess"},

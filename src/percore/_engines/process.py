@@ -4,7 +4,7 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from percore._contexts import references
 from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
+from percore._engines import siblings
 from percore._ipc.channel import RING_SIZE, Channel, Haste
 from percore._ipc.doorbell import bell_fds, bell_of
 from percore._ipc.memory import Memory, keep_heap_warm
@@ -210,6 +211,8 @@ class ProcessEngine:
         self._shared = shared
         boot = make_boot(options, shared, main, debug=loop.get_debug())
         self._boot = replace(boot, manners=None if manners is None else tuple(manners))
+        self._passes_on = manners is None or not manners.has_main
+        """Whether workers are told of multiprocessing here, and not by multiprocessing."""
         self._launcher = _launcher(options) if launcher is None else launcher
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
@@ -218,19 +221,23 @@ class ProcessEngine:
         logs = Logs(index)
         try:
             boot = replace(self._boot, index=index, generation=generation, levels=levels())
-            return self._start(boot.pack(), logs, on_exit)
+            tracker = siblings.tracker()  # also where multiprocessing passes it on: a fork is not to start one of its own
+            if self._passes_on:
+                boot = replace(boot, authkey=siblings.authkey(), has_tracker=tracker is not None)
+            more = [tracker] if self._passes_on and tracker is not None else []
+            return self._start(boot.pack(), (*logs.fds, *more), logs, on_exit)
         except BaseException:
             logs.close()
             raise
         finally:
             logs.close_fds()
 
-    def _start(self, boot: bytes, logs: Logs, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+    def _start(self, boot: bytes, more: Sequence[int], logs: Logs, on_exit: Callable[[int | None], None]) -> ProcessWorker:
         cell = Cell(self._boot.places, self._shared)
         arena_fd = -1
         try:
             arena_fd = self._shared.memory.reader_fd()
-            fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs, *logs.fds)
+            fds = (cell.memory.fd, arena_fd, cell.results.fd, *cell.theirs, *more)
             process = self._launcher.launch(boot, fds, on_exit)
         except BaseException:
             cell.close()

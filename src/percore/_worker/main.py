@@ -21,7 +21,7 @@ from percore._ipc.slots import SlotReader, SlotWriter
 from percore._platform import uvloop_wanted
 from percore._points import POINTS, point, this_is_worker
 from percore._worker import context as worker_context
-from percore._worker import forks, mainmodule
+from percore._worker import forks, mainmodule, siblings
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.logs import LOG_RING_SIZE, Levels, LogWriter, forward
@@ -53,6 +53,10 @@ class Boot:
     levels: Levels
     manners: tuple[Any, ...] | None = None
     """Of a worker of an executor."""
+    authkey: bytes = b""
+    """multiprocessing's key of the program."""
+    has_tracker: bool = False
+    """Whether the last descriptor is that of multiprocessing's resource tracker of the program."""
 
     def pack(self) -> bytes:
         """As bytes for the launcher."""
@@ -80,7 +84,8 @@ def unpickler(pickled: bytes) -> "Callable[[], Callable[[], Any]] | None":
 
 
 def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
-    """Be a worker. `fds`: cell, arena (to be read), results, this side's bell; the ring for log records, and what is read of it."""
+    """Be a worker. `fds`: cell, arena (to be read), results, this side's bell; the ring for log records, and what is read of it;
+    multiprocessing's resource tracker, where the program has one."""
     exitcode = 1
     try:
         exitcode = _run(Boot.unpack(boot), fds)
@@ -95,7 +100,8 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     if POINTS:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
-    *memory_fds, out_fd, in_fd, log_fd, pipe = fds
+    tracker = fds[-1] if boot.has_tracker else None
+    *memory_fds, out_fd, in_fd, log_fd, pipe = fds if tracker is None else fds[:-1]
     forks.withhold([*memory_fds, log_fd], [pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
@@ -103,6 +109,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     manners = Manners(*boot.manners) if boot.manners is not None else None
     if manners is None or not manners.has_main:
         mainmodule.install(main)
+        siblings.take_over(boot.authkey, tracker)  # as multiprocessing does for processes that it starts
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
     worker_context.of_process = context

@@ -1,0 +1,171 @@
+"""multiprocessing's objects as arguments: what a worker has merely been given is the program's."""
+
+from pathlib import Path
+
+import pytest
+
+from percore._platform import default_start_method
+from tests.e2e.scripts import output_of
+
+METHODS = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
+
+_SHARED_MEMORY = """
+import asyncio, sys
+import multiprocessing.shared_memory
+import percore
+from multiprocessing.shared_memory import SharedMemory
+
+def by_name(name):
+    memory = SharedMemory(name)
+    memory.buf[0] += 1
+    memory.close()
+
+def given(memory):
+    memory.buf[0] += 1
+    memory.close()
+
+def made():
+    memory = SharedMemory(create=True, size=10)
+    memory.buf[0] = 42
+    memory.close()
+    return memory.name
+
+async def main(method):
+    ours = SharedMemory(create=True, size=10)
+    try:
+        async with percore.Runner(1, start_method=method) as runner:
+            await runner.run(by_name, ours.name)
+            await runner.run(given, ours)
+            name = await runner.run(made)
+        again = SharedMemory(ours.name)  # the worker is gone
+        print(again.buf[0])
+        again.close()
+        theirs = SharedMemory(name)
+        print(theirs.buf[0])
+        theirs.close()
+        theirs.unlink()
+    finally:
+        ours.close()
+        ours.unlink()
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shared_memory_outlives_the_workers_that_attach_and_make_it(method: str, tmp_path: Path) -> None:
+    assert output_of(_SHARED_MEMORY, tmp_path, method) == "2\n42\n"
+
+
+_SHARED_MEMORY_OF_AN_EXECUTOR = """
+import multiprocessing, sys
+import percore
+from multiprocessing.shared_memory import SharedMemory
+
+def by_name(name):
+    memory = SharedMemory(name)
+    memory.buf[0] += 1
+    memory.close()
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1]) if sys.argv[1:] else None
+    with percore.LoopPoolExecutor(1, context) as executor:
+        ours = None
+        ours = SharedMemory(create=True, size=10)
+        executor.submit(by_name, ours.name).result()
+    again = SharedMemory(ours.name)
+    print(again.buf[0])
+    again.close()
+    ours.close()
+    ours.unlink()
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("fork",), ("spawn",)], ids=lambda arguments: "".join(arguments) or "own")
+def test_shared_memory_outlives_the_workers_of_an_executor(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    assert output_of(_SHARED_MEMORY_OF_AN_EXECUTOR, tmp_path, *arguments) == "1\n"
+
+
+_IMPORTED_LATE = """
+import asyncio, logging, sys
+import percore
+
+def by_name(name):
+    from multiprocessing.shared_memory import SharedMemory
+    memory = SharedMemory(name)
+    memory.buf[0] += 1
+    memory.close()
+
+async def main(method):
+    logging.getLogger("percore").addHandler(logging.StreamHandler(sys.stdout))
+    async with percore.Runner(1, start_method=method) as runner:
+        from multiprocessing.shared_memory import SharedMemory
+        ours = SharedMemory(create=True, size=10)
+        await runner.run(by_name, ours.name)
+    again = SharedMemory(ours.name)
+    print(again.buf[0])
+    again.close()
+    ours.close()
+    ours.unlink()
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shared_memory_imported_after_the_start_is_not_tracked_and_that_is_told(method: str, tmp_path: Path) -> None:
+    warning, value = output_of(_IMPORTED_LATE, tmp_path, method).splitlines()
+    assert "Import multiprocessing.shared_memory in the program before the runner is started" in warning
+    assert value == "1"
+
+
+_MANAGER = """
+import asyncio, sys
+import percore
+from multiprocessing.managers import SyncManager
+
+def fill(proxy, value):
+    proxy.append(value)
+    return len(proxy)
+
+async def main(method):
+    with SyncManager() as manager:
+        numbers = manager.list()
+        async with percore.Runner(1, start_method=method) as runner:
+            print(await runner.run(fill, numbers, 7), list(numbers))
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_proxies_of_a_manager_work_in_workers(method: str, tmp_path: Path) -> None:
+    assert output_of(_MANAGER, tmp_path, method) == "1 [7]\n"
+
+
+_HELD_BACK = """
+import asyncio, sys
+import percore
+
+def modules():
+    return [name for name in sys.modules if name.startswith("multiprocessing")]
+
+def places():
+    import multiprocessing.process, inspect
+    loader = multiprocessing.process.__spec__.loader
+    return type(loader).__name__, loader is multiprocessing.process.__loader__, "def " in inspect.getsource(multiprocessing.process)
+
+async def main():
+    async with percore.Runner(1) as runner:
+        print(await runner.run(modules), await runner.run(places))
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_worker_imports_multiprocessing_only_with_the_users_code(tmp_path: Path) -> None:
+    assert output_of(_HELD_BACK, tmp_path) == "[] ('SourceFileLoader', True, True)\n"
