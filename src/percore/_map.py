@@ -1,9 +1,9 @@
 """Map: one function over many inputs, as a list or as a stream."""
 
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from types import AsyncGeneratorType, TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 from percore._calls import kind_of
 from percore._flow import Flow
@@ -16,10 +16,13 @@ T = TypeVar("T")
 
 
 class Map(Generic[T]):
-    """What `runner.map` gives: await it for a list, or iterate it with `async for`, once.
+    """What `runner.map` gives: `await` it for a list, or iterate it. One or the other, once.
 
     It is lazy: nothing is pulled from the inputs before it is used. Iterating holds at most the window's items, pulled and not yet
     handed over. Leaving `async with`, `aclose()`, and dropping it cancel what is under way and close generators among the inputs.
+
+    It is an async iterator: `anext` gives the next result, and an `async for` goes on where `anext` or a `break` has stopped. So
+    a map that is kept in a variable goes on after a `break`: use `async with`, or `aclose()`, to leave it early.
     """
 
     def __init__(
@@ -52,8 +55,8 @@ class Map(Generic[T]):
         self._spec = spec
         self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
         self._flow: Flow | None = None
-        self._stream: AsyncIterator[T] | None = None
-        self._is_used = False
+        self._stream: AsyncGeneratorType[T, None] | None = None
+        self._is_used = self._is_closed = False
 
     # Using it
 
@@ -74,14 +77,27 @@ class Map(Generic[T]):
         return await self._start().collect()
 
     def __aiter__(self) -> AsyncIterator[T]:
-        self._use()
-        return self._start().stream()
+        """The iterator over the results, always the same one; after its end there is none.
+
+        Raises:
+            RuntimeError: the map has ended, or this is another loop or thread than the runner's.
+            RunnerClosed: the runner is closed.
+        """
+        stream = self._stream
+        if stream is None or self._is_closed or stream.ag_frame is None:
+            self._use()
+            self._stream = stream = cast(AsyncGeneratorType[T, None], self._start().stream())
+        return stream
 
     def __anext__(self) -> Awaitable[T]:
-        """The next result, for whoever does not ask for an iterator first, as tqdm.asyncio does not."""
-        if self._stream is None:
-            self._stream = aiter(self)
-        return anext(self._stream)
+        """The next result.
+
+        Raises:
+            StopAsyncIteration: there is none.
+            RuntimeError, RunnerClosed: before the first one, as iterating.
+            Exception: as `collect`.
+        """
+        return anext(self._stream or aiter(self))
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,9 +110,9 @@ class Map(Generic[T]):
     async def aclose(self) -> None:
         """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent.
 
-        Whoever iterates the map, here or in another task, comes to its end.
+        Any iteration in progress stops, also one in another task.
         """
-        self._is_used = True
+        self._is_used = self._is_closed = True
         if self._flow is not None:
             await self._flow.close()
 
@@ -106,8 +122,11 @@ class Map(Generic[T]):
     def __bool__(self) -> bool:
         return True
 
-    def __iter__(self) -> Iterator[T]:
-        raise TypeError("a map is asynchronous: iterate it with `async for`, or `await` it for a list")
+    if not TYPE_CHECKING:  # for checkers it is no sequence; at run time they are told what to write
+
+        def __getitem__(self, _: object) -> NoReturn:
+            # Called by `for`, too. An __iter__ would make it an Iterable, which it is not.
+            raise TypeError("a map is asynchronous: iterate it with `async for`, or `await` it for a list")
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):

@@ -4,7 +4,7 @@ import asyncio
 import io
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -311,10 +311,10 @@ async def test_it_is_true_even_when_empty(make: MakeRunner) -> None:
 async def test_a_plain_for_gets_a_sentence(make: MakeRunner) -> None:
     async with make() as runner, runner.map(jobs.aecho, [1]) as results:
         with pytest.raises(TypeError, match="async for"):
-            for _ in results:
+            for _ in results:  # type: ignore[attr-defined]
                 pass
         with pytest.raises(TypeError, match="async for"):
-            list(results)
+            list(results)  # type: ignore[call-overload]
 
 
 async def test_maps_and_runs_side_by_side(make: MakeRunner) -> None:
@@ -494,6 +494,39 @@ async def test_results_without_an_iterator(make: MakeRunner) -> None:
         assert await other == [0, 1]
         with pytest.raises(RuntimeError, match="used once"):
             await anext(other)
+
+
+async def test_it_is_an_async_iterator_and_no_iterable(make: MakeRunner) -> None:
+    async with make() as runner:
+        results = runner.map(jobs.aecho, range(9))
+        assert isinstance(results, AsyncIterator)
+        assert not isinstance(results, Iterable)
+        assert await anext(results) == 0
+        assert aiter(results) is aiter(results)
+        async for value in results:  # goes on
+            assert value == 1
+            break
+        assert await anext(results) == 2
+        assert await runner.map(jobs.aecho, results) == list(range(3, 9))  # to its end, as an input
+        with pytest.raises(RuntimeError, match="used once"):
+            aiter(results)
+        with pytest.raises(RuntimeError, match="used once"):
+            await results
+        with pytest.raises(StopAsyncIteration):
+            await anext(results)
+
+
+async def test_a_closed_one_gives_nothing_more(make: MakeRunner) -> None:
+    async with make() as runner:
+        results = runner.map(jobs.aecho, range(9))
+        stream = aiter(results)
+        assert await anext(results) == 0
+        await results.aclose()
+        with pytest.raises(RuntimeError, match="used once"):
+            aiter(results)
+        for iterator in (results, stream):
+            with pytest.raises(StopAsyncIteration):
+                await anext(iterator)
 
 
 async def test_inside_rich(make: MakeRunner) -> None:

@@ -276,6 +276,27 @@ async def test_m2_a_dropped_iterator_cancels_the_rest_and_closes_generators(
         assert sorted(await log.take(2)) == ["cancelled 1", "cancelled 2"]
 
 
+@KINDS
+async def test_kept_in_a_variable_it_goes_on_after_break_until_it_is_dropped(
+    make: MakeRunner, log: Log, gate: Gate, kind: str
+) -> None:
+    source = Source()
+    async with make() as runner:
+        results = runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind))
+        async for value in results:
+            assert value == 0
+            break
+        assert sorted(await log.take(2)) == ["1", "2"]
+        gc.collect()
+        await runner.run(jobs.aecho)
+        assert not source.closed.is_set()
+        assert log.rest() == []
+        del results
+        gc.collect()
+        await source.closed.wait()
+        assert sorted(await log.take(2)) == ["cancelled 1", "cancelled 2"]
+
+
 async def _first_returns(log: str, gate: str, place: int) -> int:
     return 0 if place == 0 else int(await jobs.await_(log, gate, place))
 
