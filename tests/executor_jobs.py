@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 import percore
@@ -72,6 +72,13 @@ def overlap(log: str, gate: str) -> int:
 @contextmanager
 def session() -> Iterator[str]:
     yield "session"
+
+
+@asynccontextmanager
+async def slow_to_leave(log: str, gate: str) -> AsyncIterator[None]:
+    yield
+    jobs.say(log, "leaving")
+    await jobs.apass_gate(gate)
 
 
 def session_state() -> Any:

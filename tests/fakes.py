@@ -179,6 +179,8 @@ class FakeWorker:
 class FakeEngine:
     """Starts fake workers."""
 
+    worker_class = FakeWorker
+
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:
         self.loop = loop
         self.shared = shared
@@ -186,7 +188,7 @@ class FakeEngine:
         loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> FakeWorker:
-        return FakeWorker(self, replace(self._boot, index=index, generation=generation), on_exit)
+        return self.worker_class(self, replace(self._boot, index=index, generation=generation), on_exit)
 
     async def aclose(self) -> None:
         """Nothing is shared but memory, which is the runner's."""

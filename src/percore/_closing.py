@@ -4,7 +4,8 @@
                     └──grace is over──▶ cut ──all done──▶     │
                                          └──kill_after──▶ killed (also from finishing)
 
-Driven by events: outcomes, exits and three timers. Whoever awaits it only waits, so a second caller joins the first.
+Driven by events: outcomes, exits and two timers. Whoever awaits it only waits, so a second caller joins the first. Workers may die
+or be killed by others meanwhile: in `waiting for calls` and in `cut` the exit of the last one leads to `finishing`.
 """
 
 import asyncio
@@ -27,10 +28,7 @@ class Closing:
         self._kill_timer: Patience | None = None
         self._is_finishing = False
         self._last: asyncio.Task[None] | None = None
-        supervisor.is_closing = True
-        supervisor.on_idle = self._look
-        supervisor.end_maps()
-        supervisor.attempts.end()
+        supervisor.close(self._look)
 
     def tighten(self, grace: float | None) -> None:
         """Give what runs `grace` seconds from now, unless it has less already."""

@@ -6,6 +6,7 @@ max_tasks_per_worker  ─▶ its replacement starts; when that is ready the old 
 """
 
 import logging
+import signal
 from typing import TYPE_CHECKING
 
 from percore._broken import RunnerBroken, StartupFailed, how
@@ -235,7 +236,7 @@ class Pool:
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         is_closing = self._supervisor.is_closing
-        if self._starting is not None and not began:
+        if self._starting is not None and (is_closing or not began):  # it drained, perhaps; and no other will be ready in its place
             if not self._starting.done():
                 reason = (
                     f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
@@ -306,10 +307,10 @@ class Pool:
         for slot in self.slots:
             slot.stop_timer()
 
-    def kill(self) -> None:
-        """End every worker now. Their exits follow."""
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send every worker this signal, which ends it. Their exits follow."""
         for member in self.members:
-            member.worker.kill()
+            member.worker.kill(signum)
 
     def is_expected(self) -> bool:
         """Whether any worker is ready or will be."""

@@ -14,6 +14,22 @@ Guarantees:
 The inbox needs no lock:    1. a thread appends, then looks whether a wake-up is due   2. the loop clears that mark, then empties
 the inbox. Whichever comes first, either the loop sees the item or the thread sees no mark. After the end a thread finds the mark of
 the end, and ends what is left itself; each item is popped once.
+
+How it ends. Each phase has one way out, so there is one decision, `_look`, and one closing of the runner:
+
+    unused ──first submit──▶ starting ──workers ready──▶ running ──nothing to wait for──▶ closing ──workers gone──▶ over
+                                └──────the start failed───────────────────────────────────▲
+
+`thread`, `_is_started` and `_is_over` tell `unused`, `starting` and `over`; `_end` tells `closing`. There is nothing to wait for
+when the executor is broken, or when it is shut and every accepted future has its outcome. Users and workers only mark and signal:
+
+    event                                     mark                    what follows, in whatever phase
+    shutdown, collected                       is_shut                 calls that wait here are cancelled, if asked for; `_look`
+    kill_workers, terminate_workers           is_shut, _is_killed     workers get the signal and are not replaced; calls that
+                                                                      none has begun end with the last of them; `_look`
+    a death in a pool, a failed initializer   broken                  every call ends; the supervisor kills its workers; `_look`
+
+The supervisor tells its one `Closing` of each end of a call or of a worker, and tells nobody else.
 """
 
 import asyncio
@@ -331,6 +347,9 @@ class Portal:
         supervisor, room = self._supervisor, self._room
         if supervisor is None:
             return
+        if supervisor.is_closing:  # broken or killed: no worker will have room for what a thread submitted meanwhile
+            self._refuse_waiting()
+            return
         submit = supervisor.intake.submit
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
@@ -345,6 +364,13 @@ class Portal:
                     _ = submit(function, args, kwargs, None, None, cast("Call", job))
                 except BaseException as error:  # broken; or pickling has raised KeyboardInterrupt, which is this call's alone
                     self.ended(job, None, error)
+
+    def _refuse_waiting(self) -> None:
+        for waiting in self._waiting:
+            while waiting:
+                future = waiting.popleft()[0]
+                if begins(future):
+                    self._tell(future, None, self._last_word())
 
     def ended(self, job: Job, value: Any, error: BaseException | None) -> None:
         """A call has ended so."""
@@ -365,6 +391,7 @@ class Portal:
         """A call was stopped with its worker; its future is told when all have ended."""
         if not job.is_done:
             self._cut.append(self._leave(job))
+            self._loop.call_soon(self._look)
 
     def _leave(self, job: Job) -> Future[Any]:
         job.is_done = True
@@ -420,17 +447,7 @@ class Portal:
             self._asked.append(lambda: self._kill(signum))
             return
         self._is_killed = True
-        supervisor.is_closing = True  # none is replaced
-        supervisor.on_idle = self._look_killed
-        for member in list(supervisor.members):
-            member.worker.kill(signum)
-
-    def _look_killed(self) -> None:
-        """With the last worker goes what none of them had begun."""
-        supervisor = self._supervisor
-        if supervisor is not None and not supervisor.members:
-            supervisor.on_idle = None
-            self._end_jobs(supervisor)
+        supervisor.signal_all(signum)  # with the last worker goes what none of them had begun
 
     def _end_jobs(self, supervisor: "Supervisor") -> None:
         for job in list(self._jobs):
@@ -451,7 +468,7 @@ class Portal:
         self.broken = text or "the workers could not be started"
         supervisor = self._supervisor
         if supervisor is not None:
-            supervisor.is_closing = True
+            supervisor.refuse_calls()
             self._end_jobs(supervisor)
             self._loop.call_soon(supervisor.kill_all)
         self._look()

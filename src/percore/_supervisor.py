@@ -73,8 +73,10 @@ class Supervisor:
         self._recalls = Recalls(self.loop, self.dispatch)
         self.broken: RunnerBroken | None = None
         self.is_closing = False
+        """No call is taken any more, and no worker replaced."""
         self.is_cut = False
-        self.on_idle: Callable[[], None] | None = None
+        """Nothing is begun any more."""
+        self._on_progress: Callable[[], None] | None = None
         self.on_death: Callable[[Member, int | None, bool], None] | None = None
         """Told of each death that nobody has asked for: the worker, its exit code, and whether it had been ready."""
         self._pid = os.getpid()
@@ -188,8 +190,12 @@ class Supervisor:
 
     def _look_idle(self) -> None:
         """Let a closing look whether it can go on: not while calls are between two places, where it would not see them."""
-        if self.on_idle is not None and not self._loose:
-            self.on_idle()
+        if not self.is_closing or self._loose:
+            return
+        if not self.members:  # and none will come
+            self._expect_nobody()
+        if self._on_progress is not None:
+            self._on_progress()
 
     def _dispatch(self) -> None:
         self.send_waiting(Kind.TASK)
@@ -242,6 +248,18 @@ class Supervisor:
         return RunnerClosed("the runner was closed before this call could end")
 
     # Ending
+
+    def refuse_calls(self) -> None:
+        """Take no more calls and replace no worker. The calls that wait when the last worker has gone end then. Idempotent."""
+        self.is_closing = True
+        self.end_maps()
+        self.attempts.end()
+
+    def close(self, on_progress: "Callable[[], None]") -> None:
+        """Refuse calls for the one closing, which is told whenever a call or a worker has ended."""
+        assert self._on_progress is None, "a supervisor has one closing"
+        self._on_progress = on_progress
+        self.refuse_calls()
 
     def fail(self, error: RunnerBroken) -> None:
         """No worker can be started any more."""
@@ -340,6 +358,12 @@ class Supervisor:
         self._expect_nobody()
         self.pool.kill()
 
+    def signal_all(self, signum: int) -> None:
+        """Send every worker this signal, and start none. What they do then is theirs; see `refuse_calls`."""
+        self.refuse_calls()
+        self.pool.stop_timers()
+        self.pool.kill(signum)
+
     def abandon(self) -> None:
         """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else.
 
@@ -354,9 +378,4 @@ class Supervisor:
 
     def _abandon(self) -> None:
         self.is_closing = self.is_cut = True
-        self.on_idle = self._refuse_abandoned
         self.pool.kill()
-
-    def _refuse_abandoned(self) -> None:
-        if not self.members:
-            self.finish()

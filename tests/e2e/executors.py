@@ -1,5 +1,6 @@
 """What the tests of executors share."""
 
+import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -39,6 +40,15 @@ def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Contexts of multiprocessing."""
     yield multiprocessing.get_context(request.param)
     end_helpers()
+
+
+def lines(log: Log, count: int) -> list[str]:
+    """The next lines of a log."""
+
+    async def read() -> list[str]:
+        return [await log.next() for _ in range(count)]
+
+    return asyncio.run(read())
 
 
 def end_helpers() -> None:

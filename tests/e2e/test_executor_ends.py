@@ -1,6 +1,7 @@
 """LoopPoolExecutor: how it ends, how programs end that have one, and what is left then: nothing."""
 
 import contextlib
+import functools
 import gc
 import re
 import signal
@@ -15,8 +16,8 @@ import pytest
 
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate
-from tests.e2e.executors import METHODS, gate, log
+from tests.contract.pipes import Gate, Log
+from tests.e2e.executors import METHODS, gate, lines, log
 from tests.e2e.family import Family
 from tests.e2e.scripts import output_of, python
 from tests.faults import Program
@@ -100,6 +101,24 @@ def test_workers_are_killed_however_early(gate: Gate) -> None:
     executor.kill_workers()
     executor.shutdown()
     assert all(future.cancelled() or isinstance(future.exception(), BrokenProcessPool) for future in futures)
+
+
+@pytest.mark.parametrize("broken", ["worker", "pool"])
+def test_workers_are_killed_while_a_shutdown_waits_for_their_lifespans(broken: Any, log: Log, gate: Gate) -> None:
+    lifespan = functools.partial(executor_jobs.slow_to_leave, log.path, gate.path)
+    executor = LoopPoolExecutor(2, lifespan=lifespan, broken=broken)
+    assert executor.submit(jobs.echo, 1).result() == 1
+    executor.shutdown(wait=False)
+    assert lines(log, 2) == ["leaving"] * 2
+    executor.kill_workers()
+    executor.shutdown()
+
+
+def test_workers_are_killed_after_a_pool_has_broken() -> None:
+    executor = LoopPoolExecutor(4, broken="pool")
+    assert isinstance(executor.submit(executor_jobs.exit_now, 3).exception(), BrokenProcessPool)
+    executor.kill_workers()
+    executor.shutdown()
 
 
 def test_x3_collected_while_it_is_busy(gate: Gate) -> None:

@@ -1,6 +1,5 @@
 """LoopPoolExecutor: what is set up in its workers, how they come and go, and what their deaths cost."""
 
-import asyncio
 import concurrent.futures
 import multiprocessing
 import os
@@ -16,19 +15,12 @@ import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import context, end_helpers, gate, log, mp_context
+from tests.e2e.executors import context, end_helpers, gate, lines, log, mp_context
 
 __all__ = ["context", "gate", "log", "mp_context"]
 
 # Since Python 3.12 a fork of a process that has threads, as an executor's always is, is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
-def lines(log: Log, count: int) -> list[str]:
-    async def read() -> list[str]:
-        return [await log.next() for _ in range(count)]
-
-    return asyncio.run(read())
 
 
 def traceback_of(error: BaseException | None) -> str:

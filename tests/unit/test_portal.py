@@ -1,0 +1,195 @@
+"""How an executor ends: every order of shutdowns, kills and deaths, a given number of turns of its loop apart.
+
+The portal runs in the test's own thread, over workers that live in its loop. So an order is the same each time.
+"""
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from percore._engine import Engine
+from percore._ipc.pickles import MainInfo
+from percore._portal import KILL, TERMINATE, Portal
+from tests.fakes import FakeEngine, FakeRunner, FakeWorker
+
+NEVER = 1000.0
+"""Seconds after which the runner itself would kill: no test waits for that."""
+
+_gates: list[asyncio.Event] = []
+
+
+@asynccontextmanager
+async def slow_to_enter() -> AsyncIterator[None]:
+    await _gates[-1].wait()
+    yield
+
+
+@asynccontextmanager
+async def slow_to_leave() -> AsyncIterator[None]:
+    yield
+    await _gates[-1].wait()
+
+
+async def pass_the_gate() -> str:
+    await _gates[-1].wait()
+    return "passed"
+
+
+class PoolWorker(FakeWorker):
+    """SIGTERM ends it, as that of a pool."""
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        self._die(-signum)
+
+
+class PoolEngine(FakeEngine):
+    worker_class = PoolWorker
+
+
+class PoolRunner(FakeRunner):
+    def _make_engine(self, main: MainInfo) -> Engine:
+        return PoolEngine(self._loop, self._options, self._memory, main)
+
+
+class Stage:
+    """An executor without its thread."""
+
+    def __init__(self, workers: int, *, is_pool: bool = False, lifespan: Callable[[], Any] | None = None) -> None:
+        runner = (PoolRunner if is_pool else FakeRunner)(workers, lifespan=lifespan, concurrency=2, kill_after=NEVER)
+        self.portal = Portal(runner, is_pool=is_pool)
+        self._loop = asyncio.new_event_loop()
+        self.portal._loop = self._loop
+        self.portal.thread = threading.current_thread()
+        self._gate = asyncio.Event()
+        _gates.append(self._gate)
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, count: int) -> None:
+        """Calls that end when the gate opens."""
+        for _ in range(count):
+            future: Future[Any] = Future()
+            self.futures.append(future)
+            self.portal.submit((future, pass_the_gate, (), {}))
+
+    def act(self, event: str) -> None:
+        """Do what `event` names."""
+        if event == "die":
+            supervisor = self.portal._supervisor
+            for member in list(supervisor.members)[:1] if supervisor is not None else ():
+                member.worker.kill()
+        else:
+            portal = self.portal
+            acts: dict[str, Callable[[], None]] = {
+                "shut": portal.shut,
+                "cancel": lambda: portal.shut(cancel=True),
+                "kill": lambda: portal.kill(KILL),
+                "terminate": lambda: portal.kill(TERMINATE),
+                "open": self._gate.set,
+                "submit": lambda: self.submit(1),
+            }
+            acts[event]()
+
+    def play(self, *script: "tuple[int, str]") -> None:
+        """Run until the executor is over, and do each event so many turns of the loop after the one before."""
+        loop = self._loop
+        is_late = False
+
+        def step(index: int, turns: int) -> None:
+            if turns:
+                loop.call_soon(step, index, turns - 1)
+                return
+            self.act(script[index][1])
+            if index + 1 < len(script):
+                loop.call_soon(step, index + 1, script[index + 1][0])
+
+        def stop() -> None:
+            nonlocal is_late
+            is_late = True
+            loop.stop()
+
+        loop.call_soon(step, 0, script[0][0])
+        watchdog = loop.call_later(20, stop)  # a failure that says more than the time limit of the test
+        try:
+            self.portal._run(loop)
+        finally:
+            watchdog.cancel()
+            _gates.remove(self._gate)
+        assert not is_late, f"the executor did not end: {script}"
+        for future in self.futures:
+            self.check(future)
+        assert not self.portal._jobs
+
+    def check(self, future: "Future[Any]") -> None:
+        """It has ended as a future of an executor may."""
+        assert future.done()
+        if not future.cancelled() and (error := future.exception()) is not None:
+            assert isinstance(error, BrokenProcessPool) or str(error) == "cannot schedule new futures after shutdown"
+
+
+ENDS = ("shut", "cancel", "kill", "terminate", "die")
+READY = 40
+"""Turns of the loop in which the start of fake workers is over, and more."""
+
+
+def scripts(events: int, begin: int, gaps: Iterable[int]) -> Iterator[tuple[tuple[int, str], ...]]:
+    """Every order of so many different ends, the first after `begin` turns, the others `gaps` apart, and what has to follow."""
+    for order in permutations(ENDS, events):
+        for gap in gaps:
+            script = [(begin if not index else gap, event) for index, event in enumerate(order)]
+            if "kill" not in order:  # then it need not wait for calls and lifespans
+                script += [(gap, "shut"), (READY, "open")]
+            yield tuple(script)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Killed fake workers let go of their memory when they are collected, and that takes two rounds."""
+    yield
+    gc.collect()
+    gc.collect()
+
+
+@pytest.mark.parametrize("is_pool", [False, True], ids=["worker", "pool"])
+@pytest.mark.parametrize(("workers", "calls"), [(1, 0), (3, 10)])
+class TestOrders:
+    def test_two_ends_of_a_running_one(self, workers: int, calls: int, is_pool: bool) -> None:
+        for script in scripts(2, READY, (0, 1, 2, 3, 5, 8)):
+            stage = Stage(workers, is_pool=is_pool, lifespan=slow_to_leave)
+            stage.submit(calls)
+            stage.play(*script)
+
+    def test_two_ends_of_a_running_one_without_a_lifespan(self, workers: int, calls: int, is_pool: bool) -> None:
+        for script in scripts(2, READY, range(5)):
+            stage = Stage(workers, is_pool=is_pool)
+            stage.submit(calls)
+            stage.play(*script)
+
+    def test_three_ends_of_a_running_one(self, workers: int, calls: int, is_pool: bool) -> None:
+        for script in scripts(3, READY, (0, 4)):
+            stage = Stage(workers, is_pool=is_pool, lifespan=slow_to_leave)
+            stage.submit(calls)
+            stage.play(*script)
+
+    def test_two_ends_of_one_that_starts(self, workers: int, calls: int, is_pool: bool) -> None:
+        for begin in (0, 1, 3, 6):
+            for script in scripts(2, begin, (0, 2)):
+                stage = Stage(workers, is_pool=is_pool, lifespan=slow_to_enter)
+                stage.submit(calls)
+                stage.play(*script)
+
+    def test_a_call_submitted_too_late_ends_all_the_same(self, workers: int, calls: int, is_pool: bool) -> None:
+        # 1. a thread has passed `check`  2. another one ends the executor  3. the first one submits
+        for end in ENDS:
+            for gap in (0, 1, 2, 4, 8):
+                stage = Stage(workers, is_pool=is_pool)
+                stage.submit(calls)
+                stage.play((READY, end), (gap, "submit"), (READY, "open"), (0, "shut"))
