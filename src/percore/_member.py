@@ -105,7 +105,10 @@ class Member:
         tx = self._tx
         if tx.written == tx.acknowledged:
             return 0
-        return max(0, frexp((self._turn.time() - self.worker.channel.waits_since) / _LATE)[1])
+        seconds = self._turn.time() - self.worker.channel.waits_since
+        if seconds <= 0:  # it was sent later than this iteration of the loop began, so nothing can have been heard of it yet
+            return 0
+        return max(0, frexp(seconds / _LATE)[1])
 
     def has_read(self) -> bool:
         """Whether the worker has read all that it was sent. If it has not, `advance` is called when it has."""
