@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if sys.platform == "win32":
     raise ImportError(
-        "percore does not support Windows: it stands on descriptors and signals that Windows does not have. "
-        "It runs on Linux and macOS; on Windows it runs in WSL 2"
+        "percore runs on Linux and macOS, not on Windows, which lacks the file descriptors and signals that percore needs. "
+        "On Windows, use WSL 2"
     )
 
 if TYPE_CHECKING:

@@ -8,17 +8,17 @@ try:
     from concurrent.futures.process import BrokenProcessPool
 except RuntimeError as error:  # it registers something that is done when the main thread ends
     raise RuntimeError(
-        "percore is first used after the main thread has ended, when Python imports concurrent.futures no more: "
-        "write `from percore import Runner` where the main thread comes by"
+        "percore was first used after the main thread had ended, and Python then refuses to import concurrent.futures. "
+        "Import percore earlier: write `from percore import Runner` in code that the main thread runs"
     ) from error
 
 _HINTS = {
     "SIGKILL": "perhaps out of memory, or killed by an operator",
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or a full file system under mapped memory",
-    "SIGABRT": "native code gave up",
+    "SIGABRT": "native code called abort()",
     "SIGILL": "native code built for another CPU",
-    "SIGTERM": "ended while it was starting or draining",
+    "SIGTERM": "terminated while it was starting or draining",
 }
 
 
@@ -38,7 +38,9 @@ def how(exitcode: int | None) -> str:
     if name is not None:
         hint = _HINTS.get(name)
         return f"by {name}" + (f" ({hint})" if hint else "")
-    return "for a reason the system does not tell" if exitcode is None else f"with exit code {exitcode}"
+    if exitcode is None:
+        return "(exit status unknown: its fork server died or was stopped, or another part of the program reaped it)"
+    return f"with exit code {exitcode}"
 
 
 class WorkerDied(PercoreError, BrokenProcessPool):
@@ -46,7 +48,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
 
     Attributes:
         pid: process id of the dead worker.
-        exitcode: as subprocess gives it: -9 for SIGKILL, 3 for `os._exit(3)`; None where the system does not tell.
+        exitcode: as subprocess gives it: -9 for SIGKILL, 3 for `os._exit(3)`; None where it is unknown.
         signal: name of the signal, or None.
         call: qualified name of the function.
         age: seconds since the call began there, or None when it had not.
@@ -74,12 +76,15 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.attempts = attempts
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if not started:
-            why = "no other worker will come to run it"
+            why = "No other worker will run it"
         elif attempts > 1:
-            why = f"that was attempt {attempts}, and none is left"
+            why = f"That was attempt {attempts}; no retries are left"
         else:
-            why = "the call was not repeated because it may have had effects: call again, or give it retries, if that is safe"
-        super().__init__(f"worker {pid} died {how(exitcode)} {began}; {why}")
+            why = (
+                "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
+            )
+        who = "the worker" if pid is None else f"worker (pid {pid})"  # None: it was never born
+        super().__init__(f"{who} died {how(exitcode)} {began}. {why}")
 
 
 class RunnerBroken(PercoreError, BrokenProcessPool):
@@ -92,9 +97,9 @@ class RunnerBroken(PercoreError, BrokenProcessPool):
         self.exitcode = exitcode
         self.detail = detail
         super().__init__(
-            f"every worker died {deaths} times in a row before it began a call, the last one {how(exitcode)}; no more are started. "
-            "Look at the lifespan, at imports, and at the standard error of the workers"
-            + (f". The last report was:\n{detail}" if detail else "")
+            f"every worker died {deaths} times in a row before it began a call; the last one died {how(exitcode)}. "
+            "No more workers are started. Check the lifespan, the imports and the standard error of the workers"
+            + (f". The last report:\n{detail}" if detail else "")
         )
 
 

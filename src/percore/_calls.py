@@ -162,7 +162,7 @@ def kind_of(fn: object) -> int:
         name = getattr(fn, "__qualname__", "fetch")
         raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
     if not callable(fn):
-        raise TypeError(f"a function is needed, not {fn!r}")
+        raise TypeError(f"expected a function, not {fn!r}")
     inner, call = routines_of(fn)
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
         return Kind.TASK

@@ -30,8 +30,8 @@ def _reference(variable: ContextVar[Any]) -> tuple[str, str]:
             if value is variable:
                 return ("__main__" if module_name == "__mp_main__" else module_name), name
     raise ValueError(
-        f"{variable!r} is not found in any module that a worker can import: make it at the top level of a module, "
-        "such as `user = ContextVar('user')`, and give that one"
+        f"no module that a worker can import has {variable!r}: make it at the top level of a module, "
+        "such as `user = ContextVar('user')`, and pass that one"
     )
 
 

@@ -51,10 +51,7 @@ class RunnerFull(PercoreError, RuntimeError):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        super().__init__(
-            f"max_pending={limit} calls are accepted and not done: "
-            "`await runner.run(...)` and maps wait for their turn, submit does not"
-        )
+        super().__init__(f"runner full: max_pending={limit} calls are pending; submit() never waits, `await runner.run(...)` does")
 
 
 class RemoteError(PercoreError):
@@ -86,8 +83,8 @@ class PayloadTooLarge(PercoreError, ValueError):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         super().__init__(
-            f"one pickled message is larger than max_message={limit} bytes; "
-            "send less at once (a path, a key, a part), or make the runner with a larger max_message"
+            f"a pickled message is larger than max_message={limit} bytes. "
+            "Send less at once (a path, a key, a part), or make the runner with a larger max_message"
         )
 
 

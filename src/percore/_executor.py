@@ -375,8 +375,8 @@ def _max_tasks(given: int | None, context: BaseContext | None) -> int:
         raise ValueError("max_tasks_per_child must be >= 1")
     if context is not None and context.get_start_method() == "fork":
         raise ValueError(
-            'max_tasks_per_child does not go with the "fork" start method, which would fork a process that runs threads; '
-            "give another mp_context"
+            'max_tasks_per_child cannot be used with the "fork" start method, which would fork a process that runs threads; '
+            "use another mp_context"
         )
     return given
 

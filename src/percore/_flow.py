@@ -217,7 +217,7 @@ class Flow:
             self._error = error
             self._is_stopped = True
         except BaseException as error:  # taken for the terminal's: it goes on, and what was pulled is not all there was
-            self._failure = RuntimeError(f"pulling the inputs was ended by {shown(error)}")
+            self._failure = RuntimeError(f"reading the input was interrupted by {shown(error)}")
             raise
         finally:
             self._is_fed = True

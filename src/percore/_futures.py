@@ -29,7 +29,7 @@ def resolve(future: Future[Any], value: Any, error: BaseException | None) -> Non
     except InvalidStateError:  # whoever has it has ended it himself
         pass
     except BaseException:  # the standard library logs an Exception of a callback itself
-        logger.exception("a callback of %r raised", future)
+        logger.exception("percore: a callback of %r raised", future)
 
 
 def _end_as_theirs(error: BaseException) -> None:

@@ -131,7 +131,7 @@ class Map(Generic[T]):
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):
             warnings.warn(
-                "a map was made and never used: `await` it, or iterate it with `async for`",
+                "a map was never used: `await` it, or iterate it with `async for`",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -171,7 +171,7 @@ def _bound(name: str, value: object) -> int | None:
 
 def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
     if isinstance(values, ContextVar):
-        raise TypeError(f"contextvars must be several, such as contextvars=[{values.name}], not one alone")
+        raise TypeError(f"contextvars must be a list, such as contextvars=[{values.name}], not one ContextVar")
     if not isinstance(values, Iterable):
         raise TypeError(f"contextvars must be ContextVars, not {values!r}")
     variables = tuple(values)

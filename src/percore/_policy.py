@@ -133,7 +133,7 @@ class Policy:
             return self.backoff
         seconds = self.backoff(failed)
         check_awaited("backoff", seconds)
-        return delay_of(seconds, "what backoff returns")
+        return delay_of(seconds, "the value that backoff returned")
 
     @property
     def is_plain(self) -> bool:

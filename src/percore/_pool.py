@@ -92,7 +92,8 @@ class Pool:
         try:
             member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         except Exception as error:  # whatever it is, the slot has to go on
-            self._report(f"worker {slot.index} could not be started: {error!r}")
+            self._last_report = f"worker {slot.index} could not be started: {error!r}"
+            report(self._level(), "%s", self._last_report)
             self._loop.call_soon(self._never_began, slot, None)
             return
         if slot.current is None:
@@ -111,11 +112,10 @@ class Pool:
 
     def _overdue(self, member: Member) -> None:
         if member.deadline is Deadline.START:
-            self._report(f"worker {member.index} was not ready after start_timeout={self._options.start_timeout:g} seconds")
-            self._kill(member, "it was not ready in time")
+            self._kill(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
             return
-        why = "its start had failed" if member.life.state is State.FAILED else "it was asked to, and had no call left"
-        self._kill(member, f"it did not end within kill_after={self._options.kill_after:g} seconds after {why}")
+        why = "its start failed" if member.life.state is State.FAILED else "it was asked to end and had no call left"
+        self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
 
     def ready(self, slot: Slot, member: Member) -> None:
         """A worker has entered its lifespan."""
@@ -154,7 +154,7 @@ class Pool:
             if slot.next is None and slot.timer is None and slot.current is member and member.given() >= limit:
                 slot.restarts += 1
                 report(
-                    logging.DEBUG, "worker %d (pid %s) has had %d calls; its replacement starts", member.index, member.pid, limit
+                    logging.DEBUG, "worker %d (pid %s) was given %d calls; its replacement starts", member.index, member.pid, limit
                 )
                 self._spawn(slot)
 
@@ -176,7 +176,7 @@ class Pool:
         if slot.current is None:
             slot.restarts += 1
             slot.stop_timer()
-            report(logging.INFO, "worker %d (pid %s) drains; its replacement starts", member.index, member.pid)
+            report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
             self._spawn(slot)
 
     # Deaths
@@ -188,7 +188,10 @@ class Pool:
     def _kill(self, member: Member, why: str) -> None:
         if not member.life.is_gone:
             member.killed_why = why
-            report(self._level(member), "worker %d (pid %s) is killed: %s", member.index, member.pid, why)
+            text = f"{_name(member)} was killed: {why}"
+            if member.life.state is State.STARTING:  # else there may be the traceback of its lifespan
+                self._last_report = text
+            report(self._level(member), "%s", text)
             member.worker.kill()
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
@@ -217,7 +220,9 @@ class Pool:
         if POINTS:
             point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
-            report(self._level(member), "worker %d (pid %s) died %s", member.index, member.pid, member.killed_why or how(exitcode))
+            # That percore has killed it was reported then.
+            level = logging.DEBUG if member.killed_why else self._level(member)
+            report(level, "%s died %s", _name(member), how(exitcode))
         if began:
             slot.budget.began()
         on_death = self._supervisor.on_death
@@ -238,14 +243,13 @@ class Pool:
         is_closing = self._supervisor.is_closing
         if self._starting is not None and (is_closing or not began):  # it drained, perhaps; and no other will be ready in its place
             if not self._starting.done():
-                reason = (
-                    f"worker {slot.index} died {how(exitcode)} before it was ready" if not why else f"worker {slot.index}: {why}"
-                )
-                self._starting.set_exception(
-                    RunnerClosed("the runner was closed while it started")
-                    if is_closing
-                    else StartupFailed(reason, self._last_report)
-                )
+                if is_closing:
+                    error: Exception = RunnerClosed("the runner was closed while it started")
+                elif why:
+                    error = StartupFailed(f"worker {slot.index} was killed: {why}")
+                else:
+                    error = StartupFailed(f"worker {slot.index} died {how(exitcode)} before it was ready", self._last_report)
+                self._starting.set_exception(error)
             return
         if is_closing:
             return
@@ -277,19 +281,19 @@ class Pool:
         else:
             report(
                 logging.WARNING,
-                "worker %d died %d times in a row before it began a call; the runner goes on without it. %s",
+                "worker %d died %d times in a row before it began a call; the runner goes on without it%s",
                 slot.index,
                 LIMIT,
-                self._last_report,
+                f". The last report:\n{self._last_report}" if self._last_report else "",
             )
 
-    def _report(self, text: str) -> None:
-        self._last_report = text
-        report(logging.WARNING, "%s", text)
+    def _level(self, member: Member | None = None) -> int:
+        """How much a death matters: little where the user wants an end, also by a second Ctrl-C, which may well hit a channel.
 
-    def _level(self, member: Member) -> int:
-        """How much a death matters: little where the user wants an end, also by a second Ctrl-C, which may well hit a channel."""
-        return logging.DEBUG if self._supervisor.is_closing or member.is_interrupted else logging.WARNING
+        In the first start it fails that start, and StartupFailed says it.
+        """
+        is_expected = self._supervisor.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
+        return logging.DEBUG if is_expected else logging.WARNING
 
     # Ending
 
@@ -315,3 +319,8 @@ class Pool:
     def is_expected(self) -> bool:
         """Whether any worker is ready or will be."""
         return any(member.life.state in (State.STARTING, State.READY) for member in self.members)
+
+
+def _name(member: Member) -> str:
+    """The worker in a report. One that was never born has no pid."""
+    return f"worker {member.index}" + ("" if member.pid is None else f" (pid {member.pid})")

@@ -277,7 +277,7 @@ class Portal:
             loop.run_until_complete(self._main())
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException as error:  # a fault of percore: nobody may wait for ever
-            logger.exception("the thread of an executor failed")
+            logger.exception("percore: the thread of an executor failed")
             self.broken, self.reason = self.broken or f"its thread failed: {error!r}", self.reason or error
         finally:
             asyncio.set_event_loop(None)

@@ -5,6 +5,8 @@ from typing import Final
 
 _logger: Final = logging.getLogger("percore")
 _reporter: Final = logging.NullHandler()
+PREFIX: Final = "percore: "
+"""Logging that nobody has configured writes the text alone: it must say by itself who is speaking."""
 
 
 def report(level: int, text: str, *args: object) -> None:
@@ -12,6 +14,7 @@ def report(level: int, text: str, *args: object) -> None:
 
     They are called in the midst of supervision, which has to go on: what they raise is told as `logging` tells errors of handlers.
     """
+    text = PREFIX + text
     try:
         _logger.log(level, text, *args, stacklevel=2)
     except Exception:

@@ -44,7 +44,7 @@ _running_loop = asyncio._get_running_loop  # None where none runs, instead of an
 _NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
 _ADVICE = {
     _NEW: "the runner is not started: use `async with percore.Runner() as runner`, or `await runner.start()` first",
-    _STARTING: "the runner is still starting: await `start()` before you call",
+    _STARTING: "the runner is still starting: make calls when `await runner.start()` has returned",
     _CLOSING: "the runner is closing and takes no new calls",
     _CLOSED: "the runner is closed; make a new one",
 }
@@ -313,7 +313,7 @@ class Runner(Verbs):
         backoff: Backoff = 0.0,
         timeout: float | None = None,
     ) -> Options:
-        """A view of this runner under which calls are run so: `runner.options(key=host).run(fetch, url)`.
+        """A view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
         Args:
             key: calls of equal keys are never on two workers at once, and at most `per_key` of them run at once over all workers.

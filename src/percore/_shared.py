@@ -82,4 +82,4 @@ def arrive(number: int, payload: int) -> Shared[Any]:
         handle = side(number, payload)
         if handle is not None:
             return handle
-    raise RuntimeError("the shared object was closed, or is one of another program")
+    raise RuntimeError("the shared object was closed, or belongs to another program")

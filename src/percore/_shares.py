@@ -125,7 +125,7 @@ class Shares:
         self._thread = threading.get_ident()
         self._arena = arena
         self._main_by_value = main_by_value
-        self._limit = arena.count // 4  # and as many again that are still looked at
+        self._limit = arena.count // 4  # and as many again that views still refer to
         self._pending = 0
         self._shares: set[Share] = set()
         self.held: dict[Any, list[Share]] = {}
@@ -148,9 +148,9 @@ class Shares:
         live = sum(not share.is_ending for share in self._shares) + self._pending
         if live >= self._limit or len(self._shares) + self._pending >= 2 * self._limit:
             raise RuntimeError(
-                f"{len(self._shares)} objects are shared, or were and are still looked at; of this runner's {self._arena.count} "
-                f"slots {self._limit} may hold shared objects: close some, let go of views of closed ones, share several as one "
-                "(a dict of them), or make the runner with a smaller max_message, which gives more slots"
+                f"{len(self._shares)} shared objects are open, or closed but still referenced by views; at most {self._limit} of "
+                f"this runner's {self._arena.count} slots may hold shared objects. Close some, drop views of closed ones, share "
+                "several as one (a dict of them), or make the runner with a smaller max_message, which gives more slots"
             )
         waiter: asyncio.Future[Payload] = self._loop.create_future()
         self._pending += 1
@@ -217,7 +217,7 @@ class Shares:
             RuntimeError: it is another one.
         """
         if threading.get_ident() != self._thread:
-            raise RuntimeError(f"a shared object is {what} in the thread that its runner was started in")
+            raise RuntimeError(f"a shared object can be {what} only in the thread that its runner was started in")
 
     def met(self, share: Share) -> None:
         """It is being pickled, as part of something.
@@ -227,7 +227,7 @@ class Shares:
         """
         if self._met is None or threading.get_ident() != self._thread:
             raise TypeError(
-                "a Shared travels in the arguments of its own runner's calls, and nowhere else; "
+                "a Shared can be sent only in the arguments of its own runner's calls; "
                 "to share several objects, share them as one: `await runner.share((a, b))`"
             )
         self._met = (*self._met, share)

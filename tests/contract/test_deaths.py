@@ -41,7 +41,7 @@ async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, ga
     assert (error.call, error.started, error.attempts) == ("await_", True, 1)
     assert error.age is not None
     assert 0 <= error.age < 60  # uvloop's time is that of the loop's turn
-    assert f"worker {pid} died by SIGKILL (perhaps out of memory" in str(error)
+    assert f"worker (pid {pid}) died by SIGKILL (perhaps out of memory" in str(error)
     assert "while it ran await_" in str(error)
 
 

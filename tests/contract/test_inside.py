@@ -26,9 +26,9 @@ async def test_current_worker(make: MakeRunner) -> None:
 async def test_outside_a_worker_there_is_neither_worker_nor_state(make: MakeRunner) -> None:
     async with make(lifespan=jobs.counter) as runner:
         await runner.run(jobs.aecho)
-        with pytest.raises(RuntimeError, match=r"percore\.state\(\) works inside a call"):
+        with pytest.raises(RuntimeError, match=r"percore\.state\(\) works only in a worker"):
             percore.state()
-        with pytest.raises(RuntimeError, match=r"percore\.current_worker\(\) works inside a call"):
+        with pytest.raises(RuntimeError, match=r"percore\.current_worker\(\) works only in a worker"):
             percore.current_worker()
 
 

@@ -166,7 +166,7 @@ async def test_errors_of_threads_arrive(make_real: MakeRunner, caplog: pytest.Lo
         assert await runner.run(log_jobs.lose_thread_with_own_hook) == ["this thread had more to do"]
         await runner.run(log_jobs.end_thread_by_exit)
     (record,) = of(caplog, "percore")
-    assert (record.getMessage(), record.threadName) == ("an exception ended the thread the thread's name", "the thread's name")
+    assert (record.getMessage(), record.threadName) == ("percore: an exception ended thread the thread's name", "the thread's name")
     assert "LookupError: this thread had more to do" in (record.exc_text or "")
 
 
@@ -358,4 +358,4 @@ async def test_a_worker_whose_records_are_broken_is_killed(make_real: MakeRunner
         with pytest.raises(percore.WorkerDied):
             await runner.run(log_jobs.write_nonsense)
         assert (await runner.run(log_jobs.who)).generation == 2
-    assert "is killed: its channel broke" in caplog.text
+    assert "was killed: its channel broke" in caplog.text

@@ -141,9 +141,9 @@ async def test_a_generator_function_is_refused(make: MakeRunner, fn: Any) -> Non
 @pytest.mark.parametrize("fn", [None, 5, "fetch"])
 async def test_what_cannot_be_called_is_refused(make: MakeRunner, fn: Any) -> None:
     async with make() as runner:
-        with pytest.raises(TypeError, match="a function is needed"):
+        with pytest.raises(TypeError, match="expected a function"):
             _ = runner.submit(fn)
-        with pytest.raises(TypeError, match="a function is needed"):
+        with pytest.raises(TypeError, match="expected a function"):
             _ = runner.map(fn, [1])
 
 

@@ -53,7 +53,7 @@ async def test_p7_once_is_enough(make: MakeRunner, log: Log, gate: Gate, jump: C
     jump()
     await turns()
     jump()
-    with pytest.raises(percore.StartupFailed, match="not ready in time"):
+    with pytest.raises(percore.StartupFailed, match="not ready within"):
         await starting
 
 

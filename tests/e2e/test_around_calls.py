@@ -244,7 +244,7 @@ print(await runner.run(look))
     before = ("old", None, "ABC", tmp_path.name, 0o077, None)
     after = (None, "new", "XYZ", "elsewhere", 0o027, 7)
     assert done.out.splitlines() == [repr(before), repr(before), repr(after)]
-    assert re.fullmatch(r"worker 0 \(pid \d+\) died with exit code 0\n", done.err)
+    assert re.fullmatch(r"percore: worker 0 \(pid \d+\) died with exit code 0\n", done.err)
 
 
 async def test_workers_have_uvloop_by_default_and_asyncio_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ async def test_b5_a_log_handler_that_raises_keeps_nobody_from_being_replaced(
         await all_ready(runner, 2)
         assert (await died(runner.submit(fault_calls.misbehave, "crc"))).signal == "SIGKILL"
         await serves(runner)
-    assert len([text for text in broken_log.seen if "died" in text]) == 3
+    assert len([text for text in broken_log.seen if "died" in text or "was killed" in text]) == 3
     assert "the log is full" in capfd.readouterr().err
 
 

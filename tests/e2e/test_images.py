@@ -84,7 +84,7 @@ def test_a_worker_that_dies_costs_no_picture(folder: Path) -> None:
         workers[0].kill()
         printed, complaints = program.communicate(timeout=TIMEOUT)
     assert program.returncode == 0  # which it is only if the pictures are those of one process
-    assert re.fullmatch(r"worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
+    assert re.fullmatch(r"percore: worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
     assert re.search(r"^  pictures +40 +40$", printed, re.MULTILINE)
 
 

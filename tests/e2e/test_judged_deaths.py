@@ -44,7 +44,7 @@ def ends_well(program: Program, *complaints: str) -> None:
     lines = program.stderr.splitlines()
     assert len(lines) == len(complaints), program.stderr
     for form in complaints:
-        (line,) = [line for line in lines if re.fullmatch(form, line)][:1] or pytest.fail(program.stderr)
+        (line,) = [line for line in lines if re.fullmatch(f"percore: {form}", line)][:1] or pytest.fail(program.stderr)
         lines.remove(line)
 
 

@@ -117,7 +117,7 @@ def test_k5_a_main_module_that_kills_or_holds_the_worker_that_imports_it(how: st
         assert done.out == "1\n"
         assert ("killed" if how == "hangs" else "died by SIGKILL") in done.err
     else:
-        reason = "died by SIGKILL" if how == "dies" else "start_timeout=1.5 seconds"
+        reason = "died by SIGKILL" if how == "dies" else "start_timeout=1.5 s"
         assert reason in done.out
         assert count_lines(tmp_path / "births") <= 1
 
@@ -150,7 +150,7 @@ async def test_k5_a_first_start_that_hangs_fails_after_start_timeout(method: Any
         2, lifespan=partial(calls.hanging_if, str(tmp_path), str(births)), start_timeout=0.7, start_method=method
     )
     began = time.monotonic()
-    with pytest.raises(percore.StartupFailed, match=r"start_timeout=0\.7 seconds"):
+    with pytest.raises(percore.StartupFailed, match=r"start_timeout=0\.7 s"):
         await asyncio.wait_for(runner.start(), LIMIT)
     assert 0.7 <= time.monotonic() - began < 0.7 + HARD
     assert count_lines(births) <= 2  # a loaded machine may not even get there in time
@@ -297,7 +297,7 @@ async def test_k16_poison_is_given_up_after_its_attempts_and_breaks_nothing(tmp_
         for turn in range(1, 5):  # more deaths than would break a runner in which no call ever began
             error = await died(runner.options(retries=3).submit(deadly.poison, str(ledger)), LIMIT)
             assert (error.attempts, error.started, error.exitcode) == (4, True, 13)
-            assert "that was attempt 4, and none is left" in str(error)
+            assert "That was attempt 4; no retries are left" in str(error)
             assert count_lines(ledger) == 4 * turn
         await serves(runner)
         assert (runner.statistics().failed, runner.statistics().retried) == (4, 12)
@@ -382,7 +382,7 @@ async def test_k6_a_lifespan_that_raises_at_the_end_is_logged_and_loses_no_resul
     async with percore.Runner(2, lifespan=deadly.failing_at_the_end) as runner:
         future = runner.submit(calls.pattern, 1, 1_000_000)
     assert future.result() == calls.pattern(1, 1_000_000)
-    assert caplog.text.count("failed when it was left") == 2
+    assert caplog.text.count("failed on exit") == 2
     assert caplog.text.count("LookupError: the session was lost") == 2
 
 

@@ -233,7 +233,9 @@ async def test_a_killed_worker_costs_only_the_requests_that_ran_there(site: Site
         failed = costs + [answer for answer in answers if answer[0] != 200]
         for status, body in failed:
             assert status == 502
-            assert re.match(rf"worker {victim['pid']} died .*SIGKILL.* while it ran \S+ for [\d.e-]+ s", body["reason"]), body
+            assert re.match(rf"worker \(pid {victim['pid']}\) died .*SIGKILL.* while it ran \S+ for [\d.e-]+ s", body["reason"]), (
+                body
+            )
         statistics = await service.statistics()
         assert (statistics["failed"], statistics["restarts"], statistics["running"]) == (len(failed), 1, 0)
 
@@ -261,7 +263,7 @@ async def test_a_worker_killed_under_a_stream_is_told_in_its_lines(site: Site, s
         assert (status, sorted(line["url"] for line in lines)) == (200, sorted(map(site.held, range(10))))
         failed = [line["error"] for line in lines if "error" in line]
         assert len(failed) == victim["running"] > 0
-        assert all(f"worker {victim['pid']} died" in error for error in failed)
+        assert all(f"worker (pid {victim['pid']}) died" in error for error in failed)
         assert {line["worker"] for line in lines if "error" not in line} == {other["pid"]}
 
 

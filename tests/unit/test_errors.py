@@ -107,26 +107,26 @@ def test_a_death_by_signal() -> None:
     assert (died.pid, died.exitcode, died.signal) == (4242, -9, "SIGKILL")
     assert (died.call, died.age, died.started, died.attempts) == ("jobs.fetch", 1.25, True, 1)
     assert str(died) == (
-        "worker 4242 died by SIGKILL (perhaps out of memory, or killed by an operator) while it ran jobs.fetch for 1.25 s; "
-        "the call was not repeated because it may have had effects: call again, or give it retries, if that is safe"
+        "worker (pid 4242) died by SIGKILL (perhaps out of memory, or killed by an operator) while it ran jobs.fetch for 1.25 s. "
+        "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
     )
 
 
 def test_a_call_that_was_repeated_says_how_often() -> None:
     death = WorkerDied(7, -9, "fetch", 1.5, attempts=3)
-    assert str(death).endswith("while it ran fetch for 1.5 s; that was attempt 3, and none is left")
+    assert str(death).endswith("while it ran fetch for 1.5 s. That was attempt 3; no retries are left")
 
 
 def test_a_death_before_the_call_began() -> None:
     died = WorkerDied(4242, 3, "jobs.fetch", started=False, attempts=0)
     assert died.signal is None
-    assert str(died) == "worker 4242 died with exit code 3 before it began jobs.fetch; no other worker will come to run it"
+    assert str(died) == "worker (pid 4242) died with exit code 3 before it began jobs.fetch. No other worker will run it"
 
 
 @pytest.mark.parametrize(
     ("exitcode", "name", "words"),
     [
-        (None, None, "for a reason the system does not tell"),
+        (None, None, "(exit status unknown: its fork server died"),
         (0, None, "with exit code 0"),
         (137, None, "with exit code 137"),
         (-9, "SIGKILL", "out of memory"),
@@ -148,8 +148,8 @@ def test_exit_codes_in_words(exitcode: int | None, name: str | None, words: str)
 def test_a_broken_runner() -> None:
     broken = RunnerBroken(10, -11, "ModuleNotFoundError: No module named 'jobs'")
     assert (broken.deaths, broken.exitcode) == (10, -11)
-    assert "died 10 times in a row before it began a call, the last one by SIGSEGV" in str(broken)
-    assert str(broken).endswith("The last report was:\nModuleNotFoundError: No module named 'jobs'")
+    assert "died 10 times in a row before it began a call; the last one died by SIGSEGV" in str(broken)
+    assert str(broken).endswith("The last report:\nModuleNotFoundError: No module named 'jobs'")
     assert "report" not in str(RunnerBroken(10, 1))
 
 
@@ -177,9 +177,7 @@ def test_a_payload_too_large_says_what_to_do() -> None:
 def test_a_full_runner_says_who_waits_and_who_does_not() -> None:
     full = RunnerFull(1000)
     assert full.limit == 1000
-    assert str(full) == (
-        "max_pending=1000 calls are accepted and not done: `await runner.run(...)` and maps wait for their turn, submit does not"
-    )
+    assert str(full) == ("runner full: max_pending=1000 calls are pending; submit() never waits, `await runner.run(...)` does")
 
 
 def test_a_closed_runner() -> None:

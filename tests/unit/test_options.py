@@ -206,7 +206,7 @@ def test_context_variables_may_come_in_anything(given_as: Any) -> None:
 
 
 def test_one_context_variable_alone_is_told_what_is_right() -> None:
-    with pytest.raises(TypeError, match=r"^contextvars must be several, such as contextvars=\[user\], not one alone$"):
+    with pytest.raises(TypeError, match=r"^contextvars must be a list, such as contextvars=\[user\], not one ContextVar$"):
         options(contextvars=USER)
 
 

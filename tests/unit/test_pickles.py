@@ -455,7 +455,7 @@ def test_what_does_not_survive_becomes_a_remote_error(exc: BaseException) -> Non
     assert back.text == str(exc)
     assert "in raised" in back.remote_traceback
     assert chain(back) == [RemoteTraceback]
-    assert "could not travel as itself" in back.__notes__[0]
+    assert "The exception itself could not be sent" in back.__notes__[0]
 
 
 def test_unpicklable_attributes_and_notes() -> None:

@@ -246,7 +246,7 @@ def test_a_function_of_the_failed_attempts_tells_the_delay() -> None:
 def test_a_delay_of_the_wrong_type(value: object) -> None:
     with pytest.raises(TypeError, match=r"^backoff must be a number of seconds, not "):
         policy(backoff=value)
-    with pytest.raises(TypeError, match=r"^what backoff returns must be a number of seconds, not "):
+    with pytest.raises(TypeError, match=r"^the value that backoff returned must be a number of seconds, not "):
         policy(backoff=lambda _failed: value).delay(1)
 
 
@@ -254,7 +254,7 @@ def test_a_delay_of_the_wrong_type(value: object) -> None:
 def test_a_delay_below_zero(value: float) -> None:
     with pytest.raises(ValueError, match=r"^backoff must be zero or more seconds, not "):
         policy(backoff=value)
-    with pytest.raises(ValueError, match=r"^what backoff returns must be zero or more seconds, not "):
+    with pytest.raises(ValueError, match=r"^the value that backoff returned must be zero or more seconds, not "):
         policy(backoff=lambda _failed: value).delay(1)
 
 

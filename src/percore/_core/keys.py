@@ -7,7 +7,7 @@ is, also with a worker that takes no more calls; then what waits moves on when t
 Waiting calls of one key and one queue make a lane. A lane is listed with its queue, under the worker of its key, while one of its
 calls may be sent; the lanes of a list take turns, so ten thousand calls of one key do not hold up the others.
 
-A key of which nothing is under way nor waits is kept for its next call, with its lanes: to make them anew costs more than the call.
+An idle key, of which no call runs or waits, is kept for its next call, with its lanes: to make them anew costs more than the call.
 """
 
 from collections import defaultdict, deque
@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 _WORD: Final = (1 << 64) - 1
 _FEW: Final = 64
 _KEPT: Final = 1024
-"""Keys above which those are dropped of which nothing is under way, unless fewer than half of them are such."""
+"""Above this many keys, idle ones are dropped, unless fewer than half are idle."""
 
 
 class Keyed(Protocol):

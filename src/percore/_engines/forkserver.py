@@ -186,7 +186,7 @@ class ForkedProcess(Watched):
     def _give_up(self) -> None:
         # One that nobody has stopped is only slow, as when it comes up on a loaded machine: who closes then is told nothing.
         level = logging.DEBUG if servers.will_answer(self._server) else logging.WARNING
-        report(level, "the fork server does not answer; the next worker gets a new one")
+        report(level, "the fork server does not answer; a new one is started for the next worker")
         servers.retire(self._server)
         self._finish(None)
 
@@ -246,7 +246,7 @@ class ForkedProcess(Watched):
         try:
             self._ask()
         except OSError as error:
-            report(logging.WARNING, "no new fork server could be started: %s", error)
+            report(logging.WARNING, "could not start a new fork server: %s", error)
             self._server = None
             self._finish(None)
 

@@ -89,7 +89,7 @@ class ThreadWatchedProcess:
         except RuntimeError as error:
             os.kill(pid, signal.SIGKILL)
             self._reap(pid)
-            raise OSError(errno.EAGAIN, "no thread could be started to wait for a worker") from error
+            raise OSError(errno.EAGAIN, "could not start the thread that waits for a worker") from error
 
     def spoke(self) -> None:
         """As Process.spoke. A process that was started once is not started again."""

@@ -45,7 +45,7 @@ RING_SIZE = 1 << 19
 MAX_FRAME = RING_SIZE // 2
 _BATCH = 256
 _LAZY = 0.002
-"""Seconds that what nobody waits for may wait for company: a wake-up of its own costs the peer more than all that it says."""
+"""How long a message nobody awaits may be held to share a wake-up, in seconds: a wake-up costs the peer more than reading it."""
 _HEAVY = 1 << 17
 
 

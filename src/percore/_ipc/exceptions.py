@@ -88,7 +88,7 @@ def load_exception(data: bytes | memoryview) -> BaseException:
     Never raises: what cannot be made here (a class that only the worker has) becomes a RemoteError.
     """
     if not len(data):
-        return RemoteError("Exception", "what was raised is larger than max_message and could not be sent")
+        return RemoteError("Exception", "the exception is larger than max_message and could not be sent")
     try:
         root: int
         (root, nodes), text = pickle.loads(data)
@@ -96,7 +96,7 @@ def load_exception(data: bytes | memoryview) -> BaseException:
         _end_chain(made[root], RemoteTraceback(text))
         return made[root]
     except BaseException as error:  # a bad frame, or no memory for it
-        return RemoteError(type_name_of(error), f"an exception could not be read: {text_of(error)}", format_traceback(error))
+        return RemoteError(type_name_of(error), f"the exception could not be unpickled: {text_of(error)}", format_traceback(error))
 
 
 # Sending
@@ -172,7 +172,7 @@ def _payload(exc: BaseException, members: tuple[BaseException, ...], main_by_val
     except BaseException as error:
         return None, f"{type_name_of(error)}: {text_of(error)}"
     if type(copy) is not type(exc):
-        return None, f"its pickle gives a {type(copy).__qualname__}"
+        return None, f"unpickling it gives a {type(copy).__qualname__}"
     return payload, ""
 
 
@@ -242,10 +242,10 @@ def _make(node: _Node, members: tuple[BaseException, ...], text: str) -> BaseExc
         else:
             if isinstance(exc, BaseException):
                 return exc
-            why = f"its pickle gives a {type(exc).__qualname__}"
+            why = f"unpickling it gives a {type(exc).__qualname__}"
     remote = RemoteError(node.type_name, node.text, text)
     if why:
-        remote.add_note(f"It could not travel as itself: {why}")
+        remote.add_note(f"The exception itself could not be sent: {why}")
     return remote
 
 

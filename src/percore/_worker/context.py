@@ -62,7 +62,7 @@ def current() -> WorkerContext | None:
 def _current(what: str) -> WorkerContext:
     found = current()
     if found is None:
-        raise RuntimeError(f"percore.{what}() works inside a call, in a worker; this is not one")
+        raise RuntimeError(f"percore.{what}() works only in a worker, inside a call")
     return found
 
 
@@ -91,7 +91,7 @@ def state(kind: type[Any] | None = None, /) -> Any:
     """
     found = _current("state")
     if not found.has_value:
-        raise RuntimeError("this runner has no lifespan: give one, percore.Runner(lifespan=...), to have state in its workers")
+        raise RuntimeError("this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)")
     if kind is not None and not isinstance(found.value, kind):
         raise TypeError(f"the lifespan yields {type(found.value).__name__}, not {kind.__name__}")
     return found.value

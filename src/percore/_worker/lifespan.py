@@ -52,7 +52,7 @@ async def serve_until_finished(
     try:
         await stack.leave()
     except Exception:
-        logger.exception("the lifespan of worker %d failed when it was left", context.worker.index)
+        logger.exception("percore: the lifespan of worker %d failed on exit", context.worker.index)
     if POINTS:
         point("worker.lifespan.left")
     return 0
@@ -78,7 +78,7 @@ class _Entered:
             if asyncio.iscoroutine(manager):
                 manager.close()
             raise TypeError(
-                f"the lifespan must give a context manager, not {type(manager).__name__}: "
+                f"the lifespan must return a context manager, not {type(manager).__name__}: "
                 "decorate it with contextlib.asynccontextmanager, or contextlib.contextmanager"
             )
         assert self._manager is not None
@@ -108,4 +108,4 @@ async def _cancel_leftovers(of_worker: Callable[[], set[asyncio.Task[Any]]]) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a task that a call left behind failed: %r", task, exc_info=error)
+            logger.error("percore: a task that a call left behind failed: %r", task, exc_info=error)

@@ -151,7 +151,7 @@ def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
         return
     error = args.exc_value or args.exc_type()
     name = args.thread.name if args.thread is not None else "already forgotten"
-    logger.error("an exception ended the thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))
+    logger.error("percore: an exception ended thread %s", name, exc_info=(args.exc_type, error, args.exc_traceback))
 
 
 def _show_warning(

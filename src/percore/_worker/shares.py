@@ -30,7 +30,7 @@ class Known:
         return self.copy.value()
 
     def close(self) -> NoReturn:
-        raise RuntimeError("a shared object is closed where it was made, not in a worker")
+        raise RuntimeError("a shared object can be closed only in the program that shared it, not in a worker")
 
     def travel(self) -> tuple[int, int]:
         return self._number, self._payload
