@@ -66,8 +66,10 @@ class Intake:
             return call
         if POINTS:
             point("supervisor.call.pickled" if type(call.body) is not int else "supervisor.call.stored")
-        if member is None:
-            member = self._dispatch.submitted(call)
+        if member is not None:
+            supervisor.beside.submit(call, member)
+            return call
+        member = self._dispatch.submitted(call)
         if member is not None:
             member.send(call)
         return call

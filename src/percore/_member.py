@@ -83,7 +83,7 @@ class Member:
         # An id is a place and how often it was used. So it names the place of its start mark, and comes again only after
         # 2**48 / stride uses of one place.
         self.stride = places_for(dispatch.room)
-        self.free = [place + self.stride for place in reversed(range(dispatch.room))]
+        self.free = [place + self.stride for place in reversed(range(self.stride))]
 
     @property
     def pid(self) -> int | None:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from percore._admission import Admission
 from percore._attempts import Attempts
+from percore._beside import Beside
 from percore._broken import RunnerBroken, WorkerDied
 from percore._calls import Awaited, Call, Function, Functions
 from percore._contexts import Contexts
 from percore._core.batches import Run
-from percore._core.dispatch import BESIDE, Dispatch
+from percore._core.dispatch import Dispatch
 from percore._deaths import Deaths
 from percore._engine import Engine
 from percore._errors import RunnerClosed
@@ -65,7 +66,7 @@ class Supervisor:
         self.policy_of = Policy.checked
         """Checks options; here, since a view of a runner may be made for each call, and an import there would cost as much."""
         self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
-        self._beside = asyncio.Semaphore(BESIDE)
+        self.beside = Beside(self)
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.attempts = Attempts(self)
         self.deaths = Deaths(self)
@@ -138,7 +139,9 @@ class Supervisor:
                 member.worker.channel.send(CANCEL, call.call_id, call.wanted)
         elif member is None:
             self.release(call)
-            if call in self.attempts.delayed:
+            if call.kind == Kind.BESIDE:
+                self.beside.remove(call)  # type: ignore[arg-type]  # such are calls
+            elif call in self.attempts.delayed:
                 self.attempts.drop(call)
             elif call not in self._loose:
                 self.dispatch.ended(call, call.queue)
@@ -182,6 +185,8 @@ class Supervisor:
             self._forget_retired()
         if self.lives.draining:
             self.lives.look_drained()
+        if self.beside.waiting:
+            self.beside.advance()
         if self.options.max_tasks_per_worker is not None:
             self.pool.recycle(self.options.max_tasks_per_worker)
         if not self.dispatch.is_quiet():
@@ -270,7 +275,7 @@ class Supervisor:
 
     def _refuse_waiting(self) -> None:
         """End what waits for a worker."""
-        calls = self.dispatch.withdraw()
+        calls: list[Unit] = [*self.dispatch.withdraw(), *self.beside.withdraw()]
         with self.loose(calls):
             for call in calls:
                 self.refuse(call)
@@ -298,26 +303,26 @@ class Supervisor:
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None
     ) -> list[Any]:
         """Run a call in every ready worker, beside all others. Cancelled, or when one fails: the others are cancelled."""
-        async with self._beside:
-            if self.broken is not None or self.is_closing:
-                raise self.refusal()
+        if self.broken is not None or self.is_closing:
+            raise self.refusal()
+        calls: list[Call] = []
+        try:
             members = sorted(self.dispatch.seats, key=lambda member: member.index)
-            calls = [self.intake.submit(function, args, kwargs, policy, member) for member in members]
-            try:
-                if calls:
-                    await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-                for call in calls:
-                    if call.done():
-                        call.result()  # the first failure is raised, though others may run
-                return [call.result() for call in calls]
-            finally:
-                for call in calls:
-                    if not call.cancel() and not call.cancelled():
-                        call.exception()  # nobody will read it: it is not "never retrieved"
+            calls.extend(self.intake.submit(function, args, kwargs, policy, member) for member in members)
+            if calls:
+                await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            for call in calls:
+                if call.done():
+                    call.result()  # the first failure is raised, though others may run
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                if not call.cancel() and not call.cancelled():
+                    call.exception()  # nobody will read it: it is not "never retrieved"
 
     def waiting(self) -> int:
         """Calls that wait here: for a place, or for their next attempt."""
-        return self.dispatch.waiting() + len(self.attempts.delayed)
+        return self.dispatch.waiting() + len(self.attempts.delayed) + len(self.beside)
 
     def unfinished(self) -> bool:
         """Whether any call waits or runs, those included whose callers have gone."""

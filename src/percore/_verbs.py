@@ -122,7 +122,8 @@ class Verbs:
         """Run one call in each worker that is ready, beside all others, and return the results by the index of the worker.
 
         Workers that start later do not get it: put per-worker setup in the lifespan. A broadcast is never retried: the runner's
-        `retries` do not apply to it.
+        `retries` do not apply to it. A worker that has 16 broadcasts to answer gets the next one when it has answered one of them;
+        the other workers get it at once.
         Cancelled: as `run`, in each worker.
 
         Raises:

@@ -2,11 +2,15 @@
 
 import asyncio
 import functools
+import os
+import signal
 from typing import Any
 
 import pytest
 
 import percore
+from percore._core.dispatch import BESIDE
+from percore._messages import Kind
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -64,6 +68,88 @@ async def test_twenty_that_wait(make: MakeRunner, log: Log, gate: Gate, fn: Any)
         await log.take(2 * 16)  # so many are beside at once; the others wait for them
         gate.open()
         assert await asyncio.gather(*tasks) == [[i, i] for i in range(20)]
+
+
+# A worker that does not answer
+
+
+def _stop(worker: Any) -> None:
+    if isinstance(worker, FakeWorker):
+        worker.pause()
+    else:
+        os.kill(worker.pid, signal.SIGSTOP)
+
+
+def _go_on(worker: Any) -> None:
+    if isinstance(worker, FakeWorker):
+        worker.resume()
+    else:
+        os.kill(worker.pid, signal.SIGCONT)
+
+
+async def _give_up(runner: percore.Runner, fn: Any, *args: Any) -> None:
+    """A broadcast that is cancelled when it was sent, as by a timeout."""
+    task = asyncio.create_task(runner.broadcast(fn, *args))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("end", ["goes on", "is killed", "is closed", "drains"])
+async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner, log: Log, end: str) -> None:
+    """A health check that gives up each time: the places of the worker do not run out, and the other workers hear of each."""
+    async with make(2, concurrency=2, threads=1, kill_after=0.5) as runner:
+        members = {member.index: member for member in runner._supervisor.members}
+        worker = worker_of(runner, 0)
+        _stop(worker)
+        for _ in range(members[0].stride + 1):
+            await _give_up(runner, jobs.aecho)
+        assert members[0].load[Kind.BESIDE] == BESIDE
+        task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))
+        assert await log.next() == "7"  # at the other worker, at once
+        assert runner.statistics().queued == 1
+        if end == "goes on":
+            _go_on(worker)
+            assert await task == [7, 7]
+            assert await runner.broadcast(jobs.aecho, 1) == [1, 1]
+            while runner.statistics().running:  # noqa: ASYNC110  # there is no event for it
+                await asyncio.sleep(0)
+            assert runner.statistics().restarts == 0
+        elif end == "is killed":
+            worker.kill()
+            with pytest.raises(percore.WorkerDied) as caught:
+                await task
+            assert not caught.value.started
+        elif end == "drains":
+            runner._supervisor.pool.draining(runner._supervisor.slots[0], members[0])
+            runner._supervisor.advance()
+            with pytest.raises(percore.WorkerDied) as caught:
+                await task
+            assert not caught.value.started
+            _go_on(worker)
+        else:
+            await runner.aclose(grace=0)
+            with pytest.raises(percore.RunnerClosed):
+                await task
+            return
+        assert len(runner._supervisor.beside) == runner.statistics().queued == 0
+        assert await runner.run(jobs.aecho, 3) == 3
+
+
+async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1) as runner:
+        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
+        await log.take(BESIDE)
+        await _give_up(runner, jobs.echo, bytes(300_000))
+        assert len(runner._supervisor.beside) == runner._supervisor.arena.in_use == 0
+        waiting = [asyncio.create_task(runner.broadcast(jobs.aecho, i)) for i in range(3)]
+        await asyncio.sleep(0)
+        assert len(runner._supervisor.beside) == 3
+        waiting[1].cancel()
+        gate.open()
+        assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]
+        assert [await waiting[0], await waiting[2]] == [[0], [2]]
 
 
 # Failures

@@ -126,6 +126,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
     "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
+    "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
     "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
     "_recalls": VOCABULARY | {"_items"},
@@ -134,8 +135,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_lives", "_member", "_outcomes", "_reports"},
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
-    | {"_admission", "_attempts", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member", "_policy"}
-    | {"_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
+    | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member"}
+    | {"_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_calls", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
@@ -163,6 +164,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     ),
     # parts of the supervisor, handed their owner
     "_attempts": frozenset({"_supervisor"}),
+    "_beside": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_member": frozenset({"_patience"}),
     "_intake": frozenset({"_member", "_supervisor"}),

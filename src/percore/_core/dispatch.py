@@ -110,8 +110,11 @@ def room_of(concurrency: int, threads: int) -> int:
 
 
 def places_for(room: int) -> int:
-    """Start marks of a worker with room for so many calls: a power of two, so that a call's id names its place."""
-    return 1 << max(0, room - 1).bit_length()
+    """Start marks of a worker with room for so many calls: a power of two, so that a call's id names its place.
+
+    More than the room: a `__del__`, run by a garbage collection between the choice of a worker and the sending, may take the place.
+    """
+    return 1 << room.bit_length()
 
 
 class Dispatch(Generic[C, S]):
