@@ -50,6 +50,12 @@ class Call(asyncio.Future[Any]):
     member: Any
     call_id: int
 
+    def __repr__(self) -> str:
+        """As that of a future, with the name of the function; so is what asyncio reports of an exception that nobody retrieved."""
+        text = super().__repr__()
+        function = getattr(self, "function", None)  # not there yet in the midst of its making
+        return text if function is None else text.replace("<Call ", f"<Call of {function.name} ", 1)
+
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the future and withdraw the call, or cancel it in its worker. Its result, should one come, is dropped."""
         if super().cancel(msg):

@@ -48,6 +48,10 @@ _ADVICE = {
     _CLOSING: "the runner is closing and takes no new calls",
     _CLOSED: "the runner is closed; make a new one",
 }
+_NO_LOOP = (
+    "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), "
+    'or with anyio.run(main, backend="asyncio"). It does not run under trio'
+)
 
 
 HALF = (
@@ -163,7 +167,8 @@ class Runner(Verbs):
             StartupFailed: a worker could not be started, raised in its lifespan or imports, died, or took longer than
                 start_timeout. The others are stopped; nothing is retried.
             RunnerClosed: it was closed by another task meanwhile.
-            RuntimeError: started before, made before a fork, or in a worker that is importing the user's script.
+            RuntimeError: started before, made before a fork, without asyncio (as under trio), or in a worker that is importing the
+                user's script.
             OSError: no memory for even one message of max_message bytes.
             Exception: whatever pickling `lifespan` or `loop_factory` raises.
         """
@@ -175,7 +180,10 @@ class Runner(Verbs):
             raise RuntimeError(f"a runner is started once; this one is {self._state}")
         if os.getpid() != self._pid:
             raise RuntimeError("this runner was made before a fork; make a new one in the new process")
-        self._loop = asyncio.get_running_loop()
+        loop = _running_loop()
+        if loop is None:  # as under trio, which drives the same coroutines by itself
+            raise RuntimeError(_NO_LOOP)
+        self._loop = loop
         self._thread = threading.get_ident()
         self._state = _STARTING
         try:

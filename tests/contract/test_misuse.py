@@ -1,6 +1,7 @@
 """Mistakes get a sentence, at the line that makes them."""
 
 import asyncio
+import gc
 import os
 import pickle
 import threading
@@ -14,6 +15,7 @@ import percore
 from percore import Runner
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
 
 USES: dict[str, Callable[[Runner], object]] = {
     "submit": lambda runner: runner.submit(jobs.echo, 1),
@@ -50,6 +52,41 @@ async def test_x4_a_runner_is_started_once(make: MakeRunner) -> None:
             await runner.start()
     with pytest.raises(RuntimeError, match="started once"):
         await runner.start()
+
+
+def test_x4_without_asyncio(make: MakeRunner) -> None:
+    """As trio does: it drives a coroutine without a loop of asyncio."""
+    runner = make()
+    for starting in (runner.start(), runner.__aenter__()):
+        with pytest.raises(
+            RuntimeError, match=r"needs a running asyncio event loop.*anyio\.run\(main, backend=\"asyncio\"\).*trio"
+        ):
+            starting.send(None)
+
+
+async def test_a_call_names_its_function(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1) as runner:
+        held = runner.submit(jobs.await_, log.path, gate.path, 0)
+        assert repr(held).startswith("<Call of await_ pending")
+        await log.next()
+        gate.open()
+        await held
+        assert repr(held).startswith("<Call of await_ finished result=")
+        failing: asyncio.Future[Any] = runner.submit(jobs.fail, ValueError("it failed"))
+        await asyncio.wait([failing])
+        assert repr(failing).startswith("<Call of fail finished exception=")
+        failing.exception()
+
+
+async def test_an_exception_that_nobody_retrieves_names_the_function(make: MakeRunner) -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    async with make(1) as runner:
+        await asyncio.wait([runner.submit(jobs.fail, ValueError("it failed"))])
+    gc.collect()
+    (context,) = told
+    assert context["message"] == "Call exception was never retrieved"
+    assert repr(context["future"]).startswith("<Call of fail finished exception=")
 
 
 def test_x4_from_another_loop(make: MakeRunner) -> None:

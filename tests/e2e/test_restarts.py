@@ -144,20 +144,25 @@ async def test_k5_a_worker_that_dies_in_the_moment_it_is_ready_is_replaced(metho
 
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-async def test_k5_a_first_start_that_hangs_fails_after_start_timeout(method: Any, tmp_path: Path) -> None:
+async def test_k5_a_first_start_that_hangs_fails_after_start_timeout(
+    method: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     births = tmp_path / "births"
     runner = percore.Runner(
         2, lifespan=partial(calls.hanging_if, str(tmp_path), str(births)), start_timeout=0.7, start_method=method
     )
     began = time.monotonic()
-    with pytest.raises(percore.StartupFailed, match=r"start_timeout=0\.7 s"):
+    with pytest.raises(percore.StartupFailed, match=r"^worker \d was killed: not ready within start_timeout=0\.7 s$"):
         await asyncio.wait_for(runner.start(), LIMIT)
+    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == [], "the error says it"
     assert 0.7 <= time.monotonic() - began < 0.7 + HARD
     assert count_lines(births) <= 2  # a loaded machine may not even get there in time
 
 
 @pytest.mark.asyncio_only
-async def test_k5_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path, wire: Wire) -> None:
+async def test_k5_a_replacement_that_hangs_is_killed_and_replaced(
+    tmp_path: Path, wire: Wire, caplog: pytest.LogCaptureFixture
+) -> None:
     flag, births = tmp_path / "flag", wire
     lifespan = partial(calls.hanging_if, str(flag), births.path)
     # The first runner is there for the fork server, which takes longest to come up.
@@ -166,9 +171,11 @@ async def test_k5_a_replacement_that_hangs_is_killed_and_replaced(tmp_path: Path
         flag.touch()
         await died(runner.submit(calls.exit_with, 1))
         waiting = runner.submit(calls.who)
-        _, hanging, _ = await births.worker()
+        _, hanging, pid = await births.worker()
         flag.unlink()
         assert (await ended(waiting))[1] > hanging > 1
+    said = [text for record in caplog.records if f"(pid {pid})" in (text := record.getMessage()) and record.levelname != "DEBUG"]
+    assert said == [f"percore: worker 0 (pid {pid}) was killed: not ready within start_timeout=2 s"]
 
 
 async def test_k5_a_death_of_the_replacement_before_it_is_ready_costs_nothing(points: Callable[[str], None]) -> None:
