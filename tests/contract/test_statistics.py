@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._member import _LATE
+from percore._core.dispatch import BLOCKED
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -110,7 +110,7 @@ async def test_peers_25_plain_calls_take_every_free_thread(make: MakeRunner, log
 
 
 async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
-    """Block the loop of one worker, for longer than a healthy one is ever silent; its index."""
+    """Block the loop of one worker, for so long that it is taken for blocked; its index."""
     member = runner._supervisor.slots[0].current
     assert member is not None
     worker: Any = member.worker
@@ -124,7 +124,10 @@ async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
     # The least loaded gets a call: so each gets some of four. What this one does not read tells that it is blocked.
     futures = [runner.submit(jobs.aecho) for _ in range(4)]
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-    await asyncio.sleep(3 * _LATE)  # not to wait for anything: this long it has to be blocked
+    silent = runner._supervisor.slots[blocked].current
+    assert silent is not None
+    while silent.silence() < BLOCKED:  # noqa: ASYNC110  # only the clock changes it
+        await asyncio.sleep(0)
     return blocked
 
 
