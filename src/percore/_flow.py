@@ -29,6 +29,8 @@ _CHUNK_SECONDS: Final = 0.0005
 _MOST_AT_ONCE: Final = 8192
 _STEP: Final = 12
 
+_FEW: Final = 64
+
 _LONG: Final = 2 * BATCH_SECONDS
 _MEASURED: Final = 8
 """Of so many single items that take longer than that one is measured."""
@@ -53,6 +55,10 @@ class Flow:
         self._context = context
         self._admitted = 0
         self._alive: dict[int, Item] = {}
+        self._sent: dict[Batch, None] = {}
+        """Batches with a worker."""
+        self._leaving: list[Item] = []
+        """Items whose calls may still run, though they have ended for the map, where the function has to be held for these."""
         self._given: dict[int, Any] = {}
         self._results: Results = Ordered() if spec.ordered else AsTheyCome()
         self._is_list = False
@@ -68,6 +74,7 @@ class Flow:
         self._space_waiter: asyncio.Future[None] | None = None
         self._wake_at = 0
         self._unmeasured = 0
+        self._most_leaving = _FEW
 
     # Using it
 
@@ -159,7 +166,8 @@ class Flow:
         if owner.admission is not None and self._admitted:
             owner.admission.leave(self._admitted)
             self._admitted = 0
-        owner.forget(self.function)
+        leaving, self._leaving = self._leaving, []
+        owner.forget(self.function, (*leaving, *self._sent))
         try:
             if not feeder.done():
                 feeder.cancel()
@@ -176,10 +184,10 @@ class Flow:
         try:
             inputs.open()
         except BaseException:
-            owner.forget(function)
+            owner.forget(function, ())
             raise
         if self._is_closed:  # both have run user code, which has closed the map
-            owner.forget(function)
+            owner.forget(function, ())
             return
         is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
         is_batched &= self._policy is None or self._policy.is_plain
@@ -331,6 +339,18 @@ class Flow:
         """As in the protocol of items."""
         self._alive[item.number] = item
 
+    def runs_on(self, item: Item) -> None:
+        """As in the protocol of items."""
+        if self.function.users:
+            if len(self._leaving) >= self._most_leaving:
+                self._leaving = [item for item in self._leaving if item.member is not None]
+                self._most_leaving = max(_FEW, 2 * len(self._leaving))
+            self._leaving.append(item)
+
+    def left(self, batch: Batch) -> None:
+        """As in the protocol of items."""
+        self._sent.pop(batch, None)
+
     def take_failure(self, error: BaseException) -> None:
         """As Taker."""
         number = self._window.pulled
@@ -343,7 +363,9 @@ class Flow:
             item = Item(self, run.start, body, 0 if run.is_bare else size_of(body), self.plan())
             self._alive[run.start] = item
             return item
-        return Batch(self, run, Plan(DEFAULT, self._context) if self._context is not None else None)
+        batch = Batch(self, run, Plan(DEFAULT, self._context) if self._context is not None else None)
+        self._sent[batch] = None
+        return batch
 
     def _goes_alone(self) -> bool:
         """Whether a single item need be no batch, which costs more on its way. Some are all the same: only batches are measured."""
@@ -417,10 +439,10 @@ class Flow:
         for item in [item for place, item in reversed(self._alive.items()) if place >= number]:
             self._alive.pop(item.number, None)
             item.cancel()
-        for member in self.owner.members:
-            for call in reversed(list(member.calls.values())):
-                if type(call) is Batch and call.flow is self:
-                    call.cancel_from(number)
+            if item.member is not None:
+                self.runs_on(item)
+        for batch in reversed(list(self._sent)):
+            batch.cancel_from(number)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -41,6 +41,12 @@ class Flow(Protocol):
     def runs_alone(self, item: "Item") -> None:
         """An item is under way, in no batch, or no more: from now on it is cancelled by itself."""
 
+    def runs_on(self, item: "Item") -> None:
+        """An item ends for the map, but its call runs on in a worker."""
+
+    def left(self, batch: "Batch") -> None:
+        """A batch is no worker's any more."""
+
 
 def size_of(body: object) -> int:
     """Bytes of a body, pickled: 0 for scalars that travel as they are."""

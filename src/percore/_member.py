@@ -183,6 +183,7 @@ class Member:
         call.member = None
         if type(call) is Batch:
             self._batched -= call.outstanding - 1
+            call.flow.left(call)
         if call.key is not None:
             self._left(call)
         return call

@@ -297,6 +297,8 @@ class Outcomes:
         if call.done():
             return
         if delay is None:
+            if isinstance(call, Item):
+                call.flow.runs_on(call)
             call.set_exception(error)
         else:
             call.plan.late = delay

@@ -233,7 +233,7 @@ class Portal:
         """No call needs this held function any more. From any thread, in the midst of anything."""
         supervisor = self._supervisor
         if supervisor is not None and os.getpid() == self._pid:
-            self._wake(lambda: supervisor.forget(function))
+            self._wake(lambda: supervisor.forget(function, ()))  # each call holds what holds the function
 
     def _start(self) -> None:
         with self._lock:

@@ -11,8 +11,9 @@ sent or withdrawn, the second by its outcome or by the worker's death.
 import asyncio
 import contextlib
 import os
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._admission import Admission
 from percore._attempts import Attempts
@@ -39,6 +40,9 @@ from percore._shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_LOOKS: Final = 4
+"""Functions of which calls still run that are looked at whenever something has ended: a few, however many there are."""
 
 
 class Supervisor:
@@ -81,7 +85,8 @@ class Supervisor:
         self.on_death: Callable[[Member, int | None, bool], None] | None = None
         """Told of each death that nobody has asked for: the worker, its exit code, and whether it had been ready."""
         self._pid = os.getpid()
-        self._retired: list[Function] = []
+        self._retired: deque[tuple[Function, list[Unit]]] = deque()
+        """Held functions of no use any more, and their calls that were under way when that was said."""
         self.enders: set[Callable[[], None]] = set()
         """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
         self.intake = Intake(self)
@@ -207,27 +212,38 @@ class Supervisor:
         self.send_waiting(Kind.THREAD)
         self._recalls.look()
 
-    def forget(self, function: Function) -> None:
-        """A held function is of no use any more, once the calls that are still under way have ended."""
+    def forget(self, function: Function, calls: Iterable[Unit]) -> None:
+        """A held function is of no use any more, once those of these calls have ended that are under way; there are no others."""
         if function.users:
             function.users = 0
-            self._retired.append(function)
+            self._retired.append((function, [call for call in calls if call.member is not None]))
             self._forget_retired()
 
     def _forget_retired(self) -> None:
-        """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own."""
-        # Of copies: a `__del__`, run by a garbage collection in the midst of this, may submit or cancel something.
-        needed = {id(call.function) for member in list(self.members) for call in list(member.calls.values())}
-        needed |= {id(call.function) for call in list(self.attempts.delayed)}
-        for function in self._retired:
-            if id(function) in needed:
-                continue
-            for member in self.members:
-                if function.number in member.defined:
-                    member.defined.discard(function.number)
-                    member.worker.channel.send(UNDEFINE, function.number, None)
-            self.functions.drop(function)
-        self._retired = [function for function in self._retired if id(function) in needed]
+        """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own.
+
+        Only the last of a function's calls is looked at, and few functions of which one runs: this is done for each outcome. When
+        the last of all these calls has ended, all functions are forgotten, whatever the order.
+        """
+        kept = 0
+        for _ in range(len(self._retired)):
+            if not self._retired or kept == _LOOKS:  # what is forgotten may run a `__del__`, which ends a map
+                return
+            function, calls = self._retired.popleft()
+            while calls and calls[-1].member is None:
+                calls.pop()
+            if calls:
+                self._retired.append((function, calls))
+                kept += 1
+            else:
+                self._undefine(function)
+
+    def _undefine(self, function: Function) -> None:
+        for member in list(self.members):
+            if function.number in member.defined:
+                member.defined.discard(function.number)
+                member.worker.channel.send(UNDEFINE, function.number, None)
+        self.functions.drop(function)
 
     def refuse(self, call: Unit) -> None:
         """End a call that nobody will run any more."""

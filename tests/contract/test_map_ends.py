@@ -1,6 +1,7 @@
 """How a map ends: by errors, at their place or at once, and early, by whoever uses it."""
 
 import asyncio
+import functools
 import gc
 import itertools
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -516,3 +518,87 @@ async def test_an_iterator_that_is_dropped_or_closed_before_its_first_result_hol
         with pytest.raises(StopAsyncIteration):
             await anext(iterator)
         assert arena.in_use == 0
+
+
+# What an end costs the others
+
+
+class Scanned(dict[Any, Any]):
+    """The calls of a worker, and how often somebody has gone through all of them."""
+
+    scans = 0
+
+    def values(self) -> Any:
+        Scanned.scans += 1
+        return super().values()
+
+
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> type[Scanned]:
+    init = Member.__init__
+
+    def make_scanned(member: Member, *args: Any) -> None:
+        init(member, *args)
+        member.calls = Scanned()
+
+    monkeypatch.setattr(Member, "__init__", make_scanned)
+    monkeypatch.setattr(Scanned, "scans", 0)
+    return Scanned
+
+
+@pytest.mark.parametrize("way", ["cancelled", "timed out"])
+async def test_nobody_goes_through_all_calls_while_a_cancelled_one_runs_on(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, scanned: type[Scanned], way: str
+) -> None:
+    """Its function, which travels by value, has to be kept until then."""
+    async with make(2, threads=2) as runner:
+        supervisor = runner._supervisor
+        fn = functools.partial(jobs.wait, log.path, gate.path)
+        verbs = runner.options(timeout=0.01) if way == "timed out" else runner
+        results = verbs.map(fn, [1], return_exceptions=way == "timed out")
+        stuck = asyncio.ensure_future(results.collect())
+        await log.next()
+        if way == "timed out":
+            assert [type(error) for error in await stuck] == [TimeoutError]
+        else:
+            await results.aclose()
+            assert await stuck == []
+        others = [runner.submit(jobs.await_, log.path, other_gate.path) for _ in range(20)]
+        await log.take(20)
+        scanned.scans = 0
+        for count in range(5):
+            assert await runner.run(jobs.aecho, count) == count
+            assert await runner.map(jobs.aecho, [count]) == [count]
+            assert await runner.map(jobs.echo, [count]) == [count]
+            assert await runner.map(functools.partial(jobs.aecho, count), [()] * 0) == []
+        assert scanned.scans == 0
+        assert len(supervisor._retired) == 1
+        gate.open()
+        while supervisor._retired:  # noqa: ASYNC110  # a cancelled call ends without a word
+            await asyncio.sleep(0)
+        other_gate.open()
+        await asyncio.gather(*others)
+
+
+async def test_a_function_is_forgotten_when_the_last_of_its_calls_has_ended_in_any_order(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make(2, threads=20) as runner:
+        supervisor = runner._supervisor
+        gates = [gate] * 10 + [other_gate] * 10
+        maps = [runner.map(functools.partial(jobs.wait, log.path, path.path), [number]) for number, path in enumerate(gates)]
+        tasks = [asyncio.ensure_future(results.collect()) for results in maps]
+        await log.take(20)
+        for results in maps:
+            await results.aclose()
+        await asyncio.gather(*tasks)
+        assert len(supervisor._retired) == 20
+        other_gate.open()
+        while len(supervisor._retired) > 10:
+            await runner.run(jobs.aecho)
+        gate.open()
+        while supervisor.unfinished():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not supervisor._retired
+        kept = {supervisor.known[id(jobs.aecho)].number}
+        assert all(member.defined <= kept for member in supervisor.members)

@@ -54,6 +54,12 @@ class Flow:
     def runs_alone(self, item: Item) -> None:
         self.told.append((item.number, "alone"))
 
+    def runs_on(self, item: Item) -> None:
+        self.told.append((item.number, "runs on"))
+
+    def left(self, batch: Batch) -> None:
+        self.told.append((batch.run.start, "left"))
+
 
 def batch_of(count: int, flow: Flow | None = None, *, is_bare: bool = False) -> Batch:
     """Each of its items carries its number: bare, or as a pickle of as many bytes."""
