@@ -1,6 +1,7 @@
 """The face of concurrent.futures: LoopPoolExecutor."""
 
 import multiprocessing
+import os
 import time
 import weakref
 from collections import deque
@@ -40,7 +41,8 @@ class LoopPoolExecutor(Executor):
             sizes = list(executor.map(measure, paths))
 
     It stands where ProcessPoolExecutor or ThreadPoolExecutor stood. It needs no event loop, and may be used from any thread and by
-    `loop.run_in_executor(executor, ...)`, also of several loops at once. Workers start with the first call.
+    `loop.run_in_executor(executor, ...)`, also of several loops at once. Workers start with the first call. A fork of the
+    program may use an executor that was made before the fork and has not been called.
 
     Functions run on threads beside each other, so they must be thread-safe, unless `max_threads=1`: one at a time in each worker,
     as ProcessPoolExecutor does it. Coroutine functions run as tasks in the worker's loop, a hundred at once.
@@ -120,7 +122,7 @@ class LoopPoolExecutor(Executor):
 
         Raises:
             BrokenProcessPool: the executor is broken.
-            RuntimeError: after `shutdown`, when the interpreter ends, or in a fork of the process.
+            RuntimeError: after `shutdown`, when the interpreter ends, or in a fork of the process that has called it.
         """
         portal = self._portal
         portal.check()
@@ -322,6 +324,11 @@ class _ExecutorRunner(Runner):
         self._given = given
         self._is_pool = is_pool
         self._max_tasks = max_tasks
+
+    async def start(self) -> None:
+        """As there; also in a fork of the process that made it, if that has not used it."""
+        self._pid = os.getpid()
+        await super().start()
 
     def _main_info(self) -> MainInfo:
         if self._context is not None and self._context.get_start_method() == "fork":

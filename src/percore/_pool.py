@@ -7,7 +7,7 @@ max_tasks_per_worker  ─▶ its replacement starts; when that is ready the old 
 
 import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from percore._broken import RunnerBroken, StartupFailed, how
 from percore._core.lifecycle import Deadline, Event, State
@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from percore._supervisor import Supervisor
 
 
+class Past(NamedTuple):
+    """What the dead workers of a slot have done, up to the one of this generation. Replaced as a whole: other threads read it."""
+
+    done: int = 0
+    failed: int = 0
+    retried: int = 0
+    generation: int = 0
+
+    def with_(self, member: Member) -> "Past":
+        """After the death of this one, too."""
+        done, failed, retried, _ = self
+        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
+
+
 class Slot:
     """A place in the pool: its worker of now, and how its workers have fared."""
 
@@ -40,9 +54,7 @@ class Slot:
         """While there is a delay before the next start."""
         self.is_failed = False
         self.restarts = 0
-        self.done = 0
-        self.failed = 0
-        self.retried = 0
+        self.past = Past()
 
     def stop_timer(self) -> None:
         """Nothing is to be started by and by."""
@@ -212,10 +224,8 @@ class Pool:
         # It stays one of the members meanwhile: an error of one of its calls may cancel others, in its batches too.
         began = self._supervisor.deaths.end_calls(member, exitcode) or member.done > 0 or member.retried > 0
         self._supervisor.end_leases(member)
+        slot.past = slot.past.with_(member)  # before it leaves: so nobody finds its counts in neither place
         self.members.discard(member)
-        slot.done += member.done
-        slot.failed += member.failed
-        slot.retried += member.retried
         member.worker.close()
         if POINTS:
             point("supervisor.worker.buried")

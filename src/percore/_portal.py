@@ -71,6 +71,9 @@ AFTER_SHUTDOWN: Final = "cannot schedule new futures after shutdown"
 _portals: Final[set["Portal"]] = set()
 """Those whose threads run."""
 
+_start_lock = threading.RLock()
+"""Held while an executor's thread is started. Reentrant: a `__del__` may submit in the midst of that."""
+
 _numbers: Final = itertools.count()
 is_interpreter_ending = False
 
@@ -142,9 +145,8 @@ class Portal:
         """`is_pool`: the death of one worker breaks all of it."""
         self.runner = runner
         self._is_pool = is_pool
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        """Held while the thread is started. Reentrant: a `__del__` may submit in the midst of that."""
+        self._pid: int | None = None
+        """The process that uses it. None: nobody does yet, so a fork may."""
         self.thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor | None = None
@@ -182,8 +184,11 @@ class Portal:
             raise RuntimeError(AFTER_SHUTDOWN)
         if is_interpreter_ending:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-        if os.getpid() != self._pid:
-            raise RuntimeError("this executor was made before a fork and works only in the process that made it")
+        if self._is_of_another_process():
+            raise RuntimeError("this executor was used before a fork and works only in the process that used it; make a new one")
+
+    def _is_of_another_process(self) -> bool:
+        return self._pid is not None and self._pid != os.getpid()
 
     def submit(self, request: Request) -> None:
         """Take a call. Its future ends in any case."""
@@ -202,10 +207,10 @@ class Portal:
 
     def shut(self, *, cancel: bool = False) -> None:
         """Take no more calls, finish those that were accepted, and end. `cancel`: but none that waits."""
-        if os.getpid() != self._pid:  # in a fork: the lock may be held for ever, and the thread is not there
+        if self._is_of_another_process():  # the thread is not there
             self.is_shut = True
             return
-        with self._lock:
+        with _start_lock:
             self.is_shut = True
             if self.thread is not None:
                 self._wake(lambda: self._shut(cancel))
@@ -224,7 +229,7 @@ class Portal:
 
     def release(self) -> None:
         """Nobody has the executor any more. From any thread, in the midst of anything."""
-        if os.getpid() == self._pid and not self.is_shut:
+        if not self.is_shut and not self._is_of_another_process():
             self.is_shut = True
             if self.thread is not None:
                 self._wake(lambda: self._shut(False))
@@ -236,10 +241,11 @@ class Portal:
             self._wake(lambda: supervisor.forget(function, ()))  # each call holds what holds the function
 
     def _start(self) -> None:
-        with self._lock:
+        with _start_lock:
             if self.thread is not None:
                 return
             self.check()
+            self._pid = os.getpid()
             loop = _new_loop()
             # A daemon, and joined when the interpreter ends: so a third Ctrl-C gets past it.
             thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
@@ -522,7 +528,16 @@ def _at_exit() -> None:
 
 
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]  # as the standard library's: before threads are joined
-os.register_at_fork(after_in_child=_portals.clear)
+
+
+def _forget_all() -> None:
+    """In a fork the threads are gone, one of which may have held the lock."""
+    global _start_lock
+    _start_lock = threading.RLock()
+    _portals.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 TERMINATE: Final = int(signal.SIGTERM)
 KILL: Final = int(signal.SIGKILL)

@@ -379,15 +379,15 @@ class Runner(Verbs):
     # Questions
 
     def statistics(self) -> Statistics:
-        """A snapshot of the counters. No system call.
+        """A snapshot of the counters. No system call. May be called from any thread, for example by a server of metrics.
 
         Raises:
             RunnerClosed: before start and after close.
-            RuntimeError: from another loop or thread, or after a fork.
+            RuntimeError: after a fork.
         """
         if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
-        self._check_here()
+        self._check_process()
         from percore._statistics import Statistics
 
         workers = tuple(self._slot_statistics(slot) for slot in self._supervisor.slots)
@@ -407,7 +407,8 @@ class Runner(Verbs):
         Cancelled: nothing is left behind.
 
         Raises:
-            RunnerClosed, RuntimeError: as `statistics`.
+            RunnerClosed: before start and after close.
+            RuntimeError: from another loop or thread, or after a fork.
         """
         if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
@@ -419,9 +420,13 @@ class Runner(Verbs):
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
         from percore._statistics import WorkerStatistics
 
+        # The loop's thread may bury a worker meanwhile: its counts enter the slot's past before it leaves the members.
+        past, members = slot.past, tuple(self._supervisor.members)
+        while past is not slot.past:
+            past, members = slot.past, tuple(self._supervisor.members)
         member = slot.current
         # A worker that drains counts, too, beside its replacement.
-        members = [other for other in self._supervisor.members if other.index == slot.index]
+        members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
         counts = [other.statistics(self._options.threads) for other in members]
         channel = None if member is None else member.worker.channel
         return WorkerStatistics(
@@ -431,9 +436,9 @@ class Runner(Verbs):
             state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
             running=sum(running for running, _ in counts),
             queued=sum(queued for _, queued in counts),
-            done=slot.done + sum(other.done for other in members),
-            failed=slot.failed + sum(other.failed for other in members),
-            retried=slot.retried + sum(other.retried for other in members),
+            done=past.done + sum(other.done for other in members),
+            failed=past.failed + sum(other.failed for other in members),
+            retried=past.retried + sum(other.retried for other in members),
             started_at=None if member is None else member.started_at,
             loop_lag=None if channel is None else channel.lag(),
             bytes_in=0 if channel is None else channel.tx.written,
@@ -457,8 +462,7 @@ class Runner(Verbs):
         Raises:
             RuntimeError: it is not; the text says which.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError("this runner was started before a fork and works only in the process that started it")
+        self._check_process()
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe"
@@ -468,3 +472,7 @@ class Runner(Verbs):
             raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")
         if self._loop.is_closed():
             raise RuntimeError("the event loop that this runner was started in is closed; close the runner before its loop")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("this runner was started before a fork and works only in the process that started it")

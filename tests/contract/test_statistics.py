@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,6 +87,36 @@ async def test_it_can_be_asked_while_closing(make: MakeRunner, log: Log, gate: G
     gate.open()
     await closing
     await future
+
+
+class _Members(set[Any]):
+    """Asks for statistics at the worst moment: while a dead worker leaves."""
+
+    def __init__(self, members: set[Any], ask: Callable[[], percore.Statistics]) -> None:
+        super().__init__(members)
+        self._ask = ask
+        self.told: list[percore.Statistics] = []
+        self.are_gone = asyncio.Event()
+
+    def discard(self, member: Any) -> None:
+        self.told.append(self._ask())
+        super().discard(member)
+        self.told.append(self._ask())
+        if len(self.told) == 4:
+            self.are_gone.set()
+
+
+async def test_they_can_be_asked_from_any_thread_at_any_moment(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        assert await runner.map(jobs.aecho, range(10)) == list(range(10))
+        elsewhere = await asyncio.to_thread(runner.statistics)
+        assert (elsewhere.done, len(elsewhere.workers)) == (10, 2)
+        members = _Members(runner._supervisor.members, runner.statistics)
+        runner._supervisor.members = runner._supervisor.pool.members = members
+        for member in list(members):
+            member.worker.kill()
+        await members.are_gone.wait()
+        assert [snapshot.done for snapshot in members.told] == [10] * 4
 
 
 # Who gets which call

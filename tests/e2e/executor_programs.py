@@ -107,6 +107,26 @@ def in_a_fork(method: str) -> None:
     executor.shutdown()
 
 
+def forked_before_its_first_use(method: str) -> None:
+    """As programs that a server loads before it forks its workers."""
+    executor = open_executor(method, max_threads=1)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of the last fork, beside threads
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            executor.submit(tell, "fork").result()
+            executor.shutdown()
+            sys.exit(7)
+        say("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    pid = os.fork()
+    if pid == 0:
+        _kept.append(executor.submit(tell, "pending"))
+        sys.exit(7)
+    say("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    with executor:
+        executor.submit(tell, "program").result()
+
+
 def killed(method: str) -> None:
     executor = open_executor(method, max_threads=1)
     _kept.append([executor.submit(stay) for _ in range(1000)])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import os
 import re
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from percore import LoopPoolExecutor
+from percore import LoopPoolExecutor, _portal
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.executors import METHODS, gate, lines, log
@@ -204,6 +205,25 @@ def test_x5_a_fork_of_the_program_has_none(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_fork_may_use_one_that_was_not_used_before(method: str, tmp_path: Path) -> None:
+    lines = told("forked_before_its_first_use", method, tmp_path)
+    assert sorted(lines) == sorted([*["fork", "code 7"] * 2, "pending", "code 7", "program"])
+
+
+def test_a_fork_in_the_midst_of_a_start_has_no_locked_lock() -> None:
+    # 1. another thread starts an executor  2. this thread forks  3. its copy has the lock, and no thread that opens it
+    with _portal._start_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+        if pid == 0:
+            thread = threading.Thread(target=LoopPoolExecutor(1).shutdown, daemon=True)
+            thread.start()
+            thread.join(10)
+            os._exit(int(thread.is_alive()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("story", ["killed", "killed_in_a_call"])
 def test_p1_nobody_survives_the_program(story: str, method: str, tmp_path: Path) -> None:
     family = Family()
@@ -228,7 +248,7 @@ def sleep_and_print(seconds, message):
 """
 MAKE = """\
 import multiprocessing
-from percore import LoopPoolExecutor
+from percore import LoopPoolExecutor, _portal
 from executor_sleep import sleep_and_print
 def make(**options):
     method = {method!r}
