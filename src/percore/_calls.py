@@ -207,7 +207,8 @@ class Functions:
         function = Function(fn, kind_of(fn))
         if len(self.known) < _REMEMBERED and is_by_reference(fn):
             try:
-                self._number(function)
+                if not self._number(function):
+                    return function
             except Exception:  # a class whose metaclass has a reducer that fails; it does so again for each call, and fails that
                 return function
             self.known[id(fn)] = function
@@ -221,14 +222,8 @@ class Functions:
             Exception: whatever pickling it raised.
         """
         function = self.of(fn)
-        if not function.number:
-            self._number(function)
-            if isinstance(function.payload, bytes) and len(function.payload) > INLINE_LIMIT:
-                # No slot was free for something this large: it has to travel with each call.
-                function.number, function.payload = 0, b""
-                self._shares.drop(function)
-            else:
-                function.users = 1
+        if not function.number and self._number(function):
+            function.users = 1
         return function
 
     def drop(self, function: Function) -> None:
@@ -242,12 +237,17 @@ class Functions:
         if type(body) is int:
             self._slots.discard(body)
 
-    def _number(self, function: Function) -> None:
-        function.payload, met = self._pickled(function.fn)
+    def _number(self, function: Function) -> bool:
+        """Pickle the function and give it a number. False: it has to travel with each call."""
+        payload, met = self._pickled(function.fn)
+        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # no slot was free for something this large
+            return False
+        function.payload = payload
         if met:
             self._shares.hold(function, met)
         self._last += 1
         function.number = self._last
+        return True
 
     def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
         """What a call of this function is to carry, and the shared objects it has to hold until it has ended.

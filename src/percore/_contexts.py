@@ -6,11 +6,15 @@ from contextvars import ContextVar, copy_context
 from typing import Any, Final
 
 from percore._errors import PayloadTooLarge
-from percore._ipc.codec import is_inline_value
+from percore._ipc.codec import weight_of
 from percore._ipc.pickles import dump, main_info
 from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
 
 _UNSET: Final = object()
+_TOO_LARGE: Final = (
+    f"the values of the context variables take more than {INLINE_LIMIT} bytes when they are pickled, and they travel with every "
+    "call: pass what is large as an argument, or give `contextvars=` fewer variables"
+)
 
 
 def references(variables: Sequence[ContextVar[Any]]) -> tuple[tuple[str, str], ...]:
@@ -47,7 +51,7 @@ class Contexts:
         """The values of now, by the number of their variable: None where none is set; pickled unless all are scalars.
 
         Raises:
-            PayloadTooLarge: they are too large to go with every call.
+            PayloadTooLarge: they take more than 100,000 bytes, which is too much to go with every call.
             BaseException: whatever pickling them raises.
         """
         context = copy_context()
@@ -58,12 +62,13 @@ class Contexts:
                 values[number] = value
         if not values:
             return None
-        if all(is_inline_value(value) for value in values.values()):
+        weight = weight_of(values.values())
+        if weight is not None and weight <= INLINE_LIMIT:  # keys and brackets weigh little: a frame has room for twice as much
             return values
         sink = Sink(self._slots, private=True)
         dump(values, sink, main_by_value=self._main_by_value)
         payload = sink.payload()
         assert isinstance(payload, bytes)
         if len(payload) > INLINE_LIMIT:
-            raise PayloadTooLarge(INLINE_LIMIT)
+            raise PayloadTooLarge(INLINE_LIMIT, _TOO_LARGE)
         return payload

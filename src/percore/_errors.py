@@ -76,14 +76,20 @@ class RemoteError(PercoreError):
 
 
 class PayloadTooLarge(PercoreError, ValueError):
-    """One pickled message (the arguments of a call, or its result) is larger than `max_message` bytes."""
+    """One pickled message is larger than `limit` bytes.
 
-    _fields = ("limit",)
+    Arguments of a call and results may take `max_message` bytes. The values of context variables, which go with every call, may
+    take 100,000.
+    """
 
-    def __init__(self, limit: int) -> None:
+    _fields = ("limit", "detail")
+
+    def __init__(self, limit: int, detail: str = "") -> None:
         self.limit = limit
+        self.detail = detail
         super().__init__(
-            f"a pickled message is larger than max_message={limit} bytes. "
+            detail
+            or f"a pickled message is larger than max_message={limit} bytes. "
             "Send less at once (a path, a key, a part), or make the runner with a larger max_message"
         )
 

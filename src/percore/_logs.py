@@ -17,7 +17,7 @@ from typing import Final
 
 from percore._ipc.memory import Memory
 from percore._ipc.records import unpack
-from percore._ipc.ring import BrokenFrame, RingReader
+from percore._ipc.ring import OWED, BrokenFrame, RingReader
 from percore._worker.logs import LOG_RING_SIZE, POSITION, Levels
 
 _reporter: Final = logging.NullHandler()
@@ -87,7 +87,7 @@ class Logs:
             ring.end = ring.read + ring.size  # it is records that are counted: a wrong count meets a wrong CRC, or no record
             self._handle(bytes(ring.next()))  # a copy: user code may close this, and a view would keep the memory
             # Once more than this is owed, and before that there is room for the largest record: nobody waits for it.
-            if ring.read - self._told > LOG_RING_SIZE // 4 and self._is_open:
+            if ring.read - self._told > LOG_RING_SIZE // OWED and self._is_open:
                 self._tell()
 
     def _handle(self, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
 
 import asyncio
+from array import array
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -151,8 +152,8 @@ class Member:
         self.recalling = True
         self.asked_at = times_ahead
         calls = self.calls.items()
-        stay = tuple(call_id for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD)
-        self.worker.channel.send(RECALL, wanted, stay)
+        stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
+        self.worker.channel.send(RECALL, wanted, array("I", stay).tobytes())
 
     def shrink(self, items: int) -> None:
         """So many items of a batch have ended or come back."""

@@ -21,7 +21,7 @@ DEFINE: Final = -1  # id: number of a function; body: (kind, payload)
 UNDEFINE: Final = -2  # id: number of a function that no call will name again
 CANCEL: Final = -3  # body, of a batch: the first item that is not wanted any more
 RELEASE: Final = -4  # id: a result slot that has been read
-RECALL: Final = -5  # id: how many calls that have not begun are wanted back; body: ids of those that must stay
+RECALL: Final = -5  # id: how many calls that have not begun are wanted back; body: places of those that must stay, four bytes each
 FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call whose function travels with its arguments: body = pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8

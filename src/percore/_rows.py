@@ -8,7 +8,7 @@ from percore._calls import Function, Functions
 from percore._core.batches import Run
 from percore._core.names import Name
 from percore._errors import as_error
-from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline
+from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline, weight_of
 from percore._items import size_of
 from percore._options import check_awaited
 from percore._policy import Policy
@@ -116,6 +116,7 @@ class Rows:
         if not self._is_batched or type(body) is int or size > _SMALL or shares:
             self._taker.take_item(body, key, shares)
             return True
-        weight = size or 16 + 4 * sum(len(value) for value in args if isinstance(value, str | bytes))
+        weight = size or weight_of(args)
+        assert weight is not None  # since `is_inline` is true of them
         self._taker.take_run(Run(number, [body], False, weight), size)
         return True

@@ -413,3 +413,11 @@ async def test_sigterm_while_awaitables_of_a_batch_run(make: MakeRunner, sixteen
         gate.open()
         assert await task == list(range(COUNT))
         assert runner.statistics().failed == 0
+
+
+async def test_rows_of_large_ints_are_weighed_as_what_they_are(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cost, "batch", lambda *_: 8192)  # as of a function that takes no time
+    rows = [(2**255, *[number - 2**255 for number in range(31)])] * 2000
+    async with make() as runner:
+        assert await runner.starmap(max, rows, window=2000) == [2**255] * 2000
+        assert await runner.run(len, "and on it goes") == 14

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest_asyncio
 from percore._calls import Call, Function
 from percore._core.dispatch import Dispatch
 from percore._ipc import doorbell
-from percore._ipc.channel import MAX_FRAME, RING_SIZE, Channel, Haste
+from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
 from percore._ipc.codec import encode
 from percore._ipc.doorbell import Bell, bell_fds, bell_of
 from percore._ipc.memory import Memory
@@ -235,6 +236,31 @@ async def test_no_frame_is_larger_than_half_a_ring(pair: Pair, monkeypatch: pyte
     assert [call_id for _, call_id, _ in got] == list(range(700))
     assert max(frames) <= MAX_FRAME
     assert len(frames) < 350
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "in turn"])
+async def test_a_message_that_can_never_fit_breaks_the_channel_at_once(pair: Pair, others: int) -> None:
+    channel = pair.down.channel
+    for number in range(others):
+        channel.send_later(1, number, ())
+    channel.send(1, 99, tuple("x" * 4096 for _ in range(RING_SIZE // 4096)))
+    channel.flush()
+    (error,) = pair.down.broken
+    assert re.search(rf"largest that fits .* {LARGEST_FRAME}$", str(error))
+
+
+async def test_the_largest_frame_fits_when_all_else_is_read(pair: Pair) -> None:
+    """However little the reader owes of what it has read, and says nothing of."""
+    down, body = pair.down.channel, b"x" * 4000
+    for _ in range(RING_SIZE // 4 // 4100):
+        down.send(1, 1, (body,))
+        await pair.up.receive(1)
+        pair.up.got.clear()
+    assert 0 < down.tx.written - down.tx.acknowledged <= RING_SIZE // 4
+    overhead = len(encode([(1, 2, (b"",))]))
+    down.send(1, 2, (bytes(LARGEST_FRAME - overhead),))
+    ((_, call_id, _),) = await pair.up.receive(1)
+    assert call_id == 2
 
 
 # Ringing

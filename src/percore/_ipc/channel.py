@@ -36,13 +36,16 @@ from percore._ipc.codec import decode, encode
 from percore._ipc.doorbell import Bell
 from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases
-from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
+from percore._ipc.ring import HEADER_SIZE, OWED, BrokenFrame, RingReader, RingWriter, largest_frame
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
 from percore._messages import Body, Message
 from percore._points import POINTS, point
 
 RING_SIZE = 1 << 19
 MAX_FRAME = RING_SIZE // 2
+"""Bytes of a frame of several messages."""
+LARGEST_FRAME: Final = largest_frame(RING_SIZE)
+"""Bytes of a frame of one. `_messages` and its test tell how large each kind of message can be: none comes near."""
 _BATCH = 256
 _LAZY = 0.002
 """How long a message nobody awaits may be held to share a wake-up, in seconds: a wake-up costs the peer more than reading it."""
@@ -51,6 +54,17 @@ _HEAVY = 1 << 17
 
 def _ignore(_error: BaseException) -> None:
     return
+
+
+def _checked(data: bytes, op: int) -> bytes:
+    """A frame that fits into the ring.
+
+    Raises:
+        ValueError: it never will. To wait for that would stop the channel without a word.
+    """
+    if len(data) > LARGEST_FRAME:
+        raise ValueError(f"a message ({op}) of {len(data)} bytes: the largest that fits into the ring has {LARGEST_FRAME}")
+    return data
 
 
 def _unheard(count: int) -> None:
@@ -166,7 +180,7 @@ class Channel:
         try:
             data = encode([(op, call_id, body)])
             if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled it since we looked
-                self._frame = data
+                self._frame = _checked(data, op)
             else:
                 published = tx.write(data)
                 self._rung_at = self.waits_since = monotonic()
@@ -345,6 +359,7 @@ class Channel:
             queue.extendleft(reversed(messages[half:]))
             messages = messages[:half]
             data = encode(messages)
+        _checked(data, messages[0][0])
         self._heavy = 0 if not queue else max(0, self._heavy - sum(len(m[2]) for m in messages if type(m[2]) is bytes))
         return data
 
@@ -366,7 +381,7 @@ class Channel:
         if self._queue or self._frame is not None:
             self.flush()
         owed = self.rx.read - self._told
-        if owed and (self._prompt or owed > self.rx.size // 4):
+        if owed and (self._prompt or owed > self.rx.size // OWED):
             self.loop.call_soon(self._tell_consumed)
 
     def _tell_consumed(self) -> None:

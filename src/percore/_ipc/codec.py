@@ -7,7 +7,7 @@ led by damaged bytes to ask for gigabytes).
 """
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import countOf
 from typing import Final
 
@@ -25,7 +25,14 @@ SMALL: Final = 5
 """Bytes of an int of up to 32 bits in a frame: an i, and its value."""
 
 _HEAD: Final = 5
-"""Bytes before the items of a list: a bracket, and their number."""
+"""Bytes before the items of a list or the text of a string: its kind, and its length."""
+
+_SMALL_LIMIT: Final = 1 << 31
+_DIGIT: Final = 15
+"""Bits of a larger int that take two bytes in a frame."""
+_HEAVIEST_INT: Final = SMALL + 2 * -(-256 // _DIGIT)
+_HEAVIEST_SCALAR: Final = 9
+"""Bytes of a float in a frame; bool and None take less."""
 
 
 def is_inline_value(value: object) -> bool:
@@ -53,6 +60,29 @@ def is_inline(args: tuple[object, ...]) -> bool:
     return text <= _TEXT_LIMIT and len(args) <= _COUNT_LIMIT
 
 
+def weight_of(args: Collection[object]) -> int | None:
+    """Bytes that many values take in a frame at most, all together, where `is_inline_value` is true of each; else None."""
+    weight = _HEAD
+    for value in args:
+        kind = type(value)
+        if kind is int:
+            if -_SMALL_LIMIT <= value < _SMALL_LIMIT:  # type: ignore[operator]
+                weight += SMALL
+            elif _LEAST <= value < _INT_LIMIT:  # type: ignore[operator]
+                weight += _HEAVIEST_INT
+            else:
+                return None
+        elif kind is str or kind is bytes:
+            if len(value) > _TEXT_LIMIT:  # type: ignore[arg-type]
+                return None
+            weight += _HEAD + 4 * len(value)  # type: ignore[arg-type]
+        elif kind in _PLAIN:
+            weight += _HEAVIEST_SCALAR
+        else:
+            return None
+    return weight
+
+
 def encode_small(values: list[object]) -> bytes:
     """Many ints of up to 32 bits as they go into a frame, `SMALL` bytes each; empty where there is another value among them.
 
@@ -73,16 +103,17 @@ def list_small(data: bytes) -> bytes:
 
 
 def weight_inline(values: list[object]) -> int | None:
-    """Bytes of the heaviest of many values, about, where each of them can travel as `is_inline_value` says; else None."""
+    """Bytes that the heaviest of many values takes in a frame at most, where `is_inline_value` is true of each; else None."""
     kinds = set(map(type, values))
     if kinds == {int}:
-        return 32 if min(values) > -_INT_LIMIT and max(values) < _INT_LIMIT else None  # type: ignore[type-var, operator]
+        largest: int = max(max(values), -min(values))  # type: ignore[type-var, operator, call-overload]
+        return SMALL + 2 * -(-largest.bit_length() // _DIGIT) if largest < _INT_LIMIT else None
     if kinds in ({str}, {bytes}):
         longest = max(map(len, values))  # type: ignore[arg-type]
         return 4 * longest + 16 if longest <= _TEXT_LIMIT else None
     if kinds <= _PLAIN:
-        return 32 if int not in kinds or all(map(is_inline_value, values)) else None
-    return 4 * _TEXT_LIMIT if all(map(is_inline_value, values)) else None
+        return _HEAVIEST_INT if int not in kinds or all(map(is_inline_value, values)) else None
+    return 4 * _TEXT_LIMIT + _HEAD if all(map(is_inline_value, values)) else None
 
 
 def encode(messages: Sequence[Message]) -> bytes:

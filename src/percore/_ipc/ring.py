@@ -10,12 +10,26 @@ A frame is 8 bytes of header (length of the data, CRC-32 of the data; little end
 """
 
 import struct
+from typing import Final
 from zlib import crc32
 
 _HEADER = struct.Struct("<II")
 HEADER_SIZE = _HEADER.size
 _pack = _HEADER.pack
 _unpack_from = _HEADER.unpack_from
+
+
+OWED: Final = 4
+"""The part of a ring that a reader may have read without telling, where it has no other occasion to tell: one in so many."""
+
+
+def largest_frame(size: int) -> int:
+    """Bytes of data that a frame may have in a ring of `size`: what fits, at the latest when the reader has read everything else.
+
+    A reader tells what it has read when it owes more than a quarter. So it may owe a quarter, and tell nothing more: a larger frame
+    could wait for ever.
+    """
+    return size - size // OWED - HEADER_SIZE
 
 
 class BrokenFrame(Exception):

@@ -30,7 +30,7 @@ from typing import Any, Final, TextIO, TypeAlias
 
 from percore._ipc.doorbell import Bell
 from percore._ipc.records import RECORD_LIMIT, pack
-from percore._ipc.ring import HEADER_SIZE, RingWriter
+from percore._ipc.ring import HEADER_SIZE, RingWriter, largest_frame
 
 LOG_RING_SIZE: Final = 2 * RECORD_LIMIT
 """Bytes of a worker's ring for records."""
@@ -61,9 +61,9 @@ class LogWriter:
         """Publish one record. From any thread; waits while the ring is full.
 
         Raises:
-            ValueError: the ring can never hold it.
+            ValueError: it might wait for room for ever.
         """
-        if len(data) + HEADER_SIZE > self._ring.size:
+        if len(data) > largest_frame(self._ring.size):
             raise ValueError(f"a log record of {len(data)} bytes")
         with self._lock:
             self._waiting.append(data)

@@ -7,7 +7,7 @@ wake-up of the supervisor for several of them, and one of this loop for what is 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final
 
@@ -158,8 +158,8 @@ class Plain:
 
     # Handing back
 
-    def recall(self, count: int, stay: tuple[int, ...]) -> None:
-        """Hand back about so many calls that have not begun, but none of those that stay, and say when that is all."""
+    def recall(self, count: int, stay: Collection[int]) -> None:
+        """Hand back about so many calls that have not begun, but none in the places that `stay`, and say when that is all."""
         if self._give_back(count, stay):
             self._channel.send(RETURNED, 0, None)
         else:
@@ -173,7 +173,7 @@ class Plain:
             if count := batch.give_up(batch.end):
                 self._channel.send(RETURNED, call_id, count)
 
-    def _give_back(self, most: int, stay: tuple[int, ...] | None) -> int:
+    def _give_back(self, most: int, stay: Collection[int] | None) -> int:
         """Hand back calls that wait for a thread. `stay`: None: all but batches, since calls that came later may have a key."""
         given = 0
         # What a free thread is about to begin would only come back here, and be asked for again, and again.
@@ -181,7 +181,7 @@ class Plain:
         for call_id, item in reversed(waiting):
             if given >= most:
                 break
-            if type(item) is Batch if stay is None else call_id not in stay:
+            if type(item) is Batch if stay is None else call_id & self._mask not in stay:
                 given += self._take_back(call_id)
         return given
 

@@ -230,8 +230,8 @@ class Server:
         if POINTS:
             point("worker.slot.released")
 
-    def _recall(self, count: int, stay: tuple[int, ...]) -> None:
-        self._plain.recall(count, stay)
+    def _recall(self, count: int, stay: bytes) -> None:
+        self._plain.recall(count, frozenset(memoryview(stay).cast("I")))
 
     def _finish(self, _zero: int, _body: None) -> None:
         if not self.finished.done():

@@ -1,0 +1,208 @@
+"""Every kind of message that the two sides send, at its largest: each fits into the ring, or it would stop its channel for ever."""
+
+import asyncio
+import pickle
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import pytest
+
+from percore import PayloadTooLarge, _messages
+from percore._calls import Function
+from percore._contexts import Contexts
+from percore._core.batches import Batches, Run
+from percore._core.dispatch import Dispatch, places_for, room_of
+from percore._core.flow import MOST_OF_ONE
+from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME
+from percore._ipc.codec import encode, is_inline
+from percore._ipc.memory import Memory
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
+from percore._items import Batch
+from percore._member import Member, Turn
+from percore._messages import ID_MASK, ITEM_SHIFT, SLOT_BITS, SLOT_MASK, Body, Kind
+from percore._rows import Rows, Spec
+
+LARGEST_ID: Final = (1 << 15) << ITEM_SHIFT | ID_MASK
+SLOT: Final = (1 << 36) << SLOT_BITS | SLOT_MASK
+WIDE: Final = "\U0001f600"
+HEAVY_ROWS: Final[list[tuple[Any, ...]]] = [
+    (2**255,) * 32,
+    (-(2**256) + 1,) * 32,
+    (WIDE * 4096,),
+    (WIDE * 4064, *[2**255] * 31),
+    (b"x" * 4096, *[0.5] * 31),
+    (0.5,) * 32,
+    (None,),
+    (1,),
+    (),
+    (1, [1]),  # pickled, as the next one
+    ("x" * 16_300, []),
+]
+
+
+class Wire:
+    """A channel of which only the messages count."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int, Body]] = []
+        self.tx = SimpleNamespace(written=0, acknowledged=0)
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        self.sent.append((op, call_id, body))
+
+
+class Taker:
+    """A map that takes what its rows become."""
+
+    def __init__(self) -> None:
+        self.batches: Batches[Run] = Batches(lambda run: run)
+        self.batches.cost.measured(1000, 1e-6)  # batches are as large as can be
+
+    def is_done(self) -> bool:
+        return False
+
+    def take_run(self, run: Run, _size: int) -> None:
+        self.batches.append(run)
+
+    def take_item(self, *_: object) -> None:
+        raise AssertionError("it travels in batches")
+
+    take_failure = take_item
+
+    def name_of(self, _key: object) -> Any:
+        raise AssertionError("it has no key")
+
+
+def batches_of(rows: list[Any], *, is_single: bool) -> list[bytes]:
+    """The messages of a map over these rows, of a function that takes no time."""
+    taker = Taker()
+    function = Function(print, Kind.THREAD)
+    function.number = 1 << 40
+    functions = SimpleNamespace(pickle=lambda _fn, args, kwargs: (pickle.dumps((args, kwargs)), []), discard=lambda _body: None)
+    spec = Spec(ordered=True, window=None, key=None, return_exceptions=False, pairs=False, star=not is_single, policy=None)
+    Rows(cast("Any", functions), function, spec, taker, is_single=True, is_batched=True).submit(0, rows)
+    flow = cast("Any", SimpleNamespace(function=function, queue=None))
+    messages = []
+    while taker.batches:
+        messages.append(Batch(flow, taker.batches.pop(1), None).message())
+    return messages
+
+
+def largest_recall() -> bytes:
+    """Its body, of a worker that is full of calls with keys, all places of which were used for years."""
+    loop = asyncio.new_event_loop()
+    try:
+        concurrency, threads = 1_000_000, 10_000
+        member = Member(0, 1, Dispatch(concurrency, threads), Turn(loop))
+    finally:
+        loop.close()
+    wire = Wire()
+    member.attach(cast("Any", SimpleNamespace(channel=wire)))
+    room, stride = room_of(concurrency, threads), places_for(room_of(concurrency, threads))
+    call = cast("Any", SimpleNamespace(key="key", kind=Kind.THREAD))
+    member.calls = dict.fromkeys(range(stride * 2**25, stride * 2**25 + room - concurrency), call)
+    member.ask_back(1, 0)
+    (message,) = wire.sent
+    assert message[:2] == (_messages.RECALL, 1)
+    assert isinstance(message[2], bytes)
+    assert set(memoryview(message[2]).cast("I")) == set(range(room - concurrency))
+    return message[2]
+
+
+LARGEST_ARGUMENTS: Final = (WIDE * 4065, *[2**255] * 31)
+PICKLE: Final = b"x" * INLINE_LIMIT
+LARGEST: Final[dict[str, Any]] = {
+    "DEFINE": (Kind.THREAD, PICKLE),
+    "UNDEFINE": None,
+    "CANCEL": MOST_OF_ONE,
+    "RELEASE": 1 << 36,
+    "RECALL": largest_recall,
+    "FINISH": None,
+    "ONCE_TASK": PICKLE,
+    "ONCE_THREAD": PICKLE,
+    "BATCH": lambda: max((batches_of([row] * 5000, is_single=False)[0] for row in HEAVY_ROWS), key=len),
+    "TERMS": lambda: (1e9, heaviest_context(), True),
+    "DRAIN": None,
+    "FORGET": None,
+    "VALUE": WIDE * 4096,
+    "RESULT": PICKLE,
+    "ERROR": PICKLE,
+    "CANCELLED": None,
+    "RETURNED": MOST_OF_ONE,
+    "UNPICKLED": SLOT,
+    "READY": 1 << 31,
+    "UNREADY": PICKLE,
+    "DRAINING": None,
+    "VALUES": PICKLE,
+    "TIMED_OUT": None,
+    "LEASED": SLOT,
+    "UNLEASED": SLOT,
+    "KNOWN": None,
+    "FORGOTTEN": None,
+}
+"""By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
+
+NO_KINDS: Final = {"SLOT_BITS", "SLOT_MASK", "ITEM_SHIFT", "ID_MASK"}
+
+
+def heaviest_context() -> dict[int, Any] | bytes:
+    """The largest values of context variables that travel as they are."""
+    values = captured([b"x" * 4096] * 6)
+    assert type(values) is dict
+    return values
+
+
+def captured(values: list[Any]) -> Any:
+    """What goes with a call while variables have these values."""
+    variables = [ContextVar[Any](f"variable {number}") for number in range(len(values))]
+    tokens = [variable.set(value) for variable, value in zip(variables, values, strict=True)]
+    memory = Memory.create(1 << 20)
+    try:
+        return Contexts(variables, SlotWriter(memory, 1 << 20, 1 << 20), main_by_value=False).capture()
+    finally:
+        memory.close()
+        for variable, token in zip(variables, tokens, strict=True):
+            variable.reset(token)
+
+
+def test_every_kind_of_message_is_known_here() -> None:
+    assert {name for name, value in vars(_messages).items() if name.isupper() and type(value) is int} - NO_KINDS == set(LARGEST)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_of_each_kind_fits_into_the_ring(name: str) -> None:
+    body = LARGEST[name]() if callable(LARGEST[name]) else LARGEST[name]
+    assert len(encode([(getattr(_messages, name), LARGEST_ID, body)])) <= MAX_FRAME < LARGEST_FRAME
+
+
+def test_a_call_that_carries_its_arguments_as_they_are_fits_into_the_ring() -> None:
+    assert is_inline(LARGEST_ARGUMENTS)
+    assert len(encode([(1 << 40, LARGEST_ID, LARGEST_ARGUMENTS)])) <= MAX_FRAME
+
+
+@pytest.mark.parametrize("row", HEAVY_ROWS, ids=range(len(HEAVY_ROWS)))
+def test_a_batch_is_as_large_as_it_is_meant_to_be(row: tuple[Any, ...]) -> None:
+    for message in batches_of([row] * 5000, is_single=False):
+        assert len(message) <= INLINE_LIMIT
+
+
+@pytest.mark.parametrize("value", [1, 2**40, 2**255, -(2**255), 0.5, None, "x" * 100, WIDE * 4096, b"x" * 4096])
+@pytest.mark.parametrize("others", [[], [None], [2**255], ["a", 1]], ids=str)
+def test_a_batch_of_bare_values_is_as_large_as_it_is_meant_to_be(value: Any, others: list[Any]) -> None:
+    for message in batches_of([*others, *[value] * 5000], is_single=True):
+        assert len(message) <= INLINE_LIMIT
+
+
+def test_light_rows_are_weighed_as_light() -> None:
+    assert len(batches_of([(1, 0.5)] * 5000, is_single=False)) <= 3
+
+
+def test_light_context_variables_travel_as_they_are() -> None:
+    assert captured(["x", 1, None]) == {0: "x", 1: 1, 2: None}
+
+
+def test_context_variables_are_weighed_together() -> None:
+    assert type(captured([f"{number:0600}" for number in range(140)])) is bytes  # light enough after all, pickled
+    with pytest.raises(PayloadTooLarge, match="context variables"):
+        captured([f"{number:04000}" for number in range(140)])
