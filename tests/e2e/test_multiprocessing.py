@@ -169,3 +169,108 @@ if __name__ == "__main__":
 
 def test_a_worker_imports_multiprocessing_only_with_the_users_code(tmp_path: Path) -> None:
     assert output_of(_HELD_BACK, tmp_path) == "[] ('SourceFileLoader', True, True)\n"
+
+
+_CONNECTIONS = """
+import asyncio, os, socket, sys
+import multiprocessing
+import percore
+
+def answer(connection):
+    connection.send(connection.recv() + 1)
+    return os.getpid()
+
+async def answer_in_a_task(pair):
+    return answer(*pair)
+
+def shout(sock):
+    with sock:
+        sock.sendall(b"hello")
+
+async def main(method):
+    async with percore.Runner(1, start_method=method) as runner:
+        for fn in (answer, answer_in_a_task, lambda end: answer(end)):
+            ours, theirs = multiprocessing.Pipe()
+            with ours, theirs:
+                ours.send(41)
+                assert await runner.run(fn, (theirs,) if fn is answer_in_a_task else theirs) != os.getpid()
+                print(ours.recv())
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            await runner.run(shout, theirs)
+            print(ours.recv(10))
+        print(await runner.run(len, "the worker is well"))
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_connections_and_sockets_are_sent_as_multiprocessing_sends_them(method: str, tmp_path: Path) -> None:
+    assert output_of(_CONNECTIONS, tmp_path, method) == "42\n42\n42\nb'hello'\n18\n"
+
+
+_REGISTERED = """
+import asyncio
+import threading
+from multiprocessing.reduction import ForkingPickler
+import percore
+
+class Locked:
+    def __init__(self, value):
+        self.value = value
+        self.lock = threading.Lock()
+
+def value_of(locked):
+    with locked.lock:
+        return locked.value
+
+async def main():
+    async with percore.Runner(1) as runner:
+        ForkingPickler.register(Locked, lambda locked: (Locked, (locked.value,)))
+        print(await runner.run(value_of, Locked(3)))
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_what_is_registered_with_multiprocessing_is_honoured(tmp_path: Path) -> None:
+    assert output_of(_REGISTERED, tmp_path) == "3\n"
+
+
+_REFUSED = """
+import asyncio, multiprocessing
+from multiprocessing import sharedctypes
+import percore
+
+def connect():
+    return multiprocessing.Pipe()
+
+def number(value):
+    return value.value
+
+async def main():
+    async with percore.Runner(1) as runner:
+        import ctypes
+        print(await runner.run(number, ctypes.c_int(5)))
+        for shared in (sharedctypes.RawValue("i", 5), sharedctypes.RawArray("i", 5)):
+            try:
+                await runner.run(number, shared)
+            except TypeError as error:
+                print("refused" if "initargs" in str(error) else error)
+        print(await runner.run(number, ctypes.c_int(6)))
+        try:
+            await runner.run(connect)
+        except percore.RemoteError as error:
+            print("refused" if "give one to the call as an argument" in str(error) else error)
+        print(await runner.run(len, "the worker is well"))
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_what_would_arrive_as_a_copy_or_as_a_number_is_refused(tmp_path: Path) -> None:
+    assert output_of(_REFUSED, tmp_path) == "5\nrefused\nrefused\n6\nrefused\n18\n"

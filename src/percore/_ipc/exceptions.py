@@ -30,6 +30,7 @@ from percore._ipc.rebuild import (
     text_of,
     type_name_of,
 )
+from percore._ipc.reducers import refresh
 
 F = TypeVar("F", bound=File)
 
@@ -177,6 +178,7 @@ def _payload(exc: BaseException, members: tuple[BaseException, ...], main_by_val
 
 
 def _dumps(thing: object, main_by_value: bool) -> bytes:
+    refresh()
     buffer = io.BytesIO()
     try:
         pickler = _ExceptionPickler(buffer, PROTOCOL)

@@ -2,10 +2,12 @@
 
 Three ways are tried, cheapest first:
 
-1. the C pickler as it is: nothing of ours runs for an ordinary object;
+1. the C pickler with a table in which some types fail that have to be sent with care (`reducers`): nothing of ours runs for an
+   ordinary object;
 2. after a TypeError, and only where multidict is loaded, the C pickler with multidict's proxies (aiohttp's headers) in
    its dispatch table. Not tried first: a table of our own costs a failed look-up for each object that is not in it;
-3. cloudpickle: lambdas, closures, local classes, and everything of a `__main__` that no worker can import.
+3. the careful pickler, which is cloudpickle's: lambdas, closures, local classes, everything of a `__main__` that no worker can
+   import, and the types that failed before.
 
 Pickle writes what lives in `__main__` by reference without asking whether the other side can import it. Where it cannot
 (`main_by_value`), the name `__main__` in the bytes sends the object on to way 3.
@@ -13,7 +15,6 @@ Pickle writes what lives in `__main__` by reference without asking whether the o
 The functions here run user code (`__reduce__`, `__getstate__`): call them outside critical sections.
 """
 
-import copyreg
 import functools
 import os
 import pickle
@@ -22,15 +23,18 @@ from collections import ChainMap
 from collections.abc import Callable
 from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from percore._errors import RemoteError
 from percore._ipc.rebuild import format_traceback, text_of, type_name_of
+from percore._ipc.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 
 PROTOCOL = 5
 
 # What pickle says when it does not know how. Anything else comes from user code or from the file.
 CANNOT = (pickle.PicklingError, AttributeError, TypeError)
+GLOBAL = 0x93
+"""STACK_GLOBAL, the opcode for whatever is named by its module. A pickle without it is one of plain data: nothing can be wrong."""
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
@@ -52,8 +56,7 @@ class Beside(Protocol):
 
 
 class FastPickler(Pickler):
-    # A Pickler without a table raises and swallows an AttributeError in looking for one: a third of its cost.
-    dispatch_table = copyreg.dispatch_table
+    dispatch_table = FAST
 
 
 Keep = Callable[[PickleBuffer], bool]
@@ -68,16 +71,26 @@ def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None 
 
     After an error the file has been reset.
     """
-    failed: type[Exception] | None = None
+    refresh()
+    failed = _dump_fast(obj, file, None if beside is None else beside.keep)
+    finish(obj, file, failed, main_by_value=main_by_value, beside=beside)
+
+
+def _dump_fast(obj: object, file: File, keep: Keep | None) -> type[Exception] | None:
+    """What it has failed with. A class alone: the next error is not to be reported as one "during handling" of this one."""
     try:
-        FastPickler(file, PROTOCOL, buffer_callback=None if beside is None else beside.keep).dump(obj)
+        FastPickler(file, PROTOCOL, buffer_callback=keep).dump(obj)
     except CANNOT as error:
-        failed = type(error)
+        return type(error)
     except BaseException:
         file.reset()
         raise
-    # Outside the handler: a second error is not to be reported as one "during handling" of the first.
-    finish(obj, file, failed, main_by_value=main_by_value, beside=beside)
+    return None
+
+
+def is_final(pickled: bytes, *, main_by_value: bool) -> bool:
+    """Whether a pickle of a FastPickler with `GLOBAL` in it can stay as it is. False: `finish` decides."""
+    return is_current() and not (main_by_value and b"__main__" in pickled)
 
 
 def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_value: bool, beside: Beside | None = None) -> None:
@@ -86,10 +99,14 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
     Raises:
         BaseException: as `dump`.
     """
+    keep = None if beside is None else beside.keep
+    if refresh():  # it was pickled by a table that lacked something
+        file.reset()
+        failed = _dump_fast(obj, file, keep)
     if failed is not None or (main_by_value and file.contains(b"__main__")):
         file.reset()
         proxies_may_help = failed is not None and issubclass(failed, TypeError) and "multidict" in sys.modules
-        _dump_otherwise(obj, file, main_by_value, None if beside is None else beside.keep, proxies_may_help)
+        _dump_otherwise(obj, file, main_by_value, keep, proxies_may_help)
     if beside is not None and beside.buffers:
         try:
             beside.write_buffers()
@@ -138,9 +155,9 @@ def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
 
 
 def proxy_table() -> ChainMap[type, Callable[[Any], Any]]:
-    """copyreg's live table, with multidict's proxies above it once multidict is loaded."""
+    """The table of the fast pickler, with multidict's proxies above it once multidict is loaded."""
     own = _proxy_reducers() if "multidict" in sys.modules else {}
-    return ChainMap(own, copyreg.dispatch_table)
+    return ChainMap(own, FAST)
 
 
 @functools.cache
@@ -157,10 +174,11 @@ def value_pickler(main_by_value: bool) -> type[Pickler]:
 def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
     import cloudpickle
 
-    own: dict[type, Callable[[Any], Any]] = {memoryview: _refuse_view, **(_proxy_reducers() if with_proxies else {})}
+    proxies = _proxy_reducers() if with_proxies else {}
 
     class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
-        dispatch_table: ClassVar[Any] = ChainMap(own, cloudpickle.Pickler.dispatch_table)
+        # What is registered with multiprocessing comes last: it may share what it sends, and is for what cannot be sent otherwise.
+        dispatch_table: ClassVar[Any] = ChainMap(CAREFUL, proxies, cloudpickle.Pickler.dispatch_table, REGISTERED)
 
     class MainByReference(ValuePickler):
         # A worker imports this `__main__`: a closure's helper functions and classes are then the worker's own, as
@@ -171,14 +189,6 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
             return super().reducer_override(obj)
 
     return cast("type[Pickler]", ValuePickler if main_by_value else MainByReference)
-
-
-def _refuse_view(_view: memoryview) -> NoReturn:
-    """cloudpickle would copy it into bytes, and what arrives would be something else than what was sent."""
-    raise TypeError(
-        "a memoryview cannot be sent as it is: send pickle.PickleBuffer(view), which arrives as a memoryview without a copy "
-        "where it is large, or bytes(view)"
-    )
 
 
 # Results that cannot leave their worker

@@ -6,7 +6,7 @@ but a small pickle has come of them.
 
 from typing import TYPE_CHECKING, Final
 
-from percore._ipc.pickles import CANNOT, PROTOCOL, FastPickler, finish
+from percore._ipc.pickles import CANNOT, GLOBAL, PROTOCOL, FastPickler, finish, is_final
 from percore._ipc.slots import Sink, SlotWriter
 from percore._messages import Payload
 
@@ -49,7 +49,7 @@ class Press:
             pickled = sink.head
             if pickled is None or len(pickled) > _KEPT or sink.buffers:
                 pass
-            elif not self._main_by_value or b"__main__" not in pickled:
+            elif GLOBAL not in pickled or is_final(pickled, main_by_value=self._main_by_value):
                 sink.head = None
                 self._pickler.clear_memo()
                 self._idle.append(self)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn, cast
 
+from percore._ipc import reducers
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import Bell, bell_of
 from percore._ipc.memory import Memory, keep_heap_warm
@@ -102,6 +103,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     signal.signal(signal.SIGINT, _ignore_interrupt)
     tracker = fds[-1] if boot.has_tracker else None
     *memory_fds, out_fd, in_fd, log_fd, pipe = fds if tracker is None else fds[:-1]
+    reducers.become_worker()
     forks.withhold([*memory_fds, log_fd], [pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs

@@ -41,7 +41,7 @@ def take_over(authkey: bytes, tracker: int | None) -> None:
         module = sys.modules.get(name)
         if module is not None:
             steps.pop(name)(module)
-    sys.meta_path.insert(0, _AfterImport(steps))  # type: ignore[arg-type]  # as in mainmodule
+    sys.meta_path.insert(0, _AfterImport(steps))
 
 
 def _set_key(process: Any, authkey: bytes) -> None:
