@@ -1,6 +1,7 @@
 """The errors that say a worker, or all of them, are gone. See the tree in `_errors`."""
 
 import signal as _signal
+import sys as _sys
 
 from percore._errors import PercoreError
 
@@ -41,6 +42,16 @@ def how(exitcode: int | None) -> str:
     if exitcode is None:
         return "(exit status unknown: its fork server died or was stopped, or another part of the program reaped it)"
     return f"with exit code {exitcode}"
+
+
+def frozen_hint() -> str:
+    """In a frozen program: why a worker may have died before it was ready."""
+    if not getattr(_sys, "frozen", False):
+        return ""
+    return (
+        "; this program is frozen, and its helpers are the program itself: it has to call multiprocessing.freeze_support() "
+        "first of all under `if __name__ == '__main__':`"
+    )
 
 
 class WorkerDied(PercoreError, BrokenProcessPool):

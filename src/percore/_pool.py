@@ -9,7 +9,7 @@ import logging
 import signal
 from typing import TYPE_CHECKING, NamedTuple
 
-from percore._broken import RunnerBroken, StartupFailed, how
+from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed
@@ -258,7 +258,8 @@ class Pool:
                 elif why:
                     error = StartupFailed(f"worker {slot.index} was killed: {why}")
                 else:
-                    error = StartupFailed(f"worker {slot.index} died {how(exitcode)} before it was ready", self._last_report)
+                    reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
+                    error = StartupFailed(reason, self._last_report)
                 self._starting.set_exception(error)
             return
         if is_closing:

@@ -101,6 +101,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.multiprocess": frozenset({"_worker.main", "_worker.manners", "_worker.world"}),
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},
+    # for PyInstaller, and never imported by percore
+    "_pyinstaller": frozenset(),
+    "_pyinstaller.hook-percore": frozenset(),
     # the parent's ways to start processes
     "_engines": frozenset(),
     "_engines.fds": VOCABULARY | {"_ipc.memory"},

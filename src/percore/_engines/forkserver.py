@@ -29,7 +29,7 @@ from percore._engines.fds import (
     packet_pair,
     pipe,
 )
-from percore._engines.launch import ENTRY, Watched, is_stream, world_for_fork
+from percore._engines.launch import ENTRY, Watched, interpreter, is_stream, world_for_fork
 from percore._engines.servers import servers
 from percore._platform import HAS_PIDFD
 from percore._reports import report
@@ -58,8 +58,9 @@ class ForkServerLauncher:
         """Take a share in the fork server, which is started by `warm_up` or the first launch, and ended with the last share.
 
         Raises:
-            RuntimeError: this system has no pidfds.
+            RuntimeError: this system has no pidfds; or there is no interpreter to start it with.
         """
+        interpreter()
         if not HAS_PIDFD:
             raise RuntimeError('start_method="forkserver" needs pidfds (Linux 5.3); use start_method="spawn" here')
         launcher = cls(entry)

@@ -11,14 +11,16 @@ import contextlib
 import fcntl
 import marshal
 import os
+import pickle
+import re
 import signal
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from percore._engines.fds import Fd, above_streams, anonymous_file, hold, let_go
-from percore._worker.world import HELD_BACK, World
+from percore._worker.world import HELD_BACK, Helper, World
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,6 +37,8 @@ sys.path[:] = data[0]
 from {module} import {function}
 {function}(data)
 """
+_FORK_ARGUMENT = "--multiprocessing-fork"
+_PYTHON = re.compile(r"(python|pypy|graalpy)[0-9.]*[a-z]*(-[\w.-]+)?")
 _CODE_PATIENCE = 0.1
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 0x8  # Linux 6.15
 _INFO_SIZE, _INFO_EXIT_CODE = 64, 60  # bytes of struct pidfd_info, offset of its exit_code
@@ -84,6 +88,48 @@ def _umask() -> int | None:
         return None  # no /proc: the one the fork server was started with
 
 
+def is_frozen() -> bool:
+    """Whether this program was made by PyInstaller or the like: `sys.executable` is the program then."""
+    return bool(getattr(sys, "frozen", False))
+
+
+def interpreter() -> str:
+    """What to start helpers with, as multiprocessing finds it. Starts nothing.
+
+    Raises:
+        RuntimeError: it is no Python, and to start it might start this program again and again; or that has happened already.
+    """
+    executable: str | None = sys.executable
+    of_multiprocessing = sys.modules.get("multiprocessing.spawn")
+    if of_multiprocessing is not None:
+        given = of_multiprocessing.get_executable()
+        if given is not None and os.fsdecode(given) != executable:
+            return os.fsdecode(given)  # the user has called multiprocessing.set_executable
+    if is_frozen():
+        if _is_second_program():
+            raise RuntimeError(
+                "this frozen program was started as a helper process of itself and has run its own code instead: "
+                "call multiprocessing.freeze_support() first of all under `if __name__ == '__main__':`"
+            )
+    elif not executable or not (_is_python(executable) or _is_python(os.path.realpath(executable))):
+        raise RuntimeError(
+            f"percore starts its workers with a Python interpreter, and sys.executable is {executable!r}, which does not look like "
+            "one; probably this program embeds Python. Name the interpreter: multiprocessing.set_executable('/usr/bin/python3')"
+        )
+    return cast("str", executable)
+
+
+def _is_python(path: str) -> bool:
+    return _PYTHON.fullmatch(os.path.basename(path)) is not None
+
+
+def _is_second_program() -> bool:
+    """Whether a frozen program was started as a helper and runs its own code all the same: it does not call `freeze_support`."""
+    is_helper = _FORK_ARGUMENT in (*sys.argv[1:2], *sys.orig_argv[1:2])
+    process = sys.modules.get("multiprocessing.process")
+    return is_helper and not Helper.has_begun and (process is None or process.parent_process() is None)
+
+
 def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdout: bool) -> int:
     """Run `function(data)` of "module:function" in a fresh interpreter with these fds, their numbers as arguments.
 
@@ -92,12 +138,20 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
 
     Raises:
         OSError: it could not be started.
+        RuntimeError: as `interpreter`.
     """
-    module, _, function = target.partition(":")
-    file = anonymous_file(marshal.dumps(tuple(data)))
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    executable = interpreter()
+    if is_frozen():
+        # The program itself, whose `multiprocessing.freeze_support()` recognises this and reads two pickles from a descriptor.
+        file = anonymous_file(pickle.dumps({}) + pickle.dumps(Helper(target, tuple(data), list(fds))))
+        command = [executable, _FORK_ARGUMENT, f"pipe_handle={file.number}"]
+    else:
+        file = anonymous_file(marshal.dumps(tuple(data)))
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+        module, _, function = target.partition(":")
+        boot = _BOOT.format(module=module, function=function)
+        command = [executable, *flags, "-P", "-c", boot, *map(str, (file.number, *fds))]
     numbers = [file.number, *fds]
-    command = [sys.executable, *flags, "-P", "-c", _BOOT.format(module=module, function=function), *map(str, numbers)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         process = subprocess.Popen(

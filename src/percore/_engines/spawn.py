@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from percore._engines.fds import Fd, duplicate, let_go, pipe
-from percore._engines.launch import ENTRY, Watched, open_child, start_python, world_for_exec
+from percore._engines.launch import ENTRY, Watched, interpreter, open_child, start_python, world_for_exec
 from percore._platform import HAS_PIDFD
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class SpawnLauncher:
     """Starts workers as children of this process. Nothing is shared between launches."""
 
     def __init__(self, entry: str = ENTRY) -> None:
+        """Raises RuntimeError where there is no interpreter to start workers with."""
+        interpreter()
         self._entry = entry
 
     def launch(

@@ -307,6 +307,8 @@ def main_info() -> MainInfo:
 
 def _script_info(main: ModuleType) -> MainInfo:
     path = getattr(main, "__file__", None)
+    if getattr(sys, "frozen", False):  # its files are packed into the program
+        return MainInfo("value", "")
     # A prompt after the script (`python -i`) defines names that the file does not have.
     if not isinstance(path, str) or hasattr(sys, "ps1") or not os.path.isfile(path):
         return MainInfo("value", "")

@@ -62,6 +62,27 @@ class World(NamedTuple):
         return marshal.dumps(tuple(self))
 
 
+class Helper:
+    """A helper process of a frozen program, as that reads it: `multiprocessing.freeze_support()` calls its `_bootstrap`."""
+
+    has_begun = False
+    """Whether this process is one."""
+
+    def __init__(self, target: str, data: tuple[object, ...], fds: list[int]) -> None:
+        self._target = target
+        self._data = data
+        self._fds = fds
+
+    def _bootstrap(self, parent_sentinel: int) -> None:
+        """Be what `python -c BOOT data fd...` would be."""
+        Helper.has_begun = True
+        os.close(parent_sentinel)
+        sys.argv[:] = ["-c", "", *map(str, self._fds)]
+        sys.path[:] = self._data[0]  # type: ignore[call-overload]  # each target's data begin with it
+        module, _, name = self._target.partition(":")
+        getattr(importlib.import_module(module), name)(self._data)
+
+
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """A message and at most so many fds that came with it, none of them inheritable. No bytes: the other side is gone.
 

@@ -1,0 +1,131 @@
+"""Programs whose sys.executable is no interpreter: frozen ones, and hosts that embed Python. None starts itself again and again."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import percore
+from percore._platform import default_start_method
+from tests.e2e import frozen_program
+from tests.e2e.scripts import Done, execute, output_of
+
+HOOKS = Path(percore.__file__).parent / "_pyinstaller"
+METHODS = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The frozen program. To make it takes some ten seconds."""
+    pytest.importorskip("PyInstaller")
+    folder = tmp_path_factory.mktemp("frozen")
+    source = folder / "frozen_program.py"
+    source.write_text(Path(frozen_program.__file__).read_text())
+    done = execute(
+        [
+            sys.executable,
+            "-m",
+            "PyInstaller",
+            "--log-level=WARN",
+            f"--paths={HOOKS.parents[1]}",
+            f"--additional-hooks-dir={HOOKS}",
+            source,
+        ],
+        cwd=folder,
+        environment={"PYINSTALLER_CONFIG_DIR": folder / "cache"},
+    )
+    assert done.code == 0, done.err
+    return folder / "dist" / "frozen_program" / "frozen_program"
+
+
+def run(program: Path, folder: Path, *arguments: str, **environment: str) -> tuple[Done, int]:
+    """How it ends, and how often it was started."""
+    starts = folder / "starts"
+    done = execute([program, *arguments], cwd=folder, environment={"STARTS": starts, **environment})
+    return done, len(starts.read_text().splitlines())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_program_has_workers(method: str, program: Path, tmp_path: Path) -> None:
+    done, starts = run(program, tmp_path, method)
+    assert (done.code, done.out, done.err) == (0, "[0, 2, 4] [0, 3, 6] [9]\n8\n", "")
+    assert starts < 10  # itself, and a helper each; nothing multiplies
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_program_without_freeze_support_is_refused_and_told(method: str, program: Path, tmp_path: Path) -> None:
+    done, starts = run(program, tmp_path, method, NO_SUPPORT="1")
+    assert done.code != 0
+    assert starts <= 3
+    last = re.findall(r"^percore\.StartupFailed: .*", done.err, re.MULTILINE)
+    assert len(last) == 1
+    assert "multiprocessing.freeze_support()" in last[0]
+
+
+HOST = """\
+import asyncio, sys
+import percore
+from percore import Runner
+
+sys.executable = sys.argv[1] or None
+for make in (lambda: Runner(1), lambda: Runner(1, start_method="spawn")):
+    try:
+        asyncio.run(make().start())
+    except RuntimeError as error:
+        print(error)
+print(percore.LoopPoolExecutor(1).submit(abs, 1).exception())
+"""
+
+
+@pytest.mark.parametrize("host", ["uwsgi", ""])
+def test_a_host_that_is_no_interpreter_is_never_started(host: str, tmp_path: Path) -> None:
+    executable = tmp_path / host if host else None
+    if executable is not None:
+        executable.write_text(f"#!/bin/sh\necho started >> {tmp_path}/started\n")
+        executable.chmod(0o755)
+    said = output_of(HOST, tmp_path, str(executable or "")).splitlines()
+    assert len(said) == 3
+    assert all("multiprocessing.set_executable" in line and repr(executable and str(executable)) in line for line in said)
+    assert not (tmp_path / "started").exists()
+
+
+GIVEN = """\
+import asyncio, multiprocessing, sys
+import percore
+
+async def main():
+    for method in sys.argv[2:]:
+        async with percore.Runner(1, start_method=method) as runner:
+            print(await runner.run(abs, -1))
+
+multiprocessing.set_executable(sys.executable)
+sys.executable = sys.argv[1]
+asyncio.run(main())
+"""
+
+
+def test_a_host_may_name_its_interpreter(tmp_path: Path) -> None:
+    assert output_of(GIVEN, tmp_path, str(tmp_path / "uwsgi"), *METHODS) == "1\n" * len(METHODS)
+
+
+@pytest.mark.parametrize("name", ["python", "python3.13t", "python3-dbg", "python3.11d", "pypy3"])
+def test_names_of_interpreters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from percore._engines.launch import interpreter
+
+    monkeypatch.setattr(sys, "executable", f"/opt/some where/{name}")
+    monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
+    assert interpreter() == f"/opt/some where/{name}"
+
+
+def test_a_link_of_another_name_to_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from percore._engines.launch import interpreter
+
+    link = tmp_path / "service"
+    os.symlink(os.path.realpath(sys.executable), link)
+    monkeypatch.setattr(sys, "executable", str(link))
+    monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
+    assert interpreter() == str(link)
