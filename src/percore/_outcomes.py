@@ -60,7 +60,7 @@ class Outcomes:
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
-            UNPICKLED: lambda call_id, leased: self._unpickled(member, call_id, leased),
+            UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
             LEASED: lambda _, payload: self._leased(member, payload),
             UNLEASED: lambda _, payload: self._unleased(member, payload),
             KNOWN: lambda number, _: self._supervisor.shares.known(member, number),
@@ -137,11 +137,9 @@ class Outcomes:
         error = load_exception(self._bytes(member, payload))
         self._supervisor.pool.unready(member, error, _text(error))
 
-    def _unpickled(self, member: Member, call_id: int, leased: Any) -> None:
+    def _unpickled(self, member: Member, call_id: int) -> None:
         """The arguments have been read from their slot: it is free, unless arrays lie there, or for another attempt."""
         call = member.calls[call_id]
-        if leased is not None:
-            self._leased(member, leased)
         if call.plan is None or not call.plan.policy.retries:
             self._supervisor.unpickled(call)
 

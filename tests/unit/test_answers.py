@@ -1,11 +1,22 @@
-"""A function in a worker is unpickled once, however many threads begin a call of it at once; where that fails, by each of them."""
+"""A function in a worker is unpickled once, however many threads begin a call of it at once; where that fails, by each of them.
 
+The end of a lease is told after its beginning, whichever of thread and loop is quicker.
+"""
+
+import asyncio
+import sys
 import threading
-from typing import Any
+from pickle import PickleBuffer
+from typing import Any, cast
 
 import pytest
 
-from percore._messages import Kind
+from percore._ipc.exports import Endings
+from percore._ipc.leases import Leases
+from percore._ipc.memory import Memory
+from percore._ipc.pickles import dump
+from percore._ipc.slots import Sink, SlotReader, SlotWriter
+from percore._messages import LEASED, UNLEASED, UNPICKLED, Body, Kind
 from percore._worker.answers import Answers, Function
 
 
@@ -69,3 +80,67 @@ def test_a_second_thread_waits_for_what_the_first_unpickles(fails: bool, loads: 
     pickled.ask()
     pickled.second.join()
     assert (pickled.loads, pickled.got) == (loads, [got, got])
+
+
+class Copied:
+    """Travels beside a pickle, and is copied when it arrives: no view is left when it is unpickled."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.data = data
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return copied, (PickleBuffer(self.data),)
+
+    def __call__(self) -> int:
+        return len(self.data)
+
+
+def copied(buffer: memoryview) -> Copied:
+    return Copied(bytes(buffer))
+
+
+class Told:
+    """A worker's channel: notes in which order it is told what. Its loop has heard of the lease's end before its thread goes on."""
+
+    def __init__(self, memory: Memory, slot_size: int, leases: Leases) -> None:
+        self.outgoing = SlotWriter(memory, slot_size, slot_size)
+        self.leases = leases
+        self.is_open = True
+        self.told: list[int] = []
+        self.has_ended = threading.Event()
+
+    def keep(self, op: int, _call_id: int, _body: Body) -> None:
+        self.told.append(op)
+
+    def send_lazily(self, op: int, _call_id: int, _body: Body) -> None:
+        self.told.append(op)
+        self.has_ended.set()
+
+    def send_from_thread(self, op: int, _call_id: int, _body: Body) -> None:
+        self.has_ended.wait()
+        self.told.append(op)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is leased elsewhere")
+@pytest.mark.parametrize("is_function", [False, True], ids=["arguments", "function"])
+async def test_the_end_of_a_lease_is_told_after_its_beginning(*, is_function: bool) -> None:
+    size = 1 << 20
+    memory = Memory.create(size)
+    sink = Sink(SlotWriter(memory, size, size))
+    thing = Copied(bytes(100_000))
+    dump(thing if is_function else ((thing,), {}), sink, main_by_value=False, beside=sink)
+    payload = sink.payload()
+    reader = Memory.of_reader(memory.reader_fd(), size)
+    told = Told(memory, size, Leases(SlotReader(reader, size), Endings(asyncio.get_running_loop()), 1))
+    answers = Answers(cast("Any", told), main_by_value=False)
+    function = Function(Kind.THREAD, payload)
+    function.fn = None if is_function else len
+    if is_function:
+        assert (await asyncio.to_thread(answers.function, function))() == 100_000
+        await asyncio.to_thread(told.has_ended.wait)
+    else:
+        _, (got,), _ = await asyncio.to_thread(answers.unpack, 1, function, payload, told.send_from_thread)
+        assert got() == 100_000
+    assert told.told == ([LEASED, UNLEASED] if is_function else [LEASED, UNLEASED, UNPICKLED])
+    for one in (reader, memory):
+        one.close()

@@ -130,7 +130,7 @@ LARGEST: Final[dict[str, Any]] = {
     "ERROR": PICKLE,
     "CANCELLED": None,
     "RETURNED": MOST_OF_ONE,
-    "UNPICKLED": SLOT,
+    "UNPICKLED": None,
     "READY": 1 << 31,
     "UNREADY": PICKLE,
     "DRAINING": None,

@@ -8,6 +8,7 @@ from percore._errors import PayloadTooLarge
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
+from percore._ipc.leases import Received
 from percore._ipc.pickles import load, qualified_name, unpicklable
 from percore._ipc.presses import Presses
 from percore._ipc.slots import Sink
@@ -60,12 +61,20 @@ class Answers:
         return fn
 
     def _loaded(self, function: Function) -> Callable[..., Any]:
-        received = self._channel.leases.receive(function.payload)
-        if received.is_leased:
-            self._channel.send_from_thread(LEASED, 0, function.payload)
-        fn = cast("Callable[..., Any]", received.load())
+        fn = cast("Callable[..., Any]", self._receive(function.payload).load())
         function.name = qualified_name(fn)
         return fn
+
+    def _receive(self, payload: Payload) -> Received:
+        """What lies there, ready to be unpickled. Its lease, if it has one, is begun for the supervisor, too.
+
+        Told before the views exist that end it: they may have gone when unpickling returns, and the loop may hear of that before
+        this thread does anything else. What is queued goes in the order in which it was queued, whoever sends it.
+        """
+        received = self._channel.leases.receive(payload)
+        if received.is_leased:
+            self._channel.keep(LEASED, 0, payload)
+        return received
 
     def unpack(
         self, call_id: int, function: Function | None, body: Body, send: Send
@@ -84,12 +93,12 @@ class Answers:
         if type(payload) is bytes and payload[-1:] == b".":  # most of them: no buffers
             loaded = load(payload)
         else:
-            received = self._channel.leases.receive(payload)
+            received = self._receive(payload)
             try:
                 loaded = received.load()
             finally:
                 if type(payload) is int:
-                    send(UNPICKLED, call_id, payload if received.is_leased else None)
+                    send(UNPICKLED, call_id, None)
         if POINTS:
             point("worker.call.unpickled")
         return loaded
