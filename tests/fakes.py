@@ -25,7 +25,7 @@ from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import SlotReader, SlotWriter
 from percore._options import Knobs
-from percore._worker.context import WorkerContext, of_task
+from percore._worker.context import WorkerContext, context_of_calls, of_task
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.main import Boot, cell_size, marks_of, unpickler
 from percore._worker.serve import Server
@@ -81,7 +81,9 @@ class FakeWorker:
             leases=self._boot.leases,
         )
         self._own_marks = marks_of(cell, self._boot.places)
-        self._server = Server(
+        self._calls = context_of_calls()
+        self._server = self._calls.run(
+            Server,
             self._side,
             self._own_marks,
             threads=self._boot.threads,
@@ -90,7 +92,7 @@ class FakeWorker:
             contextvars=self._boot.contextvars,
         )
         self._context.shares = self._server.shares
-        self._side.open(self._server.receive, lambda _error: self._die(70))
+        self._calls.run(self._side.open, self._server.receive, lambda _error: self._die(70))
         self._task = self._loop.create_task(
             serve_until_finished(
                 self._side,
@@ -171,9 +173,7 @@ class FakeWorker:
     def resume(self) -> None:
         """Read on."""
         if self._side.is_open:
-            context = copy_context()
-            context.run(of_task.set, self._context)
-            context.run(self._loop.add_reader, self._side._bell.fileno(), self._side._on_bell)
+            self._calls.run(self._loop.add_reader, self._side._bell.fileno(), self._side._on_bell)
 
 
 class FakeEngine:

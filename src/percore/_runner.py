@@ -86,7 +86,8 @@ class Runner(Verbs):
     Args:
         workers: processes. Default: the CPUs this process may really use, by affinity and cgroup quota.
         lifespan: called in each worker, gives an async or plain context manager that is entered in the worker's loop before its
-            first call and left after its last; what it yields is `percore.state()` there.
+            first call and left after its last; what it yields is `percore.state()` there. Tasks that it starts run until it is
+            left. Those that calls have left behind are cancelled before.
         concurrency: coroutines at once, per worker.
         threads: size of the thread pool for plain functions, per worker. Default: min(32, CPUs + 4).
         loop_factory: makes the workers' event loops. Default: uvloop where installed, else asyncio's own.

@@ -5,9 +5,11 @@ import atexit
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import Context
+from typing import Any
 
 import percore
-from tests.jobs import say
+from tests.jobs import await_, say
 
 
 @asynccontextmanager
@@ -36,3 +38,149 @@ async def stays_at_its_start(log: str) -> AsyncIterator[None]:
         say(log, "enters")
         await asyncio.Event().wait()
     yield
+
+
+# Background work of lifespans
+
+
+class Writer:
+    """Writes into the log what calls put, but not before the lifespan is left."""
+
+    def __init__(self, log: str) -> None:
+        self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_leaving = asyncio.Event()
+        self._log = log
+
+    async def write(self) -> None:
+        await self.is_leaving.wait()
+        while True:
+            item = await self.items.get()
+            await asyncio.sleep(0)
+            say(self._log, f"wrote {item}")
+            self.items.task_done()
+
+    async def drain(self) -> None:
+        self.is_leaving.set()
+        await self.items.join()
+
+
+@asynccontextmanager
+async def with_task(log: str) -> AsyncIterator[Writer]:
+    writer = Writer(log)
+    task = asyncio.create_task(writer.write())
+    yield writer
+    await writer.drain()
+    task.cancel()
+
+
+@asynccontextmanager
+async def with_tasks_of_unknown_context(log: str) -> AsyncIterator[Writer]:
+    """Its task runs in an empty context; and that one makes another, from a thread of its own."""
+    writer, loop = Writer(log), asyncio.get_running_loop()
+    tasks: list[Any] = []
+
+    def start() -> None:
+        tasks.append(asyncio.run_coroutine_threadsafe(writer.write(), loop))
+
+    async def start_in_thread() -> None:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+
+    await asyncio.create_task(start_in_thread(), context=Context())
+    yield writer
+    await writer.drain()
+    tasks[0].cancel()
+
+
+@asynccontextmanager
+async def with_task_group(log: str) -> AsyncIterator[Writer]:
+    writer = Writer(log)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(writer.write())
+        yield writer
+        await writer.drain()
+        task.cancel()
+    say(log, "left")
+
+
+@asynccontextmanager
+async def with_anyio_group(log: str) -> AsyncIterator[Writer]:
+    import anyio
+
+    writer = Writer(log)
+    async with anyio.create_task_group() as group:
+        group.start_soon(writer.write)
+        yield writer
+        await writer.drain()
+        group.cancel_scope.cancel()
+    say(log, "left")
+
+
+class Session:
+    """Talks to a server, both in tasks of anyio: it pings while it is open, and says goodbye in order."""
+
+    def __init__(self, log: str) -> None:
+        import anyio
+
+        self._log = log
+        self._anyio = anyio
+        self._requests, self._received = anyio.create_memory_object_stream[str](8)
+        self._answers: dict[str, asyncio.Future[None]] = {}
+
+    async def __aenter__(self) -> "Session":
+        self._group = self._anyio.create_task_group()
+        await self._group.__aenter__()
+        self._group.start_soon(self._serve)
+        self._group.start_soon(self._ping)
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        await self.request("bye")
+        say(self._log, "wrote 0")
+        self._group.cancel_scope.cancel()
+        try:
+            return await self._group.__aexit__(*error)
+        finally:
+            self._requests.close()
+            self._received.close()
+            say(self._log, "left")
+
+    async def request(self, text: str) -> None:
+        self._answers[text] = answer = asyncio.get_running_loop().create_future()
+        await self._requests.send(text)
+        await answer
+
+    async def _serve(self) -> None:
+        async for text in self._received:
+            self._answers.pop(text).set_result(None)
+
+    async def _ping(self) -> None:
+        while True:
+            await self.request("ping")
+            await self._anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def with_session(log: str) -> AsyncIterator[Session]:
+    async with Session(log) as session:
+        yield session
+
+
+async def request(text: str) -> None:
+    await percore.state(Session).request(text)
+
+
+async def put(item: Any) -> None:
+    percore.state(Writer).items.put_nowait(item)
+
+
+@asynccontextmanager
+async def with_loop(log: str) -> AsyncIterator[asyncio.AbstractEventLoop]:
+    yield asyncio.get_running_loop()
+    say(log, "left")
+
+
+def leave_task_from_thread(log: str, gate: str) -> None:
+    """A plain function leaves a task in the loop."""
+    asyncio.run_coroutine_threadsafe(await_(log, gate, "task"), percore.state(asyncio.AbstractEventLoop))

@@ -3,7 +3,11 @@
 import asyncio
 import functools
 import signal
+from typing import Any
 
+import pytest
+
+import percore
 from percore import Runner
 from tests import jobs
 from tests.contract import life_jobs
@@ -61,3 +65,50 @@ async def test_a_worker_that_retires_is_killed_if_it_hangs(make: MakeRunner, log
         assert await log.next() == "leaves"
         await asyncio.gather(*(runner.run(jobs.aecho) for _ in range(10)))
         await _alone(runner)
+
+
+# Tasks of the lifespan
+
+WROTE = [f"wrote {item}" for item in range(20)]
+
+
+@pytest.mark.parametrize(
+    "lifespan",
+    [life_jobs.with_task, life_jobs.with_tasks_of_unknown_context, life_jobs.with_task_group, life_jobs.with_anyio_group],
+    ids=lambda lifespan: lifespan.__name__,
+)
+@pytest.mark.parametrize("ends", ["by closing", "by draining"])
+async def test_the_lifespan_s_tasks_work_until_it_is_left(make: MakeRunner, log: Log, lifespan: Any, ends: str) -> None:
+    async with make(lifespan=functools.partial(lifespan, log.path)) as runner:
+        await asyncio.gather(*(runner.run(life_jobs.put, item) for item in range(20)))
+        assert log.rest() == []
+        if ends == "by draining":
+            worker_of(runner).kill(signal.SIGTERM)
+            assert await log.take(20) == WROTE
+    left = ["left"] if lifespan in {life_jobs.with_task_group, life_jobs.with_anyio_group} else []
+    first, rest = ([], log.rest()) if ends == "by draining" else (WROTE, log.rest())
+    assert rest[: len(first) + len(left)] == first + left
+
+
+async def test_a_session_of_the_lifespan_ends_in_order(make: MakeRunner, log: Log) -> None:
+    async with make(lifespan=functools.partial(life_jobs.with_session, log.path)) as runner:
+        await asyncio.gather(*(runner.run(life_jobs.request, str(number)) for number in range(20)))
+        assert log.rest() == []
+    assert log.rest() == ["wrote 0", "left"]
+
+
+@pytest.mark.asyncio_only
+def test_the_lifespan_s_tasks_work_until_an_executor_ends(log: Log) -> None:
+    with percore.LoopPoolExecutor(1, lifespan=functools.partial(life_jobs.with_task, log.path)) as executor:
+        for item in range(20):
+            _ = executor.submit(life_jobs.put, item)
+    assert log.rest() == WROTE
+
+
+async def test_a_task_that_a_plain_function_left_is_cancelled_before_the_lifespan_is_left(
+    make_real: MakeRunner, log: Log, gate: Gate
+) -> None:
+    async with make_real(lifespan=functools.partial(life_jobs.with_loop, log.path)) as runner:
+        await runner.run(life_jobs.leave_task_from_thread, log.path, gate.path)
+        assert await log.next() == "task"
+    assert log.rest() == ["cancelled task", "left"]

@@ -1,6 +1,6 @@
 """What a call can ask of the worker it runs in."""
 
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, overload
 
@@ -49,6 +49,18 @@ class WorkerContext:
 # one each, which their tasks and threads inherit.
 of_process: WorkerContext | None = None
 of_task: Final[ContextVar[WorkerContext | None]] = ContextVar("percore_worker", default=None)
+
+# A task, a callback and, from a task, a thread's call copy the context of whoever makes them. So what calls start is told from what
+# the lifespan starts: calls are received in a context in which this is set, and the lifespan runs in one in which it is not.
+of_call: Final[ContextVar[bool]] = ContextVar("percore_of_call", default=False)
+
+
+def context_of_calls() -> Context:
+    """A copy of the current context for what receives and runs calls."""
+    context = copy_context()
+    context.run(of_call.set, True)
+    return context
+
 
 importing_main = False
 """Whether this worker is running the user's script, to find something of it."""

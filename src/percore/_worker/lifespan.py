@@ -1,9 +1,21 @@
-"""What surrounds the serving of a worker: its lifespan, readiness, and the tasks that calls have left behind."""
+"""What surrounds the serving of a worker: its lifespan, readiness, and the tasks that calls have left behind.
+
+The lifespan is entered and left in one task, the worker's main one, as task groups and cancel scopes demand.
+A task belongs to the calls if its context says so (`context.of_call`): a call has made it, or a task or a callback that a call has
+made. All other tasks are the lifespan's. So the lifespan keeps what works for it until it is left:
+
+    last call ends ─▶ tasks of calls are cancelled ─▶ the lifespan is left ─▶ tasks that are still there are cancelled
+
+Nothing is asked for this while calls run: contexts are copied anyway, and a task factory of the user's stays as it is.
+"""
 
 import asyncio
+import gc
 import logging
-from collections.abc import AsyncGenerator, Callable
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import Context
 from typing import Any, Final
 
 from percore._ipc.channel import Channel
@@ -11,7 +23,7 @@ from percore._ipc.exceptions import dump_exception
 from percore._ipc.slots import Sink
 from percore._messages import READY, UNREADY
 from percore._points import POINTS, point
-from percore._worker.context import WorkerContext
+from percore._worker.context import WorkerContext, of_call
 from percore._worker.serve import Server
 
 logger: Final = logging.getLogger("percore")
@@ -48,11 +60,12 @@ async def serve_until_finished(
     await server.finished
     if POINTS:
         point("worker.finished")
-    await _cancel_leftovers(tasks)
+    await _cancel([task for task in tasks() if _is_of_call(task)], "a task that a call left behind")
     try:
         await stack.leave()
     except Exception:
         logger.exception("percore: the lifespan of worker %d failed on exit", context.worker.index)
+    await _cancel(tasks(), "a task still running after the lifespan's exit")
     if POINTS:
         point("worker.lifespan.left")
     return 0
@@ -98,14 +111,30 @@ async def _as_async(manager: Any) -> AsyncGenerator[Any]:
         yield value
 
 
-async def _cancel_leftovers(of_worker: Callable[[], set[asyncio.Task[Any]]]) -> None:
-    """Cancel the tasks that calls have left behind, before the lifespan takes away what they use. Their errors are logged."""
+def _is_of_call(task: asyncio.Task[Any]) -> bool:
+    """Whether a call has made this task, or something that a call has made."""
+    context = _context_of(task)
+    return context is not None and context.get(of_call, False)
+
+
+def _context_of(task: Any) -> Context | None:
+    """The context that a task runs in. None: it does not say; a task factory may make tasks of its own kind."""
+    if sys.version_info >= (3, 12):
+        get_context = getattr(task, "get_context", None)
+        return None if get_context is None else get_context()
+    # Python 3.11 has no `Task.get_context`. The first context that a task refers to is the one it runs in: the other ones are those
+    # of its callbacks, which are of its base class.
+    return next((found for found in gc.get_referents(task) if type(found) is Context), None)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]], what: str) -> None:
+    """Cancel these tasks but the current one, and wait for their ends. Their errors are logged."""
     me = asyncio.current_task()
-    tasks = [task for task in of_worker() if task is not me]
-    for task in tasks:
+    others = [task for task in tasks if task is not me]
+    for task in others:
         task.cancel()
-    if tasks:
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
+    if others:
+        await asyncio.gather(*others, return_exceptions=True)
+    for task in others:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("percore: a task that a call left behind failed: %r", task, exc_info=error)
+            logger.error("percore: %s failed: %r", what, task, exc_info=error)

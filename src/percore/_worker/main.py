@@ -23,7 +23,7 @@ from percore._platform import uvloop_wanted
 from percore._points import POINTS, point, this_is_worker
 from percore._worker import context as worker_context
 from percore._worker import forks, mainmodule, siblings
-from percore._worker.context import CurrentWorker, WorkerContext
+from percore._worker.context import CurrentWorker, WorkerContext, context_of_calls
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.logs import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker.manners import MannerlyAnswers, Manners, initialize
@@ -171,7 +171,9 @@ async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one p
         prompt=True,
         leases=boot.leases,
     )
-    server = Server(
+    calls = context_of_calls()
+    server = calls.run(
+        Server,
         channel,
         marks_of(cell, boot.places),
         threads=boot.threads,
@@ -183,7 +185,7 @@ async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one p
     context.shares = server.shares
     if manners is not None and manners.max_tasks:
         server.limit(manners.max_tasks)
-    channel.open(server.receive, _broken)
+    calls.run(channel.open, server.receive, _broken)
     if manners is None or not manners.is_pool:
         loop.add_signal_handler(signal.SIGTERM, server.drain)
         forks.sigterm_drains()
