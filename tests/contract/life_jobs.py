@@ -183,4 +183,4 @@ async def with_loop(log: str) -> AsyncIterator[asyncio.AbstractEventLoop]:
 
 def leave_task_from_thread(log: str, gate: str) -> None:
     """A plain function leaves a task in the loop."""
-    asyncio.run_coroutine_threadsafe(await_(log, gate, "task"), percore.state(asyncio.AbstractEventLoop))
+    asyncio.run_coroutine_threadsafe(await_(log, gate, "task"), percore.state())
