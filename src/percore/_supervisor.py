@@ -85,6 +85,7 @@ class Supervisor:
         self.on_death: Callable[[Member, int | None, bool], None] | None = None
         """Told of each death that nobody has asked for: the worker, its exit code, and whether it had been ready."""
         self._pid = os.getpid()
+        self._is_settling = False
         self._retired: deque[tuple[Function, list[Unit]]] = deque()
         """Held functions of no use any more, and their calls that were under way when that was said."""
         self.enders: set[Callable[[], None]] = set()
@@ -211,6 +212,15 @@ class Supervisor:
         self.send_waiting(Kind.TASK)
         self.send_waiting(Kind.THREAD)
         self._recalls.look()
+        if self.dispatch.keys.strays and not self._is_settling and not self.dispatch.is_settled():
+            self._is_settling = True
+            self.loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        """Calls with keys move to where they belong since the workers have changed, a piece in each iteration of the loop."""
+        self._is_settling = False
+        self.dispatch.settle()
+        self._dispatch()
 
     def forget(self, function: Function, calls: Iterable[Unit]) -> None:
         """A held function is of no use any more, once those of these calls have ended that are under way; there are no others."""

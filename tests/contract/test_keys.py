@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._core.keys import PIECE
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -173,6 +174,13 @@ async def test_many_keys_spread_evenly(make: MakeRunner) -> None:
 # Deaths
 
 
+@pytest.fixture(params=[1, PIECE])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many lanes are listed anew at once."""
+    monkeypatch.setattr("percore._core.keys.PIECE", request.param)
+
+
+@pytest.mark.usefixtures("piece")
 async def test_waiting_calls_of_a_dead_worker_s_keys_go_on(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=2) as runner:
         key = await _key_at(runner, 0)
@@ -210,6 +218,20 @@ async def test_a_key_moves_only_when_none_of_it_runs(make: MakeRunner, log: Log,
         assert await second != pid
 
 
+@pytest.mark.usefixtures("piece")
+async def test_many_keys_wait_while_the_only_worker_dies(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1, concurrency=1) as runner:
+        first = runner.options(key="first").submit(jobs.hold, log.path, gate.path, "first", 0)
+        calls = [runner.options(key=key).submit(jobs.aecho, key) for key in range(20)]
+        await log.next()
+        worker_of(runner).kill()
+        with pytest.raises(percore.WorkerDied):
+            await first
+        assert await asyncio.gather(*calls) == list(range(20))
+        assert runner._supervisor.dispatch.is_settled()
+
+
+@pytest.mark.usefixtures("piece")
 async def test_keys_over_deaths_at_any_time(make: MakeRunner, log: Log, gate: Gate) -> None:
     gate.open()
     story = Story()

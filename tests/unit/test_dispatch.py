@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from percore._core import keys as keys_module
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
 from percore._core.keys import weight
@@ -152,8 +153,11 @@ class DispatchMachine(RuleBasedStateMachine):
         threads=st.integers(1, 2),
         seats=st.integers(0, 7),
         per_key=st.one_of(st.none(), st.integers(1, 3)),
+        piece=st.sampled_from([1, keys_module.PIECE]),
     )
-    def start(self, concurrency: int, threads: int, seats: int, per_key: int | None) -> None:
+    def start(self, concurrency: int, threads: int, seats: int, per_key: int | None, piece: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(keys_module, "PIECE", piece)
         self.places = (concurrency, threads)
         self.room = (concurrency, threads * (1 + AHEAD))
         self.limit = per_key or 1 << 30
@@ -161,6 +165,10 @@ class DispatchMachine(RuleBasedStateMachine):
         self.singles = (Line("coroutines", TASK, None), Line("plain calls", THREAD, None))
         for index in range(seats):
             self.dispatch.seat(Seat(index))
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     # What the model knows
 
@@ -176,6 +184,8 @@ class DispatchMachine(RuleBasedStateMachine):
     def seat_of(self, key: Hashable) -> Seat | None:
         """Where a key with waiting calls belongs, and whether that is a worker that takes calls."""
         known = self.dispatch.keys._keys[key]
+        if known.round != self.dispatch.keys._round:  # it finds that out when it is used
+            self.dispatch.keys._place(known)
         if not known.running and self.dispatch.seats:
             assert known.seat in self.dispatch.seats
         return known.seat if known.seat in self.dispatch.seats else None
@@ -270,6 +280,8 @@ class DispatchMachine(RuleBasedStateMachine):
             del line.lanes[call.key]
 
     def pump(self) -> None:
+        while not self.dispatch.is_settled():
+            self.dispatch.settle()
         for kind in KINDS:
             for call, seat in self.dispatch.fill(kind):
                 assert call.kind == kind

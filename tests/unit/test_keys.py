@@ -4,12 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._core.keys import Keys, Lanes, weight
+from percore._core import keys as module
+from percore._core.keys import KEPT, PIECE, Keys, Lanes, weight
 
 KEYS = 10_000
 
@@ -156,6 +158,69 @@ def test_idle_keys_are_dropped_and_busy_ones_kept() -> None:
     for name in range(10_000, 30_000):
         would_go(keys, name, queue)
     assert len(keys._keys) <= 2000
+
+
+def test_idle_keys_are_dropped_when_the_last_call_of_many_has_ended() -> None:
+    """Nothing need come after them."""
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    for name in range(20_000):
+        assert entered(keys, name, queue) is seat
+    for name in range(20_000):
+        keys.ended(name)
+    assert len(keys._keys) == len(queue.lanes) <= KEPT
+    assert len(keys._noted) <= KEPT
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_idle_keys_are_dropped_when_their_calls_were_cancelled(taken: bool) -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    for name in range(10_000):
+        call = Call()
+        wait(keys, name, call, queue)
+        call.is_done = True
+        keys.cancelled(name, queue)
+    if taken:
+        assert keys.take(queue, seat) is None
+    else:
+        assert keys.forget(queue) == []
+    assert len(keys._keys) <= KEPT
+
+
+def test_a_key_that_is_used_again_and_again_is_kept() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    assert would_go(keys, "often", queue) is seat
+    for name in range(20_000):
+        if name % (KEPT // 2) == 0:
+            assert entered(keys, "often", queue) is seat
+        would_go(keys, name, queue)
+        if name % (KEPT // 2) == KEPT // 4:
+            keys.ended("often")
+    assert len(keys._keys) <= KEPT + 1
+    assert would_go(keys, "often", queue) is seat
+
+
+class Whole(dict[Any, Any]):
+    """Nobody goes through it."""
+
+    def _refuse(self) -> Any:
+        raise AssertionError("somebody went through all keys")
+
+    __iter__ = items = values = keys = _refuse
+
+
+def test_a_queue_is_forgotten_without_a_look_at_the_keys_of_others() -> None:
+    keys = keys_with(seats_of(1))
+    queue, other = Queue(), Queue()
+    for name in range(100):
+        wait(keys, name, Call(), other)
+    call = Call()
+    wait(keys, 7, call, queue)
+    keys._keys, other.lanes = Whole(keys._keys), Whole(other.lanes)
+    assert keys.forget(queue) == [call]
+    assert other.count == 100
 
 
 @pytest.mark.parametrize("which", range(8))
@@ -385,6 +450,71 @@ def test_a_key_under_way_elsewhere_serves_what_waits_there(limit: int | None) ->
         assert keys.take(queue, seats[0]) is call
     assert list(keys.ended(name)) == []
     assert would_go(keys, name, queue) is seats[1]
+
+
+@pytest.mark.parametrize("way", ["death", "death of the last", "birth"])
+def test_fifty_thousand_waiting_keys_move_in_pieces(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = {"death": ([0, 1], [1]), "death of the last": ([0], []), "birth": ([0], [0, 1])}[way]
+    seats = seats_of(2)
+    keys, queue = keys_with([seats[index] for index in before]), Queue()
+    for name in range(50_000):
+        assert wait(keys, name, Call(name), queue)
+    placed = 0
+
+    def counted(self: Keys[Call, Seat], key: Any) -> None:
+        nonlocal placed
+        placed += 1
+        place(self, key)
+
+    place = Keys._place
+    monkeypatch.setattr(Keys, "_place", counted)
+    keys.seated([seats[index] for index in after])
+    if not after:
+        assert placed == 0
+        assert keys.is_settled()  # nothing to be done
+        after = [1]
+        keys.seated([seats[1]])
+    pieces = 1
+    while not keys.is_settled():
+        assert placed == pieces * PIECE
+        assert list(keys.settle()) == [queue]
+        pieces += 1
+    assert placed == 50_000
+    found = []
+    for index in after:
+        while (call := keys.take(queue, seats[index])) is not None:
+            assert index == max(after, key=lambda one: weight(call.number, one))
+            found.append(call.number)
+    assert sorted(found) == list(range(50_000))
+
+
+def test_a_key_that_has_not_moved_yet_is_on_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 0)
+    seats = seats_of(2)
+    name = next(name for name in range(100) if weight(name, 1) > weight(name, 0))
+    keys, queue, other = keys_with(seats[:1]), Queue(), Queue()
+    assert wait(keys, name, Call(1), queue)
+    assert list(keys.seated(seats)) == []
+    assert not keys.is_settled()
+    assert entered(keys, name, other) is seats[1]  # another queue: calls there hold it up as little as ever
+    assert keys.take(queue, seats[0]) is None
+    assert not wait(keys, name, Call(2), queue)
+    assert list(keys.ended(name)) == []
+    monkeypatch.undo()
+    assert list(keys.settle()) == [queue]
+    assert [call.number for _ in range(2) if (call := keys.take(queue, seats[1])) is not None] == [1, 2]
+
+
+def test_what_was_forgotten_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 0)
+    keys, queue = keys_with(seats_of(1)), Queue()
+    wait(keys, "key", Call(), queue)
+    assert list(keys.seated(seats_of(2))) == []
+    assert len(keys.forget(queue)) == 1
+    monkeypatch.undo()
+    assert list(keys.settle()) == []
+    assert keys.is_settled()
+    assert len(keys) == 0
 
 
 def test_waiting_keys_with_nothing_under_way_move_at_once() -> None:

@@ -170,6 +170,15 @@ class Dispatch(Generic[C, S]):
         for queue in self.keys.seated(self.seats):
             self._list(queue)
 
+    def is_settled(self) -> bool:
+        """Whether all calls with keys are where they belong since the workers have changed. If not, `settle` is to be called."""
+        return self.keys.is_settled()
+
+    def settle(self) -> None:
+        """Move some of them to where they belong: a piece of work, less than a millisecond."""
+        for queue in self.keys.settle():
+            self._list(queue)
+
     def room_for(self, kind: int) -> int:
         """Calls of that kind that one worker may hold at once, those queued ahead included."""
         return self._room[kind]
@@ -272,7 +281,7 @@ class Dispatch(Generic[C, S]):
 
     def is_quiet(self) -> bool:
         """Whether nothing waits that could be sent and nothing is queued ahead: there is nothing to decide."""
-        return not (self._turns[0] or self._turns[1] or self._is_ahead)
+        return not (self._turns[0] or self._turns[1] or self._is_ahead or self.keys.strays)
 
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
         """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
