@@ -127,19 +127,13 @@ class LoopPoolExecutor(Executor):
         portal = self._portal
         portal.check()
         if portal.thread is None:
-            self._check_start()
+            context.check_start()
         future: Future[Any] = Future()
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
             # As in the standard library: what the processes are given is read, and forks are made, before this returns.
             portal.wait_launched()
         return future
-
-    def _check_start(self) -> None:
-        if context.importing_main:
-            raise RuntimeError(
-                "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
-            )
 
     @overload
     def map(

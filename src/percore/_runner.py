@@ -173,10 +173,7 @@ class Runner(Verbs):
             OSError: no memory for even one message of max_message bytes.
             Exception: whatever pickling `lifespan` or `loop_factory` raises.
         """
-        if context.importing_main:
-            raise RuntimeError(
-                "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
-            )
+        context.check_start()
         if self._state != _NEW:
             raise RuntimeError(f"a runner is started once; this one is {self._state}")
         if os.getpid() != self._pid:

@@ -1,6 +1,7 @@
 """What calls raise and return that is not plain: it arrives as itself or as a RemoteError, and the worker lives on."""
 
 import asyncio
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,31 @@ async def test_s5_the_remote_traceback_is_its_cause(make: MakeRunner, fn: Callab
     assert f"in {fn.__name__}" in text
     assert text.rstrip().rstrip('"').rstrip().endswith("ValueError: bad")
     assert text in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("fn", [jobs.fail, jobs.afail, jobs.fail_from, jobs.fail_with_group])
+async def test_no_frame_of_percore_is_in_a_remote_traceback(
+    make: MakeRunner, fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (ValueError("bad"),) if fn in (jobs.fail, jobs.afail) else ()
+    own = f'File "{os.path.dirname(percore.__file__)}'
+    async with make() as runner:
+        assert own not in await _remote_text(runner, fn, *args)
+    monkeypatch.setenv("PERCORE_TRACEBACKS", "full")
+    async with make() as runner:
+        text = await _remote_text(runner, fn, *args)
+        assert own in text
+        assert f"in {fn.__name__}" in text
+
+
+async def _remote_text(runner: percore.Runner, fn: Callable[..., Any], *args: Any) -> str:
+    """The end of the chain of causes."""
+    error: BaseException | None = await _error(runner, fn, *args)
+    text = ""
+    while error is not None:
+        text, error = str(error), error.__cause__
+    assert "Traceback" in text
+    return text
 
 
 async def test_a_cause_arrives_and_the_remote_traceback_ends_the_chain(make: MakeRunner) -> None:

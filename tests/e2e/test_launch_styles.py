@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.scripts import TIMEOUT, Done, output_of, python
 
-SENTENCE = "percore was started while a worker imports your script: put the start under `if __name__ == '__main__':`"
+SENTENCE = "starts percore when a worker imports it: put the start under `if __name__ == '__main__':`"
 both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 DEFINITIONS = """\
@@ -346,7 +346,11 @@ def test_s8_a_missing_guard_is_told_on_the_terminal(definition: str, host: str, 
     (tmp_path / "app.py").write_text(f"{COUNTED}{LISTENING}\n{definition} double(n):\n    return 2 * n\n\n{host}\n")
     done = python("app.py", cwd=tmp_path)
     assert done.code == 1
-    assert f"RuntimeError: {SENTENCE}" in done.err
+    *_, last = done.err.splitlines()
+    assert last == f"ImportError: your script {str(tmp_path / 'app.py')!r} {SENTENCE}"
+    remote, _, _ = done.err.partition("The above exception")
+    assert re.findall(r'File "(.*)", line', remote) == [str(tmp_path / "app.py")]  # the line that needs the guard
+    assert done.err.count("The above exception") == 1
     assert done.out == ""
     assert starts(tmp_path) == 2  # here, and in the one worker that looked for the function
 
@@ -355,7 +359,7 @@ def test_s8_a_missing_guard_is_told_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(f"{COUNTED}{LISTENING}\ndef double(n):\n    return 2 * n\n\nasyncio.run(main())\n")
     done = python("-m", "app", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
-    assert f"RuntimeError: {SENTENCE}" in done.err
+    assert f"ImportError: your module 'app' {SENTENCE}" in done.err
     assert starts(tmp_path) == 2
 
 

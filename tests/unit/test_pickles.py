@@ -26,6 +26,7 @@ from yarl import URL
 from percore._errors import PayloadTooLarge, RemoteError, RemoteTraceback
 from percore._ipc.exceptions import dump_exception, load_exception
 from percore._ipc.pickles import MainInfo, dump, is_by_reference, load, main_info, qualified_name, unpicklable
+from percore._ipc.rebuild import format_traceback
 
 
 class Sink:
@@ -933,3 +934,21 @@ def test_a_file_may_be_any_object_with_the_three_methods() -> None:
     file = Buffer()
     dump({"a": 1}, file, main_by_value=True)
     assert load(file.getvalue()) == {"a": 1}
+
+
+def test_a_traceback_of_percore_alone_keeps_its_innermost_frame() -> None:
+    inner = compile("raise LookupError('of percore')", load_exception.__code__.co_filename, "exec")
+    outer = compile("exec(inner)", dump_exception.__code__.co_filename, "exec")
+    try:
+        exec(outer, {"inner": inner})
+    except LookupError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # type: ignore[union-attr]  # without this test's own frame
+        text = format_traceback(error)
+    assert text.count('File "') == 1
+    assert text.endswith("LookupError: of percore\n")
+
+
+def test_a_traceback_whose_causes_go_in_a_circle_ends() -> None:
+    one, two = KeyError("one"), KeyError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert "KeyError: 'two'" in format_traceback(one)

@@ -8,6 +8,7 @@ taken at its word.
 """
 
 import copyreg
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _WITHOUT_FIELDS = (object, BaseException, Exception, BaseExceptionGroup)
 # AttributeError.obj: the standard pickle leaves it behind too; it may be anything, a session for example.
 _NOT_FIELDS = ("__dict__", "__weakref__", "obj")
+
+# Where percore's own code lies, as frames name it: in a frozen program that is not where `__file__` says.
+_OWN = os.path.join(os.path.dirname(os.path.dirname((lambda: None).__code__.co_filename)), "")
 
 # args (None: a group's are its message and members), fields, attributes
 State = tuple[tuple[Any, ...] | None, list[tuple[int, str, object]], dict[str, Any]]
@@ -135,12 +139,31 @@ def _empty_ssl_context() -> object:
 
 
 def format_traceback(exc: BaseException) -> str:
-    """The traceback as text, in the standard library's form. Never raises."""
+    """The traceback as text, in the standard library's form, without percore's own frames. Never raises.
+
+    `PERCORE_TRACEBACKS=full` keeps them.
+    """
     try:
-        return "".join(traceback.format_exception(exc))
+        told = traceback.TracebackException(type(exc), exc, exc.__traceback__, compact=True)
+        if os.environ.get("PERCORE_TRACEBACKS") != "full":
+            _leave_out_own_frames(told)
+        return "".join(told.format())
     except BaseException as error:  # an exception that breaks the formatter itself
         said = f"{type_name_of(exc)}: {text_of(exc)}\n(its traceback could not be formatted: {type_name_of(error)})\n"
         return _format_frames(exc) + said
+
+
+def _leave_out_own_frames(told: traceback.TracebackException) -> None:
+    """Of it, its causes and contexts and members of groups. Where all frames are percore's, the innermost one stays."""
+    left = [told]
+    seen: set[int] = set()
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        part.stack[:] = [frame for frame in part.stack if not frame.filename.startswith(_OWN)] or part.stack[-1:]
+        left += [other for other in (part.__cause__, part.__context__, *(part.exceptions or ())) if other is not None]
 
 
 def _format_frames(exc: BaseException) -> str:

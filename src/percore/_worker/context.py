@@ -66,6 +66,23 @@ importing_main = False
 """Whether this worker is running the user's script, to find something of it."""
 
 
+UNGUARDED: Final = "starts percore when a worker imports it: put the start under `if __name__ == '__main__':`"
+
+
+class StartedByImport(RuntimeError):
+    """The user's script starts percore in the worker that imports it."""
+
+
+def check_start() -> None:
+    """That no worker is importing the user's script, which would start workers that import it, and so on.
+
+    Raises:
+        StartedByImport: one is.
+    """
+    if importing_main:
+        raise StartedByImport(f"your script {UNGUARDED}")
+
+
 def current() -> WorkerContext | None:
     """The worker that this code runs in; None: in none."""
     return of_task.get() or of_process

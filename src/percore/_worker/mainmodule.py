@@ -24,7 +24,7 @@ import io
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 from percore._ipc.pickles import MainInfo, alias_main, main_info
 from percore._worker import context
@@ -81,17 +81,25 @@ class _Importer:
             if self._failure is None and self._module is None:
                 self._run()
             if self._module is None:
+                if isinstance(self._failure, context.StartedByImport):
+                    raise self._unguarded().with_traceback(_line_of_main(self._failure)) from None
                 raise self._import_error() from self._failure
             return self._module
 
+    def _unguarded(self) -> ImportError:
+        return ImportError(f"your {self._kind} {self._info.target!r} {context.UNGUARDED}", name="__main__")
+
+    @property
+    def _kind(self) -> str:
+        return "script" if self._info.kind == "script" else "module"
+
     def _import_error(self) -> ImportError:
-        what = "script" if self._info.kind == "script" else "module"
         failure = self._failure
         try:
             reason = f"{type(failure).__qualname__}: {failure}"
         except Exception:  # its `__str__` failed too
             reason = type(failure).__qualname__
-        return ImportError(f"the worker could not import your {what} {self._info.target!r}: {reason}", name="__main__")
+        return ImportError(f"the worker could not import your {self._kind} {self._info.target!r}: {reason}", name="__main__")
 
     def _run(self) -> None:
         module = ModuleType("__mp_main__")
@@ -111,6 +119,13 @@ class _Importer:
             sys.modules["__main__"] = module
         finally:
             context.importing_main = False
+
+
+def _line_of_main(failure: BaseException) -> TracebackType | None:
+    """A traceback of nothing but the line of the user's main that led to a failure: what has no guard."""
+    of_run = failure.__traceback__
+    line = None if of_run is None else of_run.tb_next
+    return None if line is None else TracebackType(None, line.tb_frame, line.tb_lasti, line.tb_lineno)
 
 
 class _Finder:
