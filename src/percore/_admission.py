@@ -1,7 +1,7 @@
 """How many calls may be accepted and not done: `max_pending`."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from percore._errors import RunnerFull
@@ -14,7 +14,8 @@ class Admission:
         self.limit = limit
         self._loop = loop
         self._inside = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        # Ordered, and any of them can be taken out at once: thousands may be cancelled together.
+        self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
     def enter_now(self) -> None:
         """Let one call in that cannot wait.
@@ -34,12 +35,12 @@ class Admission:
         """
         if self._waiters or self._inside >= self.limit:
             waiter = self._loop.create_future()
-            self._waiters.append(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             except BaseException:
                 if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+                    del self._waiters[waiter]
                 elif not waiter.cancelled() and waiter.exception() is None:
                     self.leave()  # 1. it is let in  2. it is cancelled before it runs: the room is another's
                 raise
@@ -56,14 +57,14 @@ class Admission:
         assert 0 <= count <= self._inside
         self._inside -= count
         while self._waiters and self._inside < self.limit:
-            waiter = self._waiters.popleft()
+            waiter, _ = self._waiters.popitem(last=False)
             if not waiter.done():
                 self._inside += 1
                 waiter.set_result(None)
 
     def refuse(self, error: Callable[[], Exception]) -> None:
         """Let in none of those that wait: each gets an error of its own."""
-        waiters, self._waiters = self._waiters, deque()
+        waiters, self._waiters = self._waiters, OrderedDict()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error())

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,36 @@ async def test_so_many_are_let_in_and_no_more(limit: int) -> None:
     admission.enter_now()
     with pytest.raises(RunnerFull):
         admission.enter_now()
+
+
+class CountedFuture(asyncio.Future[None]):
+    """Counts how often one is compared with another."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedFuture.compared += 1
+        return self is other
+
+    __hash__ = asyncio.Future.__hash__
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+async def test_many_that_wait_are_cancelled_without_a_search_for_each(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = admission_of(1, inside=1)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(CountedFuture, "compared", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "_loop", SimpleNamespace(create_future=lambda: CountedFuture(loop=loop)))
+        tasks = await waiting(*(admission.enter() for _ in range(1000)))
+    last = tasks.pop()
+    for task in tasks if order == "first" else reversed(tasks):
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert CountedFuture.compared < 1000
+    admission.leave()
+    assert await last == 1
+    assert free(admission) == 0
 
 
 async def test_who_has_room_does_not_wait() -> None:
