@@ -12,10 +12,10 @@ from percore._options import check_plain
 from percore._rows import Spec
 from percore._supervisor import Supervisor
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Map(Generic[T]):
+class Map(Generic[T_co]):
     """What `runner.map` gives: `await` it for a list, or iterate it. One or the other, once.
 
     It is lazy: nothing is pulled from the inputs before it is used. Iterating holds at most the window's items, pulled and not yet
@@ -55,15 +55,15 @@ class Map(Generic[T]):
         self._spec = spec
         self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
         self._flow: Flow | None = None
-        self._stream: AsyncGeneratorType[T, None] | None = None
+        self._stream: AsyncGeneratorType[T_co, None] | None = None
         self._is_used = self._is_closed = False
 
     # Using it
 
-    def __await__(self) -> Generator[Any, None, list[T]]:
+    def __await__(self) -> Generator[Any, None, list[T_co]]:
         return self.collect().__await__()
 
-    async def collect(self) -> list[T]:
+    async def collect(self) -> list[T_co]:
         """All results as a list, in the order of the inputs (with ordered=False: as they came).
 
         Cancelled: what is under way is cancelled too.
@@ -76,7 +76,7 @@ class Map(Generic[T]):
         self._use()
         return await self._start().collect()
 
-    def __aiter__(self) -> AsyncIterator[T]:
+    def __aiter__(self) -> AsyncIterator[T_co]:
         """The iterator over the results, always the same one; after its end there is none.
 
         Raises:
@@ -86,10 +86,10 @@ class Map(Generic[T]):
         stream = self._stream
         if stream is None or self._is_closed or stream.ag_frame is None:
             self._use()
-            self._stream = stream = cast(AsyncGeneratorType[T, None], self._start().stream())
+            self._stream = stream = cast(AsyncGeneratorType[T_co, None], self._start().stream())
         return stream
 
-    def __anext__(self) -> Awaitable[T]:
+    def __anext__(self) -> Awaitable[T_co]:
         """The next result.
 
         Raises:

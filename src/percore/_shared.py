@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -23,7 +22,7 @@ class Source(Protocol[T_co]):
         """The handle is no more. From any thread, in the midst of anything."""
 
 
-class Shared(Generic[T]):
+class Shared(Generic[T_co]):
     """An object that all workers of a runner share, made by `await runner.share(obj)`.
 
     Give it to calls, anywhere inside their arguments, and read `.value` there. It travels as a name of a few bytes. Its memory is
@@ -32,11 +31,11 @@ class Shared(Generic[T]):
 
     __slots__ = ("__weakref__", "_source")
 
-    def __init__(self, source: Source[T]) -> None:
+    def __init__(self, source: Source[T_co]) -> None:
         self._source = source
 
     @property
-    def value(self) -> T:
+    def value(self) -> T_co:
         """The object: built once per process when it is first asked for, which takes as long as unpickling it does.
 
         Treat it as immutable. Its buffers (numpy arrays and the like of 64 kB and more) lie on the same physical pages in all

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from asyncio import CancelledError, Future
-from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+from percore._map_verbs import MapVerbs
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Awaitable, Callable
 
     from percore._calls import Call, Function
-    from percore._map import Map
     from percore._policy import Policy
     from percore._supervisor import Supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-AnyIterable = Iterable[Any] | AsyncIterable[Any]
 
-
-class Verbs:
+class Verbs(MapVerbs):
     """Runs functions in workers."""
 
     __slots__ = ()
-
-    _supervisor: Supervisor
-    _policy: Policy | None = None
-
-    def _check_open(self) -> None:
-        """That calls are taken, from here.
-
-        Raises:
-            RunnerClosed, RunnerBroken, RuntimeError: they are not; the text says why.
-        """
-        raise NotImplementedError
 
     # One call
 
@@ -137,162 +125,6 @@ class Verbs:
         supervisor = self._supervisor
         function = supervisor.functions.of(fn)
         return await supervisor.broadcast(function, args, kwargs, policy)
-
-    # Many calls
-
-    @overload
-    def map(
-        self,
-        fn: Callable[..., Awaitable[T]],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    @overload
-    def map(
-        self,
-        fn: Callable[..., T],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    def map(
-        self,
-        fn: Callable[..., Any],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[Any]:
-        """Call `fn` with the items of the iterables, one of each at a time, until the shortest ends.
-
-        Nothing is pulled before the map is used, once: `await` it for a list, or iterate it with `async for` in bounded memory.
-        Left early, inside `async with` or by `aclose()`, what is under way is cancelled. Tiny plain functions travel in batches
-        of about a millisecond's work, as measured.
-
-        Args:
-            fn: a coroutine function or a plain one.
-            *iterables: sync, async, or endless.
-            ordered: give results in the order of the inputs, or as they come.
-            window: exactly this many items are pulled and not yet handed over. Default: as many as the calls' duration asks for,
-                at most 16,384 a worker and 131,072 in all, within 64 MiB of pickled arguments and 64 MiB of results that wait or
-                are expected.
-            key: a plain function that gives the key of a call, from its arguments: calls of equal keys are never on two workers
-                at once.
-            return_exceptions: give errors in place of results instead of raising them.
-
-        Raises:
-            TypeError, ValueError: something that cannot be called or iterated, or a bad window.
-            RunnerClosed, RuntimeError: as `submit`.
-        """
-        return self._map(fn, iterables, ordered, window, key, return_exceptions)
-
-    @overload
-    def map_items(
-        self,
-        fn: Callable[..., Awaitable[T]],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[tuple[Any, T]]: ...
-    @overload
-    def map_items(
-        self,
-        fn: Callable[..., T],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[tuple[Any, T]]: ...
-    def map_items(
-        self,
-        fn: Callable[..., Any],
-        /,
-        *iterables: AnyIterable,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[tuple[Any, Any]]:
-        """As `map`, giving pairs of item and result; of several iterables the item is a tuple.
-
-        With return_exceptions a pair says which item has failed, and how.
-        """
-        return self._map(fn, iterables, ordered, window, key, return_exceptions, pairs=True)
-
-    @overload
-    def starmap(
-        self,
-        fn: Callable[..., Awaitable[T]],
-        iterable: AnyIterable,
-        /,
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    @overload
-    def starmap(
-        self,
-        fn: Callable[..., T],
-        iterable: AnyIterable,
-        /,
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[T]: ...
-    def starmap(
-        self,
-        fn: Callable[..., Any],
-        iterable: AnyIterable,
-        /,
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        key: Callable[..., Hashable] | None = None,
-        return_exceptions: bool = False,
-    ) -> Map[Any]:
-        """As `map`, over tuples of arguments."""
-        return self._map(fn, (iterable,), ordered, window, key, return_exceptions, star=True)
-
-    def _map(  # noqa: PLR0913  # what three verbs have in common
-        self,
-        fn: Callable[..., Any],
-        iterables: tuple[AnyIterable, ...],
-        ordered: bool,
-        window: int | None,
-        key: Callable[..., Hashable] | None,
-        return_exceptions: bool,
-        *,
-        pairs: bool = False,
-        star: bool = False,
-    ) -> Map[Any]:
-        if self._policy is not None and self._policy.key is not None:
-            raise TypeError(
-                "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)"
-            )
-        self._check_open()
-        from percore._map import Map
-        from percore._rows import Spec
-
-        spec = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy)
-        return Map(self._supervisor, fn, iterables, spec, self._check_open)
 
 
 class Options(Verbs):

@@ -296,7 +296,7 @@ async def test_a_key_with_a_map_is_a_type_error(make: MakeRunner) -> None:
         view = runner.options(key="k")
         for verb in (view.map, view.map_items, view.starmap):
             with pytest.raises(TypeError, match="key=host_of"):
-                _ = verb(jobs.aecho, [1])
+                _ = verb(jobs.aecho, [(1,)])
 
 
 async def test_an_unhashable_key_is_a_type_error(make: MakeRunner) -> None:

@@ -295,7 +295,7 @@ async def test_never_used_it_warns(make: MakeRunner) -> None:
 
 async def test_len_is_that_of_the_shortest_sized_input(make: MakeRunner) -> None:
     async with make() as runner:
-        async with runner.map(jobs.aadd, [1, 2, 3], range(2), itertools.count()) as results:
+        async with runner.map(jobs.await_, ["1", "2", "3"], ["a", "b"], itertools.count()) as results:
             assert len(results) == 2
         async with runner.map(jobs.aecho, itertools.count()) as results:
             with pytest.raises(TypeError, match="no len"):
@@ -410,7 +410,7 @@ async def test_rows_that_are_none(make: MakeRunner, fn: Callable[..., Any]) -> N
         assert [type(result) for result in results[1:5]] == [TypeError, TypeError, OSError, TypeError]
         seen = []
         with pytest.raises(TypeError):  # noqa: PT012
-            async for value in runner.starmap(fn, [(1, 2), 5, (3, 4)]):
+            async for value in runner.starmap(fn, [(1, 2), 5, (3, 4)]):  # type: ignore[list-item]
                 seen.append(value)  # noqa: PERF401  # what came before the error is what matters
         assert seen == [3]
 

@@ -190,9 +190,9 @@ async def test_a_map_wants_iterables(make: MakeRunner) -> None:
     number: Any = 5
     async with make() as runner:
         with pytest.raises(TypeError, match="at least one iterable"):
-            _ = runner.map(jobs.echo)
+            _ = runner.map(jobs.echo)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="map needs iterables, not 5"):
-            _ = runner.map(jobs.echo, [1], number)
+            _ = runner.map(jobs.add, [1], number)
         window: Any
         for window in (0, -1):
             with pytest.raises(ValueError, match="window must be at least 1"):

@@ -165,7 +165,7 @@ async def test_peers_12_what_is_no_exception_ends_its_call_and_its_item_and_noth
         for kind in kinds:
             with pytest.raises(percore.RemoteError, match=kind.__name__):
                 await runner.run(fn, kind)
-        results = await runner.map(fn, kinds, return_exceptions=True)
+        results: list[Any] = await runner.map(fn, kinds, return_exceptions=True)
         assert [result.type_name.rpartition(".")[2] for result in results] == [kind.__name__ for kind in kinds]
         assert await runner.map(jobs.echo, range(10)) == list(range(10))
         assert runner.statistics().restarts == 0

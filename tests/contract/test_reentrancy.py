@@ -129,7 +129,8 @@ async def _item(runner: Runner) -> object:
 
 
 async def _large_item(runner: Runner) -> object:
-    return await runner.map(jobs.alength, [WhenPickled(calls.LARGE) for _ in range(20)], window=20)
+    inputs: list[Any] = [WhenPickled(calls.LARGE) for _ in range(20)]
+    return await runner.map(jobs.alength, inputs, window=20)
 
 
 async def _streamed_item(runner: Runner) -> object:

@@ -246,7 +246,7 @@ async def test_s1_a_class_that_refuses_to_be_pickled_fails_its_future(make: Make
         with pytest.raises(ValueError, match="not this class"):
             await runner.submit(_OfMeta)
         with pytest.raises(ValueError, match="not this class"):
-            await runner.map(_OfMeta, [1, 2])
+            await runner.map(_OfMeta, [1, 2])  # type: ignore[arg-type]
         assert await runner.run(jobs.echo, 1) == 1
 
 

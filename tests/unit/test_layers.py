@@ -149,7 +149,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
     # face
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
-    "_verbs": VOCABULARY | {"_calls", "_map", "_policy", "_rows", "_supervisor"},
+    "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
+    "_verbs": VOCABULARY | {"_calls", "_map_verbs", "_policy", "_supervisor"},
     "_runner": VOCABULARY
     | {"_broken", "_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
     | {"_supervisor", "_usage", "_ipc.pickles", "_shared", "_verbs", "_worker.context"},

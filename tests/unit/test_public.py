@@ -84,7 +84,7 @@ def test_dir_shows_what_is_not_loaded_yet() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'percore' has no attribute 'Nothing'"):
-        _ = percore.Nothing
+        _ = percore.Nothing  # type: ignore[attr-defined]
     assert not hasattr(percore, "Nothing")
 
 

@@ -1,5 +1,6 @@
 """What a call can ask of the worker it runs in."""
 
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, overload
@@ -108,19 +109,35 @@ def current_worker() -> CurrentWorker:
 def state() -> Any: ...
 @overload
 def state(kind: type[T], /) -> T: ...
-def state(kind: type[Any] | None = None, /) -> Any:
+@overload
+def state(kind: Callable[..., T], /) -> T: ...  # abstract classes and protocols, which are no type[T]
+def state(kind: Any = None, /) -> Any:
     """What the lifespan of this worker yielded.
 
     Args:
-        kind: its expected type, checked, and known to type checkers.
+        kind: its expected class, which is checked and which type checkers then know. It may be abstract, a protocol (one without
+            `typing.runtime_checkable` is not checked) or have parameters (which are not checked).
 
     Raises:
         RuntimeError: outside a worker, or without a lifespan.
-        TypeError: it is no `kind`.
+        TypeError: it is no `kind`, or `kind` is no class.
     """
     found = _current("state")
     if not found.has_value:
         raise RuntimeError("this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)")
-    if kind is not None and not isinstance(found.value, kind):
-        raise TypeError(f"the lifespan yields {type(found.value).__name__}, not {kind.__name__}")
+    if kind is not None and not _is_instance(found.value, kind):
+        raise TypeError(f"the lifespan yields {type(found.value).__name__}, not {kind.__name__ if isinstance(kind, type) else kind}")
     return found.value
+
+
+def _is_instance(value: object, kind: Any) -> bool:
+    try:
+        return isinstance(value, kind)
+    except TypeError:
+        if isinstance(origin := getattr(kind, "__origin__", None), type):  # dict[str, int]
+            return isinstance(value, origin)
+        if getattr(kind, "_is_protocol", False):  # one that is not for isinstance
+            return True
+        if isinstance(kind, type):  # its own __instancecheck__ has raised
+            raise
+        raise TypeError(f"percore.state takes a class, such as aiohttp.ClientSession, not {kind!r}") from None

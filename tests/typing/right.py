@@ -1,0 +1,147 @@
+"""Programs that type checkers must accept, and the types that they must see. Never run: `test_typing.py` has them checked."""
+
+import abc
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol, assert_type
+
+import percore
+from percore import Map, Runner, Shared
+
+
+class Session(abc.ABC):
+    @abc.abstractmethod
+    def get(self, url: str) -> bytes: ...
+
+
+class Source(Protocol):
+    def read(self) -> bytes: ...
+
+
+class Adder:
+    def __call__(self, left: int, right: int = 0) -> int:
+        return left + right
+
+    async def add(self, left: int) -> int:
+        return left
+
+
+async def fetch(url: str, depth: int = 0) -> int:
+    return len(url) + depth
+
+
+def parse(page: bytes) -> str | None:
+    return page.decode() or None
+
+
+async def five(a: int, b: str, c: bytes, d: float, e: list[int]) -> str:
+    return f"{a}{b}{c!r}{d}{e}"
+
+
+def six(a: int, b: int, c: int, d: int, e: int, f: int) -> float:
+    return a + b + c + d + e + f
+
+
+def untyped(text: Any) -> Any:
+    return text
+
+
+async def urls() -> AsyncIterator[str]:
+    yield "http://localhost"
+
+
+def host_of(url: str, depth: int = 0) -> str:
+    return url[depth:]
+
+
+async def one(runner: Runner, adder: Adder) -> None:
+    assert_type(await runner.run(fetch, "u", depth=1), int)
+    assert_type(await runner.run(parse, b""), str | None)
+    assert_type(await runner.submit(fetch, "u"), int)
+    assert_type(await runner.submit(adder, 1), int)
+    assert_type(await runner.options(key="h", retries=1).run(fetch, "u"), int)
+    assert_type(await runner.broadcast(fetch, "u"), list[int])
+
+
+async def many(runner: Runner, flag: bool) -> None:
+    assert_type(await runner.map(fetch, ["u"]), list[int])
+    assert_type(await runner.map(fetch, ["u"], [1]), list[int])
+    assert_type(await runner.map(fetch, urls(), range(9), window=3, ordered=False), list[int])
+    assert_type(await runner.map(parse, [b""]).collect(), list[str | None])
+    assert_type(await runner.map(five, [1], ["b"], [b"c"], [1.5], [[1]]), list[str])
+    assert_type(await runner.map(six, [1], [2], [3], [4], [5], [6]), list[float])
+    assert_type(await runner.map(six, [1], [2], [3], [4], [5], [6], return_exceptions=True), list[float | BaseException])
+    assert_type(await runner.map(fetch, ["u"], return_exceptions=True), list[int | BaseException])
+    assert_type(await runner.map(parse, [b""], return_exceptions=True), list[str | BaseException | None])
+    assert_type(await runner.map(fetch, ["u"], return_exceptions=False), list[int])
+    assert_type(await runner.map(fetch, ["u"], return_exceptions=flag), list[int | BaseException])
+    async for size in runner.map(fetch, ["u"]):
+        assert_type(size, int)
+    async with runner.map(fetch, ["u"]) as sizes:
+        assert_type(await anext(sizes), int)
+        assert_type(aiter(sizes), AsyncIterator[int])
+
+
+async def functions_of_every_kind(runner: Runner, adder: Adder) -> None:
+    assert_type(await runner.map(len, ["u"]), list[int])
+    assert_type(await runner.map(int, ["1"]), list[int])
+    assert_type(await runner.map(adder, [1]), list[int])
+    assert_type(await runner.map(adder, [1], [2]), list[int])
+    assert_type(await runner.map(adder.add, [1]), list[int])
+    assert_type(await runner.map(functools.partial(fetch, depth=1), ["u"]), list[int])
+    assert_type(await runner.map(lambda value: value * 2, [1]), list[int])
+    assert_type(await runner.map(fetch, runner.map(str, [1])), list[int])
+
+
+async def without_types(runner: Runner, inputs: list[Any], function: Callable[..., int]) -> None:
+    assert_type(await runner.map(json.loads, ["1"]), list[Any])
+    assert_type(await runner.map(untyped, ["1"]), list[Any])
+    assert_type(await runner.map(fetch, inputs), list[int])
+    assert_type(await runner.map(function, [1], ["2"]), list[int])
+
+
+async def keys(runner: Runner) -> None:
+    await runner.map(fetch, ["u"], key=host_of)
+    await runner.map(fetch, ["u"], [1], key=host_of)
+    await runner.map(fetch, ["u"], key=lambda url: url.partition(":")[0])
+    await runner.map(fetch, ["u"], key=None)
+    await runner.starmap(fetch, [("u", 1)], key=lambda *row: row[0])
+
+
+async def items(runner: Runner) -> None:
+    assert_type(await runner.map_items(fetch, ["u"]), list[tuple[str, int]])
+    assert_type(await runner.map_items(len, ["u"]), list[tuple[str, int]])  # the item's type, not the parameter's
+    assert_type(await runner.map_items(fetch, ["u"], return_exceptions=True), list[tuple[str, int | BaseException]])
+    assert_type(await runner.map_items(fetch, ["u"], [1]), list[tuple[tuple[str, int], int]])
+    assert_type(await runner.map_items(six, [1], [2], [3], [4], [5], [6]), list[tuple[tuple[Any, ...], float]])
+
+
+async def rows(runner: Runner) -> None:
+    assert_type(await runner.starmap(fetch, [("u", 1)]), list[int])
+    assert_type(await runner.starmap(fetch, [["u", 1]], return_exceptions=True), list[int | BaseException])
+    assert_type(await runner.options(timeout=1).starmap(six, ((1,) * 6 for _ in range(3))), list[float])
+
+
+def covariant(sizes: Map[bool], shared: Shared[bool]) -> tuple[Map[int], Shared[int]]:
+    return sizes, shared
+
+
+async def share(runner: Runner) -> None:
+    table = await runner.share({"a": 1})
+    assert_type(table, Shared[dict[str, int]])
+    assert_type(table.value, dict[str, int])
+
+
+def state() -> None:
+    assert_type(percore.state(), Any)
+    assert_type(percore.state(dict), dict[Any, Any])
+    assert_type(percore.state(dict[str, int]), dict[str, int])
+    assert_type(percore.state(Session), Session)
+    assert_type(percore.state(Source), Source)
+
+
+def an_executor(executor: percore.LoopPoolExecutor) -> None:
+    assert_type(executor.submit(fetch, "u").result(), int)
+    assert_type(executor.submit(parse, b"").result(), str | None)
+    assert_type(executor.map(fetch, ["u"]), Iterator[int])

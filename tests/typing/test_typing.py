@@ -1,0 +1,24 @@
+"""The types of percore's face: mypy and pyright accept what is right, and find what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def check(*command: str) -> None:
+    run = subprocess.run([sys.executable, "-m", *command], cwd=HERE.parents[1], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_mypy() -> None:
+    pytest.importorskip("mypy", reason="comes with the extras test and lint")
+    check("mypy", str(HERE / "right.py"), str(HERE / "wrong.py"))
+
+
+def test_pyright() -> None:
+    pytest.importorskip("basedpyright", reason="comes with the extra test")  # pyright, in a wheel that brings what it runs on
+    check("basedpyright", "--project", str(HERE), "--pythonpath", sys.executable)
