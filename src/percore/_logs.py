@@ -12,13 +12,14 @@ records, and the worker waits meanwhile.
 import contextlib
 import logging
 import os
+import sys
 from contextlib import ExitStack
 from typing import Final
 
 from percore._ipc.memory import Memory
 from percore._ipc.records import unpack
 from percore._ipc.ring import OWED, BrokenFrame, RingReader
-from percore._worker.logs import LOG_RING_SIZE, POSITION, Levels
+from percore._worker.logs import LOG_RING_SIZE, MAIN_THERE, POSITION, Levels
 
 _reporter: Final = logging.NullHandler()
 
@@ -31,6 +32,14 @@ def levels() -> Levels:
     return int(root.manager.disable), tuple(
         (one.name, int(one.level), bool(one.disabled)) for one in loggers if one.level or one.disabled or one is root
     )
+
+
+def _name_here(name: str) -> str:
+    """The name here of a logger of a worker: there the script has another `__name__`, unless multiprocessing imported it here."""
+    first, dot, rest = name.partition(".")
+    if first != MAIN_THERE:
+        return name
+    return f"{getattr(sys.modules.get('__main__'), '__name__', '__main__')}{dot}{rest}"
 
 
 class Logs:
@@ -95,6 +104,8 @@ class Logs:
         try:
             record = unpack(data)
             record.__dict__["worker"] = self._index
+            if record.name.startswith(MAIN_THERE):
+                record.name = _name_here(record.name)
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)

@@ -75,3 +75,42 @@ def test_a_log_file_of_the_program_gets_everything_and_no_worker_opens_it(method
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0] == "0 app look here"
     assert lines[1].startswith("0 py.warnings ")
+
+
+OF_A_SCRIPT = """\
+import asyncio
+import logging
+import sys
+import percore
+
+log = logging.getLogger(__name__)
+below = logging.getLogger(__name__ + ".below")
+
+async def work():
+    log.debug("a detail")
+    below.info("as planned")
+
+async def main():
+    async with percore.Runner(1, start_method=sys.argv[1]) as runner:
+        await runner.run(work)
+
+if __name__ == "__main__":
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(worker)d %(name)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    asyncio.run(main())
+"""
+
+
+@both_methods
+@pytest.mark.parametrize("how", [["program.py"], ["-m", "program"]], ids=["script", "module"])
+def test_a_scripts_own_logger_has_its_handlers_and_its_level(how: list[str], method: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OF_A_SCRIPT)
+    done = python(*how, method, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "0 __main__ DEBUG a detail\n0 __main__.below INFO as planned\n")
+
+
+def test_a_scripts_own_logger_by_value(tmp_path: Path) -> None:
+    done = python("-", "forkserver", cwd=tmp_path, given=OF_A_SCRIPT)
+    assert (done.code, done.err) == (0, "0 __main__ DEBUG a detail\n0 __main__.below INFO as planned\n")

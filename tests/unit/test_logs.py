@@ -4,8 +4,10 @@ import asyncio
 import logging
 import marshal
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from percore._ipc.doorbell import bell_fds, bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.records import RECORD_LIMIT, pack, unpack
 from percore._ipc.ring import BrokenFrame, RingWriter
-from percore._logs import Logs
+from percore._logs import Logs, _name_here
 from percore._platform import HAS_EVENTFD
 from percore._worker import logs as worker_logs
 from percore._worker.logs import LOG_RING_SIZE, Forwarder, LogWriter
@@ -543,3 +545,11 @@ def test_levels_are_those_that_somebody_has_set(tree: logging.Logger) -> None:
     assert {type(value) for _, *rest in loggers for value in rest} == {int, bool}
     root = logging.getLogger()
     assert ("root", root.level, root.disabled) in loggers
+
+
+def test_the_names_of_the_scripts_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["__mp_main__", "__mp_main__.below", "__mp_main__s", "__main__", "app.__mp_main__"]
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    assert [_name_here(name) for name in names] == ["__main__", "__main__.below", *names[2:]]
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__mp_main__"))  # as in a child of multiprocessing
+    assert [_name_here(name) for name in names] == names

@@ -35,6 +35,9 @@ from percore._ipc.ring import HEADER_SIZE, RingWriter, largest_frame
 LOG_RING_SIZE: Final = 2 * RECORD_LIMIT
 """Bytes of a worker's ring for records."""
 
+MAIN_THERE: Final = "__mp_main__"
+"""`__name__` of the program's script in a worker."""
+
 POSITION: Final = struct.Struct("<Q")
 """What goes through the pipe: all bytes that were ever read."""
 
@@ -135,9 +138,12 @@ def forward(write: Callable[[bytes], None], levels: Levels) -> None:
     disabled, loggers = levels
     logging.disable(disabled)
     for name, level, is_disabled in loggers:
-        one = logging.getLogger(name)
-        one.setLevel(level)
-        one.disabled = is_disabled
+        first, dot, rest = name.partition(".")
+        # The script's loggers have another name if a worker imports the script, and the same one if its functions come by value.
+        for known in (name, f"{MAIN_THERE}{dot}{rest}") if first == "__main__" else (name,):
+            one = logging.getLogger(known)
+            one.setLevel(level)
+            one.disabled = is_disabled
     handler = Forwarder(write)
     logging.getLogger().addHandler(handler)
     warnings.showwarning = _show_warning
