@@ -48,6 +48,7 @@ class Deaths:
         else:
             attempts = 1 if call.plan is None else call.plan.failed + 1
             death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
+            death.__cause__ = member.failure
             # Its thread may have run for too long: then that is what has failed, and now the thread has ended.
             late = None if call.plan is None else call.plan.late
             delay, error = supervisor.attempts.next(call, death) if late is None else (None if is_dropped(call) else late, death)
@@ -87,7 +88,9 @@ class Deaths:
                 elif self._is_hopeless() or call.kind == Kind.BESIDE:
                     supervisor.release(call)
                     attempts = 0 if call.plan is None else call.plan.failed
-                    call.set_exception(WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=attempts))
+                    death = WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=attempts)
+                    death.__cause__ = member.failure
+                    call.set_exception(death)
         supervisor.dispatch.returned([(call, call.queue) for call in back if not call.done()])
 
     def _is_hopeless(self) -> bool:

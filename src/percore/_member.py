@@ -77,6 +77,9 @@ class Member:
         self._turn = turn
         self.started_at = turn.loop.time()
         self.killed_why = ""
+        self.was_ready = False
+        self.failure: BaseException | None = None
+        """Why its start or its lifespan has failed."""
         self.is_interrupted = False
         self.deadline: Deadline | None = None
         self.timer: Patience | None = None

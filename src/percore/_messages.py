@@ -46,6 +46,7 @@ LEASED: Final = 12  # id: 0; body: payload; arrays lie in its slot, which has to
 UNLEASED: Final = 13  # id: 0; body: a leased payload; the last array that lay there has gone
 KNOWN: Final = 14  # id: number of a shared object that this worker has met
 FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this worker uses any more
+FAILED: Final = 16  # the lifespan has failed while calls ran, and the worker ends; body: None, then a pickled exception
 
 
 ITEM_SHIFT: Final = 48

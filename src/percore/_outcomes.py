@@ -16,6 +16,7 @@ from percore._messages import (
     CANCELLED,
     DRAINING,
     ERROR,
+    FAILED,
     FORGOTTEN,
     ID_MASK,
     ITEM_SHIFT,
@@ -68,6 +69,7 @@ class Outcomes:
             READY: lambda _, pid: self._ready(slot, member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
             DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
+            FAILED: lambda _, body: self._failed(member, body),
         }
 
         channel = member.worker.channel
@@ -136,6 +138,13 @@ class Outcomes:
     def _unready(self, member: Member, payload: Payload) -> None:
         error = load_exception(self._bytes(member, payload))
         self._supervisor.pool.unready(member, error, _text(error))
+
+    def _failed(self, member: Member, payload: Payload | None) -> None:
+        """Its lifespan has failed. First that it has, then by which error."""
+        self._supervisor.pool.failing(member)
+        if payload is not None:
+            error = load_exception(self._bytes(member, payload))
+            self._supervisor.pool.failed(member, error, _text(error))
 
     def _unpickled(self, member: Member, call_id: int) -> None:
         """The arguments have been read from their slot: it is free, unless arrays lie there, or for another attempt."""

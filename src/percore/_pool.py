@@ -55,6 +55,8 @@ class Slot:
         self.is_failed = False
         self.restarts = 0
         self.past = Past()
+        self.failure: BaseException | None = None
+        """Why the last worker that died had failed, where it has said so."""
 
     def stop_timer(self) -> None:
         """Nothing is to be started by and by."""
@@ -126,13 +128,16 @@ class Pool:
         if member.deadline is Deadline.START:
             self._kill(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
             return
-        why = "its start failed" if member.life.state is State.FAILED else "it was asked to end and had no call left"
+        is_failed = member.life.state is State.FAILED
+        failing = "its lifespan failed" if member.was_ready else "its start failed"
+        why = failing if is_failed else "it was asked to end and had no call left"
         self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
 
     def ready(self, slot: Slot, member: Member) -> None:
         """A worker has entered its lifespan."""
         if self.lives.advance(member, Event.READY) is not State.READY:
             return
+        member.was_ready = True
         self._supervisor.dispatch.seat(member)
         if POINTS:
             point("supervisor.worker.ready")
@@ -147,13 +152,23 @@ class Pool:
     def unready(self, member: Member, error: BaseException, text: str) -> None:
         """A worker's start failed, with this exception; it is about to end."""
         self.lives.advance(member, Event.FAIL)
-        self._last_report = text
+        self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
             failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._starting.set_exception(failure)
         else:
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or error)
+
+    def failing(self, member: Member) -> None:
+        """The lifespan of a worker has failed while it served. It gets nothing more, and is about to end."""
+        self.lives.advance(member, Event.FAIL)
+        self._supervisor.dispatch.unseat(member)
+
+    def failed(self, member: Member, error: BaseException, text: str) -> None:
+        """This is why the lifespan of a worker has failed."""
+        self._last_report, member.failure = text, error
+        report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
 
     # Taking over
 
@@ -233,12 +248,13 @@ class Pool:
             # That percore has killed it was reported then.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode))
+        slot.failure = member.failure
         if began:
             slot.budget.began()
         on_death = self._supervisor.on_death
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if on_death is not None and not self._supervisor.is_closing and not is_asked_for:
-            on_death(member, exitcode, state is State.READY)
+            on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
         if slot.next is member:
             slot.next = None
             self._never_began(slot, exitcode)
@@ -260,6 +276,7 @@ class Pool:
                 else:
                     reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
                     error = StartupFailed(reason, self._last_report)
+                    error.__cause__ = slot.failure
                 self._starting.set_exception(error)
             return
         if is_closing:
@@ -287,6 +304,7 @@ class Pool:
         slot.is_failed = True
         if all(other.is_failed for other in self.slots):
             error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            error.__cause__ = slot.failure
             report(logging.ERROR, "%s", error)
             self._supervisor.fail(error)
         else:

@@ -275,7 +275,9 @@ class Supervisor:
     def refusal(self) -> Exception:
         """A new instance of the reason why no call is taken."""
         if self.broken is not None:
-            return RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
+            refusal = RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
+            refusal.__cause__ = self.broken.__cause__
+            return refusal
         return RunnerClosed("the runner was closed before this call could end")
 
     # Ending

@@ -9,7 +9,7 @@ from contextvars import Context
 from typing import Any
 
 import percore
-from tests.jobs import await_, say
+from tests.jobs import apass_gate, await_, say
 
 
 @asynccontextmanager
@@ -184,3 +184,76 @@ async def with_loop(log: str) -> AsyncIterator[asyncio.AbstractEventLoop]:
 def leave_task_from_thread(log: str, gate: str) -> None:
     """A plain function leaves a task in the loop."""
     asyncio.run_coroutine_threadsafe(await_(log, gate, "task"), percore.state())
+
+
+# Lifespans that fail while calls run
+
+
+async def _fail_at(gate: str) -> None:
+    await apass_gate(gate)
+    raise ConnectionError("the token server is gone")
+
+
+@asynccontextmanager
+async def fails_in_group(log: str, gate: str) -> AsyncIterator[None]:
+    """The first worker's task group fails when the gate is open."""
+    async with asyncio.TaskGroup() as group:
+        if percore.current_worker().generation == 1:
+            group.create_task(_fail_at(gate))
+        yield
+    say(log, "left in order")
+
+
+@asynccontextmanager
+async def fails_in_anyio_group(log: str, gate: str) -> AsyncIterator[None]:
+    import anyio
+
+    async with anyio.create_task_group() as group:
+        if percore.current_worker().generation == 1:
+            group.start_soon(_fail_at, gate)
+        yield
+    say(log, "left in order")
+
+
+@asynccontextmanager
+async def times_out(log: str, gate: str) -> AsyncIterator[None]:
+    """The first worker's lifespan has a time limit, which is over when the gate is open."""
+    async with asyncio.timeout(None) as limit:
+        task = asyncio.create_task(_expire(limit, gate)) if percore.current_worker().generation == 1 else None
+        yield
+        assert task is None
+    say(log, "left in order")
+
+
+async def _expire(limit: asyncio.Timeout, gate: str) -> None:
+    await apass_gate(gate)
+    limit.reschedule(asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def always_fails() -> AsyncIterator[None]:
+    """Ready, and lost at once, but for the first worker, which is lost when it is killed."""
+    async with asyncio.TaskGroup() as group:
+        if percore.current_worker().generation > 1:
+            group.create_task(_fail())
+        yield
+
+
+async def _fail() -> None:
+    raise ConnectionError("the token server is gone")
+
+
+async def cancel_all() -> None:
+    """Cancel all tasks of the loop, as the ends of programs do."""
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+async def cancel_all_others() -> str:
+    """As above, and wait for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return "alive"

@@ -3,12 +3,14 @@
 import asyncio
 import functools
 import signal
+import traceback
 from typing import Any
 
 import pytest
 
 import percore
 from percore import Runner
+from percore._core.restart import RestartBudget
 from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
@@ -112,3 +114,65 @@ async def test_a_task_that_a_plain_function_left_is_cancelled_before_the_lifespa
         await runner.run(life_jobs.leave_task_from_thread, log.path, gate.path)
         assert await log.next() == "task"
     assert log.rest() == ["cancelled task", "left"]
+
+
+# Lifespans that fail
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        (life_jobs.fails_in_group, "ConnectionError: the token server is gone"),
+        (life_jobs.fails_in_anyio_group, "ConnectionError: the token server is gone"),
+        (life_jobs.times_out, "TimeoutError"),
+    ],
+    ids=["asyncio", "anyio", "timeout"],
+)
+async def test_a_lifespan_that_fails_while_calls_run_says_why(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, caplog: pytest.LogCaptureFixture, failing: Any
+) -> None:
+    lifespan, text = failing
+    async with make(lifespan=functools.partial(lifespan, log.path, gate.path), concurrency=1) as runner:
+        running = runner.submit(jobs.await_, log.path, other_gate.path, "running")
+        assert await log.next() == "running"
+        waiting = runner.submit(jobs.awhere)
+        gate.open()
+        with pytest.raises(percore.WorkerDied) as caught:
+            await running
+        assert text in "".join(traceback.format_exception(caught.value))
+        assert (await waiting).generation == 2
+        assert text in caplog.text
+        assert log.rest() == ["cancelled running"]  # and the lifespan was not left in order
+    assert log.rest() == ["left in order"]
+
+
+async def test_lifespans_that_fail_again_and_again_break_the_runner_and_say_why(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestartBudget, "died", _at_once(RestartBudget.died))
+    async with make(lifespan=life_jobs.always_fails) as runner:
+        worker_of(runner).kill()
+        broken = runner._loop.create_future()
+        fail = runner._supervisor.fail
+        monkeypatch.setattr(runner._supervisor, "fail", lambda error: (fail(error), broken.set_result(error)))
+        error = await broken
+        assert "the token server is gone" in "".join(traceback.format_exception(error))
+        with pytest.raises(percore.RunnerBroken) as caught:
+            await runner.run(jobs.aecho)
+        assert "the token server is gone" in "".join(traceback.format_exception(caught.value))
+
+
+def _at_once(died: Any) -> Any:
+    """No back-off between starts."""
+    return lambda budget: None if died(budget) is None else 0.0
+
+
+async def test_a_call_that_cancels_all_tasks_costs_no_worker(make_real: MakeRunner, log: Log) -> None:
+    async with make_real(lifespan=functools.partial(jobs.resource, log.path)) as runner:
+        pid = (await runner.run(jobs.awhere)).pid
+        with pytest.raises(percore.RemoteError, match="CancelledError"):
+            await runner.run(life_jobs.cancel_all)
+        assert await runner.run(life_jobs.cancel_all_others) == "alive"
+        assert (await runner.run(jobs.awhere)).pid == pid
+        assert log.rest() == ["enter"]
+    assert log.rest() == ["exit"]

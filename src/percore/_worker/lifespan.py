@@ -21,7 +21,7 @@ from typing import Any, Final
 from percore._ipc.channel import Channel
 from percore._ipc.exceptions import dump_exception
 from percore._ipc.slots import Sink
-from percore._messages import READY, UNREADY
+from percore._messages import FAILED, READY, UNREADY
 from percore._points import POINTS, point
 from percore._worker.context import WorkerContext, of_call
 from percore._worker.serve import Server
@@ -57,10 +57,17 @@ async def serve_until_finished(
     channel.send(READY, 0, context.worker.pid)
     if POINTS:
         point("worker.ready")
-    await server.finished
-    if POINTS:
-        point("worker.finished")
-    await _cancel([task for task in tasks() if _is_of_call(task)], "a task that a call left behind")
+    try:
+        await _unseen(server.finished)
+        if POINTS:
+            point("worker.finished")
+        await _cancel([task for task in tasks() if _is_of_call(task)], "a task that a call left behind")
+    except asyncio.CancelledError as error:
+        if not channel.is_open:  # the worker itself is ended, by a test's engine
+            raise
+        await _fail(channel, server, stack, error, main_by_value=main_by_value)
+        await _cancel(tasks(), "a task of a worker whose lifespan failed")
+        return 1
     try:
         await stack.leave()
     except Exception:
@@ -69,6 +76,31 @@ async def serve_until_finished(
     if POINTS:
         point("worker.lifespan.left")
     return 0
+
+
+async def _unseen(future: "asyncio.Future[None]") -> None:
+    """Wait, in a task that `asyncio.all_tasks` does not show meanwhile: a call that cancels all tasks must not end its worker."""
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio._unregister_task(me)
+    try:
+        await future
+    finally:
+        asyncio._register_task(me)
+
+
+async def _fail(channel: Channel, server: Server, stack: "_Entered", error: asyncio.CancelledError, *, main_by_value: bool) -> None:
+    """The lifespan has cancelled the task that it was entered in: one of its tasks has failed, or its time is over.
+
+    Its body is left at once, by that cancellation, as its task groups and cancel scopes demand. The error that comes out is the reason,
+    which the supervisor is told. Calls that had begun have no outcome of their own: they end with the worker, by that reason.
+    """
+    channel.send(FAILED, 0, None)
+    server.abandon()
+    failure = await stack.leave_by(error)
+    sink = dump_exception(failure, lambda: Sink(channel.outgoing), main_by_value=main_by_value)
+    channel.send_payload(FAILED, 0, sink.payload())
+    channel.flush()
 
 
 class _Entered:
@@ -103,6 +135,22 @@ class _Entered:
                 await self._manager.__aexit__(None, None, None)
             finally:
                 self._context.leave()
+
+    async def leave_by(self, error: asyncio.CancelledError) -> BaseException:
+        """Leave the body by this error. The error that comes out of it."""
+        failure: BaseException = RuntimeError("the task that runs the lifespan was cancelled while the worker served")
+        failure.__cause__ = error
+        if self._manager is None:
+            return failure
+        try:
+            await self._manager.__aexit__(type(error), error, error.__traceback__)
+        except asyncio.CancelledError:
+            """It let it through, and says no more."""
+        except BaseException as raised:
+            failure = raised
+        finally:
+            self._context.leave()
+        return failure
 
 
 @asynccontextmanager

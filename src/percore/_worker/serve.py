@@ -91,7 +91,7 @@ class Server:
         self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
         self._start = task_starter(self._loop)
-        self._is_draining = False
+        self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[int, Callable[[int, Any], None]] = {
@@ -251,6 +251,16 @@ class Server:
         self._threads.when_idle(lambda: self._loop.call_soon_threadsafe(self._look_drained))
         self._look_soon()
 
+    def abandon(self) -> None:
+        """The lifespan has failed: take no more calls, hand back those that have not begun, and cancel the others.
+
+        A call that ends by that has no outcome. It ends when the supervisor hears of the worker's end.
+        """
+        self._is_draining = self._is_abandoned = True
+        self._plain.give_back_all()
+        for task in list(self._tasks.values()):
+            task.cancel()
+
     def _look_soon(self) -> None:
         self._loop.call_soon(self._look_drained)  # after the flush that ends this iteration
 
@@ -322,6 +332,8 @@ class Server:
 
     def _end_task(self, call_id: int, error: BaseException) -> None:
         self._tasks.pop(call_id, None)
+        if self._is_abandoned and isinstance(error, asyncio.CancelledError):
+            return
         if call_id in self._cancelled:
             self._cancelled.discard(call_id)
             if isinstance(error, asyncio.CancelledError):
