@@ -152,10 +152,15 @@ async def test_lifespans_that_fail_again_and_again_break_the_runner_and_say_why(
     monkeypatch.setattr(RestartBudget, "died", _at_once(RestartBudget.died))
     async with make(lifespan=life_jobs.always_fails) as runner:
         worker_of(runner).kill()
-        broken = runner._loop.create_future()
+        errors: asyncio.Queue[percore.RunnerBroken] = asyncio.Queue()
         fail = runner._supervisor.fail
-        monkeypatch.setattr(runner._supervisor, "fail", lambda error: (fail(error), broken.set_result(error)))
-        error = await broken
+
+        def fail_and_tell(error: percore.RunnerBroken) -> None:
+            fail(error)
+            errors.put_nowait(error)
+
+        monkeypatch.setattr(runner._supervisor, "fail", fail_and_tell)
+        error = await errors.get()
         assert "the token server is gone" in "".join(traceback.format_exception(error))
         with pytest.raises(percore.RunnerBroken) as caught:
             await runner.run(jobs.aecho)
