@@ -179,6 +179,9 @@ class FakeWorker:
 class FakeEngine:
     """Starts fake workers."""
 
+    def helpers(self) -> dict[int, str]:
+        return {}
+
     worker_class = FakeWorker
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:

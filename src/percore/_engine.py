@@ -37,6 +37,9 @@ class Launcher(Protocol):
             OSError: nothing could be started; nothing is left behind.
         """
 
+    def helpers(self) -> dict[int, str]:
+        """The processes that it needs beside those it starts, by pid: the role of each."""
+
     async def aclose(self) -> None:
         """Let go of what is shared between launches. All processes must have ended."""
 
@@ -58,7 +61,7 @@ class Worker(Protocol):
     def began(self, place: int, call_id: int) -> tuple[float, int] | None:
         """When this call had begun, by `time.monotonic`, and how many items of it, if it is a batch; None: it had not.
 
-        Asked when the worker is dead, before `close`.
+        Asked before `close`. Of a worker that lives the answer may be out of date: it is good for a figure, not for a decision.
         """
 
     def close(self) -> None:
@@ -74,6 +77,9 @@ class Engine(Protocol):
         Raises:
             OSError: it could not be started; nothing is left behind.
         """
+
+    def helpers(self) -> dict[int, str]:
+        """As Launcher.helpers."""
 
     async def aclose(self) -> None:
         """Let go of everything that workers shared. All workers must have ended and been closed."""

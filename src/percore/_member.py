@@ -193,11 +193,20 @@ class Member:
         return call
 
     def began(self, call: Unit) -> tuple[float, int] | None:
-        """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not. Of a dead worker alone."""
+        """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not.
+
+        A decision needs a dead worker: the marks of one that lives may be out of date.
+        """
         return self.worker.began(call.call_id % self.stride, call.call_id)
 
     def statistics(self, threads: int) -> tuple[int, int]:
-        """Calls running and calls queued ahead, as far as the supervisor knows."""
+        """Calls running and calls queued ahead, as far as the supervisor knows.
+
+        A worker that has not read all it was sent, since its loop is blocked or only busy, runs what its start marks say.
+        """
+        if self.parked or not self.has_read():
+            running = sum(call_id not in self.parked and self.began(call) is not None for call_id, call in self.calls.items())
+            return running, len(self.calls) - running + self._batched
         plain = self.load[Kind.THREAD]
         running = self.load[Kind.TASK] + self.load[Kind.BESIDE] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched

@@ -400,7 +400,9 @@ class Runner(Verbs):
         )
 
     async def usage(self) -> Usage:
-        """Memory, CPU and threads of this process and of each worker; `str()` of it is a table. Asks the system, in a thread.
+        """Memory, CPU and threads of this process, the fork server and each worker; `str()` of it is a table.
+
+        Asks the system, in a thread. The fork server is one for all runners of this process.
 
         Cancelled: nothing is left behind.
 
@@ -413,7 +415,7 @@ class Runner(Verbs):
         self._check_here()
         members = sorted(self._supervisor.members, key=lambda member: (member.index, member.generation))
         workers = {member.pid: f"worker {member.index}" for member in members if member.pid is not None}
-        return await self._meter.read({self._pid: "supervisor"} | workers)
+        return await self._meter.read({self._pid: "supervisor"} | self._engine.helpers() | workers)
 
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
         from percore._statistics import WorkerStatistics

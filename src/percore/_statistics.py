@@ -13,7 +13,7 @@ class WorkerStatistics:
         pid: of its worker; None where it has none, or not yet.
         state: "starting", "ready", "draining", "finishing", "gone" (a replacement is awaited) or "failed" (its start has
             failed, or percore has given the slot up).
-        running: calls that run there.
+        running: calls that run there. What a worker has not begun, since a coroutine blocks its loop, is queued.
         queued: calls queued ahead there.
         done: calls that have ended in this slot, failures included.
         failed: those of them that raised or died.

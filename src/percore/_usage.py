@@ -10,10 +10,17 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from psutil import Process
+
+
+_LEAST: Final = 1.0
+"""Seconds between two readings of CPU time that are compared: with fewer, a step of the system's count is seen as a load."""
+
+_Reading: TypeAlias = tuple[float, float]
+"""CPU time used, and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,8 @@ class ProcessUsage:
         rss: bytes it has in physical memory, whoever else has them too: shared memory, and what it has inherited by a fork.
         uss: bytes in physical memory that it alone has, and that its end would free. None where the system does not tell.
         cpu: percent of one CPU: 100.0 is one CPU all the time, and threads together can use more. It is the CPU time used since
-            the runner's previous `usage()`, over the time since then; for a process that was not part of that one, since its start.
-            The system counts in steps, often of 10 ms: a figure for less than about a second is a rough one.
+            the runner's latest `usage()` that is a second old or older, over the time since then; where there is none, since the
+            process was started. The system counts in steps, often of 10 ms, which would make a shorter time a guess.
         threads: how many it has.
     """
 
@@ -88,7 +95,7 @@ class UsageMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a reading whose caller was cancelled may still be under way when the next one begins
-        self._before: dict[Process, tuple[float, float]] = {}
+        self._before: dict[Process, tuple[_Reading, ...]] = {}
 
     async def read(self, roles: Mapping[int, str]) -> Usage:
         """The usage of these processes, by pid and role, in their order; read in a thread of its own.
@@ -116,7 +123,7 @@ class UsageMeter:
             found = (self._measure(pid, role, before) for pid, role in roles.items())
             return Usage(tuple(one for one in found if one is not None))
 
-    def _measure(self, pid: int, role: str, before: "dict[Process, tuple[float, float]]") -> ProcessUsage | None:
+    def _measure(self, pid: int, role: str, before: "dict[Process, tuple[_Reading, ...]]") -> ProcessUsage | None:
         import psutil
 
         try:
@@ -127,8 +134,8 @@ class UsageMeter:
             used, now = times.user + times.system, time.monotonic()
             # A Process stands for its pid and its start: another process with the same pid is another key.
             # A start is told by the wall clock alone.
-            used_then, then = before.get(process) or (0.0, now - (time.time() - process.create_time()))
-            self._before[process] = used, now
+            readings = before.get(process) or ((0.0, now - (time.time() - process.create_time())),)
+            (used_then, then), self._before[process] = _compared(readings, (used, now))
             return ProcessUsage(
                 pid=pid,
                 role=role,
@@ -151,6 +158,14 @@ def _uss(process: "Process") -> int | None:
     except psutil.AccessDenied:
         return None
     return size
+
+
+def _compared(readings: tuple[_Reading, ...], latest: _Reading) -> tuple[_Reading, tuple[_Reading, ...]]:
+    """Which earlier reading, one of two at most, the latest one is compared with; and the readings for the next time."""
+    last = readings[-1]
+    if latest[1] - last[1] >= _LEAST:
+        return last, (last, latest)
+    return readings[0], (readings[0], latest if len(readings) == 1 else last)
 
 
 def _percent(used: float, seconds: float) -> float:

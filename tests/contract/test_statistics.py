@@ -43,6 +43,21 @@ async def test_running_and_queued(make: MakeRunner, log: Log, gate: Gate) -> Non
         assert (snapshot.running, snapshot.queued, snapshot.done) == (0, 0, 13)
 
 
+async def test_calls_behind_a_blocked_coroutine_are_queued(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make_real(threads=2) as runner:
+        blocked = runner.submit(jobs.block_loop, log.path, gate.path)
+        await log.next()
+        behind = [runner.submit(fn, number) for number in range(5) for fn in (jobs.aecho, jobs.echo)]
+        for _ in range(2):  # they are sent in the first of these turns of the loop
+            await asyncio.sleep(0)
+            snapshot = runner.statistics()
+            assert (snapshot.running, snapshot.queued) == (1, 10)
+            assert (snapshot.workers[0].running, snapshot.workers[0].queued) == (1, 10)
+        gate.open()
+        await asyncio.gather(blocked, *behind)
+        assert (runner.statistics().running, runner.statistics().queued) == (0, 0)
+
+
 async def test_done_and_failed(make: MakeRunner) -> None:
     async with make(2) as runner:
         await runner.map(jobs.aadd, [1, 2, "a"], [1] * 3, return_exceptions=True)

@@ -118,3 +118,37 @@ async def test_killed_before_it_comes_up(tmp_path: Path) -> None:
             await starting
             assert await runner.map(calls.accept, range(100)) == [1] * 100
             await runner.aclose()
+
+
+@pytest.mark.asyncio_only
+async def test_its_own_death_is_named_and_usage_shows_it(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    async with percore.Runner(2) as runner:
+        before = pids_of(runner)
+        (server,) = fork_servers(await runner.usage())
+        assert server in {child.pid for child in psutil.Process().children()}
+        stays = [runner.submit(calls.stay, wire.path) for _ in range(2)]
+        for _ in stays:
+            await wire.worker()
+        os.kill(server, signal.SIGKILL)
+        deaths = await asyncio.gather(*stays, return_exceptions=True)
+        await all_new(runner, before)
+        (other,) = fork_servers(await runner.usage())
+        assert other != server
+    # What became of a worker whose parent has died is told by Linux from 6.15 on.
+    assert all(isinstance(death, percore.WorkerDied) and death.exitcode in (None, -signal.SIGKILL) for death in deaths)
+    (said,) = [text for record in caplog.records if (text := record.getMessage()).startswith("percore: the fork server ")]
+    how = "by SIGKILL (perhaps out of memory, or killed by an operator)"
+    assert said == f"percore: the fork server (pid {server}) died {how}, and its workers with it"
+
+
+@pytest.mark.asyncio_only
+async def test_one_that_ends_with_its_last_runner_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "percore")
+    for _ in range(2):
+        async with percore.Runner(2) as runner:
+            assert await runner.run(calls.accept) == 0
+    assert "fork server" not in caplog.text
+
+
+def fork_servers(usage: percore.Usage) -> list[int]:
+    return [one.pid for one in usage.processes if one.role == "fork server"]

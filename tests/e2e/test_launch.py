@@ -481,7 +481,7 @@ async def test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_w
         text=True,
     )
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert "write `from percore import Runner` where the main thread comes by" in done.stdout, done.stderr
+    assert "write `from percore import Runner` in code that the main thread runs" in done.stdout, done.stderr
 
 
 async def test_two_loops_in_two_threads_share_the_fork_server() -> None:

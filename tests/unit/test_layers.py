@@ -109,7 +109,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_engines.fds": VOCABULARY | {"_ipc.memory"},
     "_engines.siblings": VOCABULARY,
     "_engines.launch": LAUNCH,
-    "_engines.servers": LAUNCH | {"_engines.launch"},
+    # _broken: an exit code in words
+    "_engines.servers": LAUNCH | {"_broken", "_engines.launch", "_reports"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},
     "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers", "_reports"},
     # _worker.logs: the size of the ring, and what is said about it and about levels.

@@ -159,6 +159,31 @@ class TestCpu:
         system.cpu, system.monotonic = 5.5, 1004.0
         assert await self.read(meter) == pytest.approx(50)
 
+    async def test_a_second_one_in_a_row_tells_what_the_first_did(self, system: SimpleNamespace) -> None:
+        """A step of the count, 10 ms, that falls between two readings 2 ms apart is no load of 500 %."""
+        meter = UsageMeter()
+        system.cpu, system.wall = 2.0, system.wall + 100
+        assert await self.read(meter) == pytest.approx(2)
+        for _ in range(3):
+            system.cpu, system.monotonic, system.wall = system.cpu + 0.01, system.monotonic + 0.002, system.wall + 0.002
+            assert await self.read(meter) == pytest.approx(2, abs=0.1)
+        system.monotonic = 1001.0  # a second after the first one, which is old enough now
+        assert await self.read(meter) == pytest.approx(3)
+
+    async def test_readings_that_follow_closely_span_a_second_and_no_more_than_two(self, system: SimpleNamespace) -> None:
+        meter = UsageMeter()
+        system.cpu, system.wall = 60.0, system.wall + 100
+        await self.read(meter)
+        for step in range(1, 100):
+            system.monotonic = 1000 + step / 10
+            if step >= 20:  # idle until here, and after the first second compared with readings of that time
+                system.cpu += 0.05
+            read = await self.read(meter)
+            if 11 <= step < 20:
+                assert read == 0
+            if step >= 40:
+                assert read == pytest.approx(50, abs=3)
+
     async def test_a_clock_that_was_set_matters_only_the_first_time(self, system: SimpleNamespace) -> None:
         meter = UsageMeter()
         system.cpu, system.wall = 1.0, system.wall + 10

@@ -86,6 +86,10 @@ class ForkServerLauncher:
             raise RuntimeError("this launcher is closed")
         return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)
 
+    def helpers(self) -> dict[int, str]:
+        """The fork servers of this process, which its other runners use as well."""
+        return dict.fromkeys(servers.pids(), "fork server")
+
     def is_open(self) -> bool:
         return servers.is_member(self)
 
@@ -262,7 +266,7 @@ class ForkedProcess(Watched):
             kind, value = REPORT.unpack(data)
             return kind, value, fds
         self._close_report()
-        servers.retire(self._server)
+        servers.lost(self._server)
         return _SILENCE, 0, []
 
     def _known_code(self, pidfd: Fd) -> int | None:
@@ -293,3 +297,5 @@ class ForkedProcess(Watched):
         self._request.answered()
         let_go(self._request.lifeline)
         servers.done(self._server)
+        if servers.untold and not self._loop.is_closed():
+            self._loop.call_soon(servers.tell)

@@ -85,6 +85,10 @@ class MultiprocessLauncher:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    def helpers(self) -> dict[int, str]:
+        """None: every process that it starts is a worker."""
+        return {}
+
     async def aclose(self) -> None:
         """Let go of the initializer and its arguments."""
         self._given = (None, ())

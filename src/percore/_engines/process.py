@@ -255,6 +255,9 @@ class ProcessEngine:
         channel.haste = self._haste
         return ProcessWorker(cell, channel, logs, process)
 
+    def helpers(self) -> dict[int, str]:
+        return self._launcher.helpers()
+
     async def aclose(self) -> None:
         await self._launcher.aclose()
 

@@ -7,6 +7,7 @@ longer than starting a program takes. A process forked from this one has none (i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -15,7 +16,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from percore._engines.fds import Fd, above_streams, hold, let_go, packet_pair, pipe
-from percore._engines.launch import open_child, search_path, start_python
+from percore._engines.launch import exit_code, open_child, search_path, start_python
+from percore._reports import report
 from percore._worker.world import REQUEST
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ class Server:
         """
         self.fingerprint = fingerprint()
         self.living = 0  # launches whose end has not been told
-        self._ended = False
+        self.is_lost = False  # it has died, and nobody here has ended it
+        self.exitcode: int | None = None
+        self.is_ended = False
         self._ctl, theirs = packet_pair()
         kept: list[Closable] = [self._ctl]
         given: list[Closable] = [theirs]
@@ -49,7 +53,8 @@ class Server:
             given.append(read_end)
             kept.append(self._lifeline)
             fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
-            self.pidfd = open_child(start_python(_MAIN, (search_path(), [preload]), fds, stdout=False))
+            self.pid = start_python(_MAIN, (search_path(), [preload]), fds, stdout=False)
+            self.pidfd = open_child(self.pid)
         except BaseException:
             let_go(*kept)
             raise
@@ -62,9 +67,9 @@ class Server:
 
     def end(self) -> None:
         """Kill it: it has nothing to put in order, and a stopped one would not notice anything gentler."""
-        if self._ended:
+        if self.is_ended:
             return
-        self._ended = True
+        self.is_ended = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
         let_go(self._ctl, self._lifeline)
@@ -75,12 +80,13 @@ class Server:
 
     def reap(self) -> bool:
         """Whether it is ended and reaped, now or earlier. Then no fd is left."""
-        if self._ended and self.pidfd.number >= 0:
+        if self.is_ended and self.pidfd.number >= 0:
             try:
-                gone = os.waitid(os.P_PIDFD, self.pidfd.number, os.WEXITED | os.WNOHANG) is not None
+                gone = os.waitid(os.P_PIDFD, self.pidfd.number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             except ChildProcessError:  # by somebody else
                 gone = True
             if gone:
+                self.exitcode = exit_code(self.pidfd.number)
                 let_go(self.pidfd)
         return self.pidfd.number < 0
 
@@ -97,10 +103,16 @@ class Servers:
         self._members: set[object] = set()
         self._current: Server | None = None
         self._retired: list[Server] = []  # without new requests; each ends with the last of its workers
+        self.untold: list[Server] = []  # that have died by themselves and are reaped
 
     def join(self, member: object) -> None:
         with self._lock:
             self._members.add(member)
+
+    def pids(self) -> list[int]:
+        """The fork servers that live, as far as is known: the one in use first."""
+        with self._lock:
+            return [one.pid for one in (self._current, *self._retired) if one is not None and not (one.is_ended or one.is_lost)]
 
     def is_member(self, member: object) -> bool:
         return member in self._members
@@ -121,7 +133,9 @@ class Servers:
     def give_back(self, ending: Iterable[Server]) -> None:
         """Reap what has ended; the rest is reaped on the way of a later launch or exit."""
         with self._lock:
-            self._retired += [server for server in ending if not server.reap()]
+            self._retired += ending
+            self._reap()
+        self.tell()
 
     def send(self, preload: str, fds: Sequence[Closable]) -> Server:
         """Send a request to a fork server of the surroundings of now, started if need be; count it as living.
@@ -135,6 +149,7 @@ class Servers:
             try:
                 server.send(fds)
             except ConnectionError:  # it died since the last request
+                server.is_lost = True
                 self._retire(server)
                 server = self._suitable(preload)
                 server.send(fds)
@@ -166,6 +181,14 @@ class Servers:
             if server is not None and server is self._current:
                 self._retire(server)
 
+    def lost(self, server: Server | None) -> None:
+        """It has closed its sockets: it is dead, or dies."""
+        with self._lock:
+            if server is not None:
+                server.is_lost |= not server.is_ended
+                if server is self._current:
+                    self._retire(server)
+
     def done(self, server: Server | None) -> None:
         """The end of one of its launches has been told."""
         with self._lock:
@@ -189,7 +212,17 @@ class Servers:
             server.end()
 
     def _reap(self) -> None:
-        self._retired = [server for server in self._retired if not server.reap()]
+        reaped = [server for server in self._retired if server.reap()]
+        self._retired = [server for server in self._retired if server not in reaped]
+        self.untold += [server for server in reaped if server.is_lost]
+
+    def tell(self) -> None:
+        """Report those that died by themselves. Neither under the lock nor in the midst of a death: the user's log handlers run."""
+        while self.untold:
+            server = self.untold.pop()
+            from percore._broken import how
+
+            report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it", server.pid, how(server.exitcode))
 
 
 _READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")

@@ -53,6 +53,10 @@ class SpawnLauncher:
             cleanup.pop_all()
         return process
 
+    def helpers(self) -> dict[int, str]:
+        """None: every process that it starts is a worker."""
+        return {}
+
     async def aclose(self) -> None:
         """Nothing to let go of."""
 
