@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 from percore._core.flow import Cost
 from percore._errors import RunnerClosed
-from percore._ipc.pickles import is_by_reference, qualified_name
+from percore._ipc.advice import Nowhere, blamed, unsendable, unsendable_function
+from percore._ipc.pickles import CANNOT, dump, is_by_reference, qualified_name
 from percore._ipc.presses import Presses
 from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._messages import Kind, Payload
@@ -190,6 +191,7 @@ class Functions:
         self._shares = shares
         # Half of the slots stays for calls at the moment they are sent: neither calls that wait nor functions that are held can
         # then keep all of them, and so a call ahead of them from being sent.
+        self._main_by_value = main_by_value
         self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
         self.known: dict[int, Function] = {}
         """Functions that travel by reference, by their id; each is held, so no other can have that id."""
@@ -239,7 +241,13 @@ class Functions:
 
     def _number(self, function: Function) -> bool:
         """Pickle the function and give it a number. False: it has to travel with each call."""
-        payload, met = self._pickled(function.fn)
+        try:
+            payload, met = self._pickled(function.fn)
+        except CANNOT as error:
+            told = unsendable_function(function.name, error)
+            if told is error:
+                raise
+            raise told from error
         if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # no slot was free for something this large
             return False
         function.payload = payload
@@ -254,9 +262,34 @@ class Functions:
 
         Raises:
             PayloadTooLarge: above max_message.
+            PicklingError, AttributeError, TypeError: something cannot be pickled; the error tells which argument that is.
             BaseException: whatever the user's objects raise while they are pickled.
         """
-        return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+        try:
+            return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+        except CANNOT as error:
+            told = self._told(function, args, kwargs, error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _told(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
+        """The error that names what could not be pickled."""
+        fn = function.fn
+        if not function.number and not self._can_pickle(fn):
+            return unsendable_function(function.name, error)
+        return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
+
+    def _can_pickle(self, obj: object) -> bool:
+        nowhere = Nowhere()
+        outer = self._shares.watch()
+        try:
+            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
+        except Exception:
+            return False
+        finally:
+            self._shares.seen(outer)
+        return True
 
     def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
         shares = self._shares

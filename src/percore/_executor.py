@@ -225,7 +225,10 @@ class LoopPoolExecutor(Executor):
         return f"<percore.LoopPoolExecutor max_workers={self._max_workers} {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a LoopPoolExecutor cannot be pickled: it belongs to the process that made it")
+        raise TypeError(
+            "a LoopPoolExecutor cannot be pickled: it belongs to the process that made it. Instead of giving it to a call, "
+            "make the calls here, and give the results of one to the next"
+        )
 
 
 class _Results:

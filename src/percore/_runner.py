@@ -306,7 +306,10 @@ class Runner(Verbs):
         return f"<percore.Runner workers={self._options.workers} {self._state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a Runner cannot be pickled: it belongs to the process and the loop that started it")
+        raise TypeError(
+            "a Runner cannot be pickled: it belongs to the process and the loop that started it. Instead of giving it to a call, "
+            "make the calls here, and give the results of one to the next"
+        )
 
     # Calls: the verbs, and a view of them
 

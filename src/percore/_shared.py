@@ -23,7 +23,7 @@ class Source(Protocol[T_co]):
 
 
 class Shared(Generic[T_co]):
-    """An object that all workers of a runner share, made by `await runner.share(obj)`.
+    """An object that all workers of a runner share and none may change, made by `await runner.share(obj)`.
 
     Give it to calls, anywhere inside their arguments, and read `.value` there. It travels as a name of a few bytes. Its memory is
     freed by `close()`, when this handle is dropped here and no call uses it any more, and when the runner is closed.
@@ -36,10 +36,11 @@ class Shared(Generic[T_co]):
 
     @property
     def value(self) -> T_co:
-        """The object: built once per process when it is first asked for, which takes as long as unpickling it does.
+        """The object. Do not change it: later calls in the same worker would see the change, and other workers would not.
 
-        Treat it as immutable. Its buffers (numpy arrays and the like of 64 kB and more) lie on the same physical pages in all
-        processes and can only be read.
+        Each process builds it once, when a call first asks for it; that takes as long as unpickling. Its buffers (numpy arrays and
+        the like of 64 kB and more) lie on the same physical pages in all processes and can only be read. Nothing protects the
+        rest, such as a dict: a call that wants to change it makes a copy first.
 
         Raises:
             RuntimeError: it was closed, or its runner was.

@@ -15,10 +15,11 @@ from weakref import WeakValueDictionary, ref
 
 from percore import _shared
 from percore._errors import RunnerClosed, as_error
+from percore._ipc.advice import unsendable
 from percore._ipc.copies import CLOSED, Copy
 from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases
-from percore._ipc.pickles import dump
+from percore._ipc.pickles import CANNOT, dump
 from percore._ipc.ring import BrokenFrame
 from percore._ipc.slots import Sink, SlotWriter
 from percore._messages import FORGET, SLOT_BITS, Payload
@@ -173,6 +174,8 @@ class Shares:
         try:
             dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
             payload: Payload | BaseException = sink.payload()
+        except CANNOT as error:
+            payload = unsendable("share(): the object", obj, error)
         except BaseException as error:
             payload = error
         del obj, sink

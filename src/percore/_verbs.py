@@ -141,4 +141,7 @@ class Options(Verbs):
         return f"<percore.Options {self._policy}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner")
+        raise TypeError(
+            "a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner. Instead of "
+            "giving it to a call, make the calls here, and give the results of one to the next"
+        )

@@ -247,7 +247,7 @@ async def _nothing_is_left(runner: Runner) -> None:
         await asyncio.sleep(0)
     assert (supervisor.arena.in_use, supervisor.dispatch.waiting(), len(supervisor.enders)) == (0, 0, 0)
     for member in supervisor.members:
-        assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], supervisor.dispatch.room)
+        assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.stride)
     assert runner.statistics().restarts == 0
 
 

@@ -19,7 +19,7 @@ VOCABULARY = frozenset({"_errors", "_options", "_messages", "_platform", "_point
 # Words only: what decides touches neither the system (_platform) nor a place where tests strike (_points).
 WORDS = frozenset({"_errors", "_options", "_messages"})
 FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.leases", "_ipc.channel"})
-PICKLES = frozenset({"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles", "_ipc.presses", "_ipc.exceptions"})
+PICKLES = frozenset({"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles", "_ipc.advice", "_ipc.presses", "_ipc.exceptions"})
 BYTES = FRAMES | PICKLES
 # How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
 LAUNCH = VOCABULARY | {"_engine", "_engines.fds", "_worker.world"}
@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,
     "_ipc.pickles": VOCABULARY | {"_ipc.rebuild", "_ipc.reducers"},
+    "_ipc.advice": VOCABULARY | {"_ipc.pickles", "_ipc.rebuild", "_ipc.reducers"},
     "_ipc.presses": VOCABULARY | {"_ipc.pickles", "_ipc.slots"},
     "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles"},
     # The handle of a shared object: it exists on both sides, and knows neither.
@@ -127,8 +128,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
     "_inputs": VOCABULARY,
     "_patience": frozenset(),
-    "_shares": VOCABULARY | {"_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
-    "_calls": VOCABULARY | {"_core.flow", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
+    "_shares": VOCABULARY
+    | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
+    "_calls": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
     "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
     "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},

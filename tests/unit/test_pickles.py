@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
@@ -24,8 +25,9 @@ from aiohttp.http_exceptions import BadStatusLine
 from yarl import URL
 
 from percore._errors import PayloadTooLarge, RemoteError, RemoteTraceback
+from percore._ipc.advice import unpicklable, unsendable
 from percore._ipc.exceptions import dump_exception, load_exception
-from percore._ipc.pickles import MainInfo, dump, is_by_reference, load, main_info, qualified_name, unpicklable
+from percore._ipc.pickles import MainInfo, dump, is_by_reference, load, main_info, qualified_name
 from percore._ipc.rebuild import format_traceback
 
 
@@ -158,6 +160,43 @@ def test_copyreg_is_honoured_live(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there_and_back([Strange(), lambda: 1])[0] == 7
 
 
+def test_copyreg_is_honoured_for_what_pickle_can_do_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert there_and_back(Plain(1)).value == 1
+    monkeypatch.setitem(copyreg.dispatch_table, Plain, lambda _: (int, ("7",)))
+    assert there_and_back(Plain(1)) == 7
+    monkeypatch.setitem(copyreg.dispatch_table, Plain, lambda _: (int, ("8",)))
+    assert there_and_back([Plain(1), lambda: 1])[0] == 8
+    monkeypatch.undo()
+    assert there_and_back(Plain(1)).value == 1
+
+
+def test_standard_output_stays_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    assert there_and_back((sys.stdout, lambda: 1))[0] is sys.stdout
+
+
+def test_a_reducer_of_the_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, asyncio.Lock, lambda _: (int, ("7",)))
+    assert there_and_back(asyncio.Lock()) == 7
+    assert there_and_back([asyncio.Lock(), lambda: 1])[0] == 7
+
+
+def test_what_was_imported_since_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lock:
+        """A base."""
+
+    class LoopLock(Lock):
+        """What anyio makes for one kind of loop."""
+
+    library = ModuleType("anyio")
+    library.Lock = Lock  # type: ignore[attr-defined]
+    assert isinstance(there_and_back(LoopLock()), LoopLock)
+    monkeypatch.setitem(sys.modules, "anyio", library)
+    for thing in (Lock(), LoopLock(), [LoopLock(), lambda: 1]):
+        with pytest.raises(TypeError, match=r"of anyio works within one event loop.*per_key=1"):
+            dump(thing, Sink(), main_by_value=False)
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), RecursionError(), MemoryError()])
 def test_errors_of_user_code_reach_the_caller_and_leave_the_file_empty(error: BaseException) -> None:
     file = Sink()
@@ -225,6 +264,14 @@ def test_a_coroutine_as_result_says_to_await_it() -> None:
     coro = coroutine()
     assert "await it" in str(unpicklable(coro, TypeError("x")))
     coro.close()
+
+
+def test_an_error_of_the_users_own_is_left_as_it_is() -> None:
+    class Own(TypeError):
+        """A subclass."""
+
+    for error in (Own("no"), ValueError("no")):
+        assert unsendable("f(): argument 1", 1, error) is error
 
 
 # Exceptions as themselves

@@ -25,8 +25,6 @@ from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from percore._errors import RemoteError
-from percore._ipc.rebuild import format_traceback, text_of, type_name_of
 from percore._ipc.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 
 PROTOCOL = 5
@@ -189,54 +187,6 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
             return super().reducer_override(obj)
 
     return cast("type[Pickler]", ValuePickler if main_by_value else MainByReference)
-
-
-# Results that cannot leave their worker
-
-
-_INSTEAD = {
-    "coroutine": "await it in the worker and return its result",
-    "generator": "return a list, or yield its items from a call of their own",
-    "async_generator": "collect its items in the worker and return a list",
-    "Task": "await it in the worker and return its result",
-    "Future": "await it in the worker and return its result",
-    "ClientResponse": "return what you need of it, for example `return await response.text()`",
-    "ClientSession": "keep it in the lifespan and use percore.state() in the worker",
-    "lock": "make one in each worker, in the lifespan",
-    "RLock": "make one in each worker, in the lifespan",
-    "TextIOWrapper": "return its content or its path",
-    "BufferedReader": "return its content or its path",
-    "module": "return its name",
-    "memoryview": "return pickle.PickleBuffer(view), or bytes(view)",
-}
-
-
-def unpicklable(value: object, exc: BaseException) -> RemoteError:
-    """What the caller gets instead of a result that could not be pickled: what it is, why not, what to return."""
-    try:
-        culprit = _culprit(value, depth=3)
-    except RuntimeError:  # another thread changes the container meanwhile
-        culprit = None
-    # A subclass (a response class of the user's own, asyncio's C task) is advised as its known base.
-    names = [base.__name__ for base in type(value if culprit is None else culprit).__mro__]
-    advice = next((_INSTEAD[name] for name in names if name in _INSTEAD), "return plain data instead")
-    what = f"the result is a {names[0]}" if culprit is value or culprit is None else f"the result contains a {names[0]}"
-    reason = f"{type_name_of(exc)}: {text_of(exc)}"
-    return RemoteError(type_name_of(exc), f"{what}, which cannot be pickled ({reason}); {advice}", format_traceback(exc))
-
-
-def _culprit(value: object, depth: int) -> object | None:
-    """The first known unpicklable thing in `value`. Looks into plain containers only: no user code runs."""
-    if any(base.__name__ in _INSTEAD for base in type(value).__mro__):
-        return value
-    if not depth or type(value) not in (list, tuple, dict, set, frozenset):
-        return None
-    items = value.values() if isinstance(value, dict) else cast("list[object]", value)
-    for _, item in zip(range(100), items, strict=False):
-        found = _culprit(item, depth - 1)
-        if found is not None:
-            return found
-    return None
 
 
 # Functions

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from percore._errors import PayloadTooLarge
+from percore._ipc.advice import unpicklable
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
 from percore._ipc.leases import Received
-from percore._ipc.pickles import load, qualified_name, unpicklable
+from percore._ipc.pickles import load, qualified_name
 from percore._ipc.presses import Presses
 from percore._ipc.slots import Sink
 from percore._messages import ERROR, LEASED, RESULT, UNLEASED, UNPICKLED, VALUE, Body, Payload

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
 from percore._errors import PercoreError
+from percore._ipc.advice import unpicklable
 from percore._ipc.channel import Channel
 from percore._ipc.exceptions import dump_exception
-from percore._ipc.pickles import load, unpicklable
+from percore._ipc.pickles import load
 from percore._ipc.slots import Sink
 from percore._messages import ERROR, Body
 from percore._worker.answers import Answers, Function, Send

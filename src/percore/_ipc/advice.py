@@ -1,0 +1,155 @@
+"""What is told of objects that cannot be sent: which it was, why not, and what to send instead."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from percore._errors import RemoteError
+from percore._ipc.pickles import CANNOT, qualified_name
+from percore._ipc.rebuild import format_traceback, text_of, type_name_of
+from percore._ipc.reducers import CAREFUL
+
+_PER_WORKER: Final = "make one in each worker, in the lifespan"
+_FILE: Final = ("return its content or its path", "give its path, or its content")
+_AWAIT: Final = ("await it in the worker and return its result", "await it, and give its result")
+
+_INSTEAD: Final = {
+    "coroutine": (_AWAIT[0], "give the function and its arguments, or await it and give its result"),
+    "generator": ("return a list, or yield its items from a call of their own", "give a list, or map over it"),
+    "async_generator": ("collect its items in the worker and return a list", "collect its items and give a list, or map over it"),
+    "Task": _AWAIT,
+    "Future": _AWAIT,
+    "ClientResponse": (
+        "return what you need of it, for example `return await response.text()`",
+        "give what the call needs of it, for example `await response.text()`",
+    ),
+    "ClientSession": ("keep it in the lifespan and use percore.state() in the worker",) * 2,
+    "Executor": (_PER_WORKER,) * 2,
+    "lock": (_PER_WORKER,) * 2,
+    "RLock": (_PER_WORKER,) * 2,
+    "TextIOWrapper": _FILE,
+    "BufferedReader": _FILE,
+    "BufferedWriter": _FILE,
+    "BufferedRandom": _FILE,
+    "FileIO": _FILE,
+    "module": ("return its name", "give its name"),
+    "memoryview": ("return pickle.PickleBuffer(view), or bytes(view)", "give pickle.PickleBuffer(view), or bytes(view)"),
+}
+"""By the name of a class: for a result, and for an argument."""
+
+
+def unpicklable(value: object, exc: BaseException) -> RemoteError:
+    """What the caller gets instead of a result that could not be pickled: what it is, why not, what to return."""
+    text = _told("the result", value, exc, "return plain data instead", 0)
+    return RemoteError(type_name_of(exc), text, format_traceback(exc))
+
+
+def unsendable(what: str, value: object, error: Exception) -> Exception:
+    """What is to be raised instead of this `error`, with which something could not be pickled.
+
+    Another error of the same class where pickle or cloudpickle has said that it cannot: their words name neither a function nor an
+    argument. The very error where the user's code has raised one of its own.
+    """
+    return _retold(error, _told(what, value, error, "send plain data instead", 1))
+
+
+def unsendable_function(name: str, error: Exception) -> Exception:
+    """As `unsendable`, of a function."""
+    text = f"the function {name} cannot be pickled ({type_name_of(error)}: {text_of(error)})"
+    return _retold(error, f"{text}; give a function of a module, and what it needs as arguments")
+
+
+def _retold(error: Exception, text: str) -> Exception:
+    if type(error) not in CANNOT:
+        return error
+    made = type(error)(text)
+    made.__cause__ = error
+    return made
+
+
+def _told(what: str, value: object, exc: BaseException, otherwise: str, place: int) -> str:
+    culprit = _culprit(value)
+    known = value if culprit is None else culprit
+    # A subclass (a response class of the user's own, asyncio's C task) is advised as its known base.
+    names = [base.__name__ for base in type(known).__mro__]
+    verb = "is" if known is value else "contains"
+    advice = next((_INSTEAD[name][place] for name in names if name in _INSTEAD), None)
+    if advice is None and type(known) in CAREFUL:
+        return f"{what} {verb} a {names[0]}: {text_of(exc)}"
+    reason = f"{type_name_of(exc)}: {text_of(exc)}"
+    return f"{what} {verb} a {names[0]}, which cannot be pickled ({reason}); {advice or otherwise}"
+
+
+def _culprit(value: object, depth: int = 3) -> object | None:
+    """The first known unpicklable thing in `value`. Looks into plain containers only: no user code runs."""
+    if type(value) in CAREFUL or any(base.__name__ in _INSTEAD for base in type(value).__mro__):
+        return value
+    if not depth or type(value) not in (list, tuple, dict, set, frozenset):
+        return None
+    try:
+        items = list(value.values() if isinstance(value, dict) else cast("list[object]", value))
+    except RuntimeError:  # another thread changes it meanwhile
+        return None
+    for item in items[:100]:
+        found = _culprit(item, depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+# Arguments
+
+
+def blamed(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], can_pickle: Callable[[object], bool]
+) -> tuple[str, object]:
+    """Which argument of a call could not be pickled, in words, and the argument.
+
+    One that is known is found without running the user's code. Otherwise they are pickled once more, one by one.
+    """
+    name = qualified_name(fn)
+    parts: list[tuple[str | int, object]] = [*enumerate(args), *kwargs.items()]
+    found = [part for part in parts if _culprit(part[1]) is not None] or (parts if len(parts) == 1 else [])
+    if not found:
+        found = [part for part in parts if not can_pickle(part[1])]
+    if not found:
+        return f"{name}(): one of the arguments", (args, kwargs) if kwargs else args
+    place, value = found[0]
+    return f"{name}(): {_argument(fn, place)}", value
+
+
+def _argument(fn: Callable[..., Any], place: str | int) -> str:
+    if isinstance(place, str):
+        return f"the argument {place!r}"
+    try:
+        parameters = [*inspect.signature(fn).parameters.values()][: place + 1]
+    except Exception:  # a builtin, or a signature of the user's making
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(parameters) > place and all(parameter.kind in kinds for parameter in parameters):
+        return f"the argument {parameters[place].name!r}"
+    return f"argument {place + 1}"
+
+
+class Nowhere:
+    """A file that keeps nothing of what is pickled."""
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: object, /) -> None:
+        """It is gone."""
+
+    def contains(self, needle: bytes) -> bool:
+        """Nothing is kept to be looked at."""
+        return False
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def keep(self, buffer: object) -> bool:
+        """It is left out of the pickle."""
+        return False
+
+    def write_buffers(self) -> None:
+        """None were kept."""
