@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from percore._options import advising
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -61,6 +63,19 @@ if TYPE_CHECKING:
 
 
 AnyItems: TypeAlias = Iterable[Any] | AsyncIterable[Any]
+
+_OF_THE_VIEW: Final = "it is an option of the calls, as in runner.options({0}=...).map(...)"
+_OF_THE_RUNNER: Final = "the runner has a fixed number of workers, as in percore.Runner(workers=4)"
+_NO_CHUNKS: Final = "there is no chunk size to tune, percore batches short calls by how long they take"
+_ADVICE: Final = {
+    "chunksize": _NO_CHUNKS,
+    "batch_size": _NO_CHUNKS,
+    "timeout": "for each call write runner.options(timeout=...).map(...), for the map as a whole asyncio.timeout(...) around it",
+    "buffersize": "window=... says how many items may be pulled and not yet handed over",
+    "max_workers": _OF_THE_RUNNER,
+    "workers": _OF_THE_RUNNER,
+} | {name: _OF_THE_VIEW.format(name) for name in ("retries", "retry_on", "backoff")}
+"""For keywords of the maps of other libraries, and of other methods."""
 
 
 class MapVerbs:
@@ -150,6 +165,7 @@ class MapVerbs:
                 *more: AnyItems, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
         # fmt: on
 
+    @advising("Runner.map", _ADVICE)
     def map(
         self,
         fn: Callable[..., Any],
@@ -256,6 +272,7 @@ class MapVerbs:
                       *more: AnyItems, **o: Unpack[KeepAny]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
         # fmt: on
 
+    @advising("Runner.map_items", _ADVICE)
     def map_items(
         self,
         fn: Callable[..., Any],
@@ -285,6 +302,7 @@ class MapVerbs:
         def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
         # fmt: on
 
+    @advising("Runner.starmap", _ADVICE)
     def starmap(
         self,
         fn: Callable[..., Any],

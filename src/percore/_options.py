@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
 from percore._platform import HAS_PIDFD, HAS_SETSIG, default_start_method
 
@@ -145,6 +145,33 @@ def check_plain(name: str, fn: Callable[..., object]) -> None:
             raise TypeError(f"{name} must be a plain function, not an async one: percore calls it and does not await it")
         if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
             raise TypeError(f"{name} must be a plain function, not a generator function: percore calls it and does not iterate")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
+    """Decorate a function that users call by `name`: keywords that it does not have are answered with advice.
+
+    Not for what is called often: it costs as much as a call.
+    """
+
+    def decorate(fn: F) -> F:
+        code = fn.__code__
+        known = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+        fn.__qualname__ = name  # in what Python itself says of its arguments
+
+        @wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for keyword in kwargs:
+                if keyword not in known:
+                    hint = advice.get(keyword) or f"it takes {', '.join(one for one in known if one != 'self')}"
+                    raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}: {hint}")
+            return fn(*args, **kwargs)
+
+        return cast(F, called)
+
+    return decorate
 
 
 def check_awaited(name: str, value: object) -> None:

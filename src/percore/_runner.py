@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from percore._errors import RunnerClosed
-from percore._options import Knobs, grace_of
+from percore._options import Knobs, advising, grace_of
 from percore._verbs import Options, Verbs
 from percore._worker import context
 
@@ -53,6 +53,23 @@ _NO_LOOP = (
     'or with anyio.run(main, backend="asyncio"). It does not run under trio'
 )
 
+
+_SETUP = "put the setup of a worker in lifespan=..., and that of a thread in thread_initializer=..."
+_KEYWORDS = (
+    dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
+    | dict.fromkeys(("max_tasks_per_child", "maxtasksperchild"), "write max_tasks_per_worker=...")
+    | dict.fromkeys(("initializer", "initargs"), _SETUP)
+    | {
+        "max_threads": "write threads=...",
+        "childconcurrency": "write concurrency=...",
+        "loop_initializer": "write loop_factory=...",
+        "mp_context": 'write start_method="forkserver" or "spawn"; percore.LoopPoolExecutor takes an mp_context',
+        "timeout": "it is an option of the calls, as in runner.options(timeout=5).run(...)",
+        "chunksize": "there is no chunk size to tune, percore batches short calls by how long they take",
+        "debug": "workers take the debug flag of this program's event loop",
+    }
+)
+"""What other pools call it."""
 
 HALF = (
     *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
@@ -109,6 +126,7 @@ class Runner(Verbs):
         TypeError, ValueError: a bad option.
     """
 
+    @advising("Runner", _KEYWORDS)
     def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
         self,
         workers: int | None = None,

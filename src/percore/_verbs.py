@@ -127,6 +127,10 @@ class Verbs(MapVerbs):
         return await supervisor.broadcast(function, args, kwargs, policy)
 
 
+for _verb in (Verbs.submit, Verbs.run, Verbs.broadcast):
+    _verb.__qualname__ = f"Runner.{_verb.__name__}"  # what Python says of its arguments names what users know
+
+
 class Options(Verbs):
     """A view of a runner under which calls have a key, retries or a timeout, made by `runner.options(...)`. It costs little."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import os
 import pickle
 import threading
@@ -249,3 +250,33 @@ async def test_its_repr_tells_its_state(make: MakeRunner) -> None:
     assert "open" in text
     await runner.aclose()
     assert "closed" in repr(runner)
+
+
+async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
+    for keyword, advice in {"max_workers": "write workers=", "initializer": "lifespan=", "wrokers": "it takes workers, "}.items():
+        with pytest.raises(TypeError, match=rf"^Runner\(\) got an unexpected keyword argument '{keyword}': .*{advice}"):
+            make(**{keyword: 2})
+    async with make() as runner:
+        verbs: tuple[Any, ...] = (runner.map, runner.map_items, runner.starmap, runner.options().map)
+        for verb in verbs:
+            name = rf"^Runner\.{verb.__name__}\(\) got an unexpected keyword argument"
+            with pytest.raises(TypeError, match=rf"{name} 'chunksize': there is no chunk size to tune, "):
+                verb(jobs.echo, [1], chunksize=10)
+            with pytest.raises(TypeError, match=rf"{name} 'timeout': for each call write runner\.options\(timeout="):
+                verb(jobs.echo, [1], timeout=1)
+            with pytest.raises(TypeError, match=rf"{name} 'orderd': it takes ordered, window, key, return_exceptions$"):
+                verb(jobs.echo, [1], orderd=True)
+        with pytest.raises(TypeError, match=r"^Runner\.map\(\) missing 1 required positional argument: 'fn'"):
+            runner.map()  # type: ignore[call-overload]
+        for name in ("run", "submit", "broadcast"):
+            with pytest.raises(TypeError, match=rf"^Runner\.{name}\(\) missing 1 required positional argument: 'fn'"):
+                getattr(runner, name)()
+
+
+def test_signatures_say_what_there_is() -> None:
+    options = "ordered: 'bool' = True, window: 'int | None' = None"
+    assert str(inspect.signature(percore.Runner.map)).startswith(
+        f"(self, fn: 'Callable[..., Any]', /, *iterables: 'AnyItems', {options}"
+    )
+    assert next(iter(inspect.signature(percore.Runner).parameters)) == "workers"
+    assert "kwargs" not in inspect.signature(percore.Runner).parameters

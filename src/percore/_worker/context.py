@@ -126,7 +126,9 @@ def state(kind: Any = None, /) -> Any:
     if not found.has_value:
         raise RuntimeError("this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)")
     if kind is not None and not _is_instance(found.value, kind):
-        raise TypeError(f"the lifespan yields {type(found.value).__name__}, not {kind.__name__ if isinstance(kind, type) else kind}")
+        raise TypeError(
+            f"the lifespan yields {type(found.value).__name__}, not {kind.__name__ if isinstance(kind, type) else kind}"
+        )
     return found.value
 
 
