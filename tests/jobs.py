@@ -260,6 +260,13 @@ class Adder:
     __hash__ = None  # type: ignore[assignment]
 
 
+class OtherAdder(Adder):
+    """Its class method is the same function."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__(base + 1)
+
+
 class AsyncAdder(Adder):
     async def __call__(self, value: int) -> int:  # type: ignore[override]
         return self.base + value

@@ -7,6 +7,8 @@ once, when it is made, so later changes are not seen and another worker gets the
 import asyncio
 import inspect
 from collections.abc import Callable, Hashable
+from itertools import islice
+from types import MethodType
 from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 from percore._core.flow import Cost
@@ -21,7 +23,7 @@ from percore._policy import Plan, Policy
 from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
-"""Functions kept by number; beyond it (functions made and thrown away in a loop) a function travels with each of its calls."""
+"""Functions kept by number. When there are more, the oldest ones are forgotten, and get another number if they are called again."""
 
 _CUT: Final = "the runner was closed before this call could end"
 
@@ -193,8 +195,13 @@ class Functions:
         # then keep all of them, and so a call ahead of them from being sent.
         self._main_by_value = main_by_value
         self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
-        self.known: dict[int, Function] = {}
-        """Functions that travel by reference, by their id; each is held, so no other can have that id."""
+        self.known: dict[int | tuple[int, int], Function] = {}
+        """Functions that travel by reference, by their id; each is kept, so no other can have that id. Class methods, which are new
+        objects each time, by the ids of function and class."""
+        self._held: set[int] = set()
+        """Numbers of functions that are held."""
+        self.on_forgotten: Callable[[], None] = lambda: None
+        """Called when known functions were forgotten."""
         self._last = 0
 
     def of(self, fn: Callable[..., Any]) -> Function:
@@ -203,18 +210,32 @@ class Functions:
         Raises:
             TypeError: as `kind_of`.
         """
-        function = self.known.get(id(fn))
+        is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
+        name = (id(fn.__func__), id(fn.__self__)) if is_class_method else id(fn)  # type: ignore[attr-defined]  # of methods
+        function = self.known.get(name)
         if function is not None:
             return function
         function = Function(fn, kind_of(fn))
-        if len(self.known) < _REMEMBERED and is_by_reference(fn):
+        if is_by_reference(fn):
             try:
                 if not self._number(function):
                     return function
             except Exception:  # a class whose metaclass has a reducer that fails; it does so again for each call, and fails that
                 return function
-            self.known[id(fn)] = function
+            if len(self.known) >= _REMEMBERED:
+                self._forget_oldest()
+            self.known[name] = function
         return function
+
+    def _forget_oldest(self) -> None:
+        """Forget a quarter of the known functions. Their calls that wait name them by their old numbers, and go on."""
+        forgotten = [self.known.pop(name, None) for name in list(islice(self.known, -(-_REMEMBERED // 4)))]
+        self.on_forgotten()
+        del forgotten  # not before everything is in order: this may run a `__del__`
+
+    def numbers(self) -> set[int]:
+        """The numbers of functions that are known or held."""
+        return {function.number for function in self.known.values()} | self._held
 
     def hold(self, fn: Callable[..., Any]) -> Function:
         """As `of`, but a function that travels by value is pickled once and numbered until `drop`.
@@ -226,10 +247,12 @@ class Functions:
         function = self.of(fn)
         if not function.number and self._number(function):
             function.users = 1
+            self._held.add(function.number)
         return function
 
     def drop(self, function: Function) -> None:
         """No call will name this held function again."""
+        self._held.discard(function.number)
         self._slots.discard(function.payload)
         function.payload = b""
         self._shares.drop(function)

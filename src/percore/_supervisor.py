@@ -65,6 +65,7 @@ class Supervisor:
         self.shares = Shares(loop, arena, main_by_value=main_by_value)
         self.functions = Functions(arena, self.shares, main_by_value=main_by_value)
         self.known = self.functions.known
+        self.functions.on_forgotten = self._undefine_forgotten
         self.policy = Policy(retries=options.retries) if options.retries else None
         """What calls are run under that are given nothing else."""
         self.policy_of = Policy.checked
@@ -254,6 +255,18 @@ class Supervisor:
                 member.defined.discard(function.number)
                 member.worker.channel.send(UNDEFINE, function.number, None)
         self.functions.drop(function)
+
+    def _undefine_forgotten(self) -> None:
+        """Functions are not known any more: workers need not remember them either.
+
+        Those whose calls are on their way stay, for the next time. A worker that is sent another call is told of its function anew.
+        """
+        in_use = self.functions.numbers()
+        for member in list(self.members):
+            called = {call.function.number for call in list(member.calls.values())}
+            for number in member.defined - in_use - called:
+                member.defined.discard(number)
+                member.worker.channel.send(UNDEFINE, number, None)
 
     def refuse(self, call: Unit) -> None:
         """End a call that nobody will run any more."""

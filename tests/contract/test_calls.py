@@ -238,3 +238,41 @@ async def test_an_id_of_a_call_is_never_taken_for_one_of_an_item(make: MakeRunne
         assert member.stride <= min(seen) < member.stride * 2
         assert ID_MASK - 2 * member.stride < max(seen) <= ID_MASK
         assert runner.statistics().restarts == 0
+
+
+# Functions that are known by number
+
+
+async def test_a_class_method_is_one_function_however_often_it_is_looked_up(make: MakeRunner) -> None:
+    async with make(1) as runner:
+        for value in range(20):
+            assert await runner.run(jobs.Adder.make, value) == value
+            assert await runner.map(jobs.Adder.make, [value]) == [value]
+        assert await runner.run(jobs.OtherAdder.make, 3) == 4  # the same function of another class
+        functions = runner._supervisor.functions
+        assert len(functions.known) == 2
+        assert [len(member.defined) for member in runner._supervisor.members] == [2]
+
+
+async def test_many_functions_are_known_for_a_time(make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose calls wait or run meanwhile go on."""
+    monkeypatch.setattr("percore._calls._REMEMBERED", 4)
+    functions: list[Callable[..., Any]] = [jobs.echo, jobs.aecho, jobs.Adder.double, jobs.Adder.make, int, float, abs, str]
+    async with make(1, concurrency=1, threads=1) as runner:
+        supervisor = runner._supervisor
+        running = runner.submit(jobs.await_, log.path, gate.path, "running")
+        waiting = [runner.submit(jobs.aecho, value) for value in range(3)]
+        mapped = asyncio.ensure_future(runner.map(jobs.aecho, range(100)).collect())
+        held = asyncio.ensure_future(runner.map(lambda value: value + 1, range(100)).collect())
+        await log.next()
+        for _ in range(3):
+            for function in functions:
+                if function is not jobs.aecho:
+                    await runner.run(function, 3)
+                assert len(supervisor.known) <= 4
+                assert all(len(member.defined) <= 4 + 4 for member in supervisor.members)
+        gate.open()
+        assert await running == "running"
+        assert await asyncio.gather(*waiting) == [0, 1, 2]
+        assert await mapped == list(range(100))
+        assert await held == list(range(1, 101))
