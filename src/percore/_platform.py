@@ -38,6 +38,8 @@ HAS_MEMFD = "memfd" not in _without and _memfd_works()
 HAS_EVENTFD = "eventfd" not in _without and hasattr(os, "eventfd")
 HAS_PIDFD = "pidfd" not in _without and _pidfd_works()
 HAS_SETSIG = "setsig" not in _without and sys.platform == "linux" and hasattr(fcntl, "F_SETSIG")
+IS_FREE_THREADED = "t" in sys.abiflags
+"""Whether this Python was built to run without a GIL, which may be held all the same."""
 
 
 def uvloop_wanted() -> bool:

@@ -334,3 +334,16 @@ async def test_what_is_made_of_a_view_decides_how_long(sides: Sides, take: Calla
 def test_a_slot_begins_with_a_page() -> None:
     """`forget_writes` counts on it."""
     assert SLOT % mmap.PAGESIZE == 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["leased", "shared"])
+async def test_buffers_share_nothing_that_two_threads_could_miscount(sides: Sides, *, is_shared: bool) -> None:
+    """Views that are cut from one view count together how many they are, and lose count without a GIL."""
+    leases = sides.receiver()
+    payload = sides.send([PickleBuffer(bytearray(BUFFER_LIMIT)) for _ in range(3)])
+    assert isinstance(payload, int)
+    views = (leases.receive_shared(payload, lambda: None) if is_shared else leases.receive(payload)).load()
+    assert [view.readonly for view in views] == [is_shared] * 3
+    assert len({id(one) for view in views for one in gc.get_referents(view)}) == 3
+    del views
+    await turns()

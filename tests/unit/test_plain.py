@@ -63,7 +63,8 @@ class Post:
 class Worker:
     """Plain functions on one thread, whose calls end one by one and take as long as they are told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_free_threaded: bool = False) -> None:
+        monkeypatch.setattr(module, "IS_FREE_THREADED", is_free_threaded)
         self.post = Post()
         self._now = 0
         self._begun, self._ends, self._ended = (threading.Semaphore(0) for _ in range(3))
@@ -204,3 +205,25 @@ def test_the_loop_goes_on_sending_as_long_as_calls_enough_wait(worker: Worker) -
     worker.tick()
     assert worker.post.gone == [1, 2, 3, 4]
     assert not worker.post.timers
+
+
+def test_without_a_gil_threads_end_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, is_free_threaded=True)
+    threads, has_left = worker.plain.threads, threading.Semaphore(0)
+    threads.when_idle(has_left.release)
+    assert not worker.post.timers
+    worker.put(1)
+    worker.end(QUICK)
+    has_left.acquire()
+    (thread,) = threads._threads
+    worker.tick()
+    assert threads._threads == [thread]  # it has been at work since
+    worker.tick()
+    assert not threads._threads
+    assert not worker.post.timers
+    thread.join()
+    worker.put(1)
+    worker.end(QUICK)
+    has_left.acquire()
+    assert len(threads._threads) == len(worker.post.timers) == 1
+    worker.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import heapq
 import pickle
 import threading
@@ -45,6 +46,9 @@ class Bytes(Ledger):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.view = memoryview(bytearray(size))
+
+    def part(self, start: int, end: int) -> memoryview:
+        return self.view[start:end]
 
 
 def ledger_slots(count: int, slot_size: int) -> tuple[SlotWriter, Ledger]:
@@ -637,3 +641,20 @@ def test_a_real_pickler_writes_into_it(value: Any, private: bool) -> None:
     assert loaded == (bytes(value) if isinstance(value, PickleBuffer) else value)
     writer.discard(payload)
     assert writer.in_use == 0
+
+
+def test_views_of_slots_share_nothing_that_two_threads_could_miscount() -> None:
+    memory = Memory.create(MIB)
+    writer = SlotWriter(memory, MIB, MIB)
+    payload = writer.store(b"x" * 100)
+    assert payload is not None
+    reader = writer.reader()
+    makers: list[Callable[[], Any]] = [
+        *(lambda: writer.view(0), lambda: writer.read(payload), lambda: reader.read(payload), lambda: reader.own(payload))
+    ]
+    views = [make() for make in makers for _ in range(2)]
+    counted = [id(one) for view in views for one in gc.get_referents(view)]
+    assert len(counted) == len(views) == len(set(counted))
+    for view in views:
+        view.release()
+    memory.close()

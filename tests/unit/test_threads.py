@@ -92,6 +92,42 @@ def test_a_free_thread_is_used_again() -> None:
         assert len(threads._threads) == 1
 
 
+def test_idle_threads_end_and_the_busy_ones_go_on() -> None:
+    gate, finished = Gate(), queue.SimpleQueue[None]()
+    with pool(3, gate) as threads:
+        threads.when_idle(lambda: finished.put(None))
+        for call_id in range(3):
+            threads.put(call_id, "item")
+            gate.begun.get()
+        assert threads.end_idle()
+        assert len(threads._threads) == 3
+        gate.opened.set()
+        finished.get()
+        gate.opened.clear()
+        threads.put(3, "busy")
+        assert gate.begun.get() == 3
+        first = list(threads._threads)
+        assert threads.end_idle()
+        assert len(threads._threads) == 1
+        for _ in range(20):  # and who comes later waits behind nobody that is about to end
+            threads.put(4, "item")
+            assert gate.begun.get() == 4
+            gate.opened.set()
+            finished.get()
+            assert not threads.end_idle()
+            for thread in (*first, *threads._leaving):
+                thread.join()
+            gate.opened.clear()
+
+
+def test_the_start_of_a_thread_is_told() -> None:
+    started: list[int] = []
+    with pool(2, Recorder()) as threads:
+        threads.on_start = lambda: started.append(len(threads._threads))
+        threads.put(1, "item")
+        assert started == [1]
+
+
 def test_all_threads_are_daemons_with_names() -> None:
     gate = Gate()
     with pool(2, gate) as threads:

@@ -8,13 +8,19 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any, Final
 from weakref import ref
 
 Ended = Callable[[], None]
+
+
+def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool = False) -> list[memoryview]:
+    """Views of these places of what `export` has given, or of bytes. Each may be used in another thread: see `Memory.part`."""
+    views = [PickleBuffer(exported.obj).raw()[start:end] for start, end in places]
+    return [view.toreadonly() for view in views] if readonly else views
 
 
 class Endings:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from percore._ipc.buffers import has_buffers, places_in
-from percore._ipc.exports import Endings, export
+from percore._ipc.exports import Endings, export, parts_of
 from percore._ipc.slots import SlotReader
 from percore._messages import SLOT_MASK, Payload
 
@@ -87,7 +87,7 @@ class Leases:
         except BaseException:  # no memory even for that: then there is no view whose end would be heard of
             self._give_up(payload & SLOT_MASK)
             raise
-        return Received(data, pickled, [seen[start:end] for start, end in places], is_leased=True)
+        return Received(data, pickled, parts_of(seen, places), is_leased=True)
 
     def receive_shared(self, payload: int, ended: Callable[[], None]) -> Received:
         """A payload that others read as well: its buffers can only be read. `ended` is called when the last view has gone."""
@@ -100,7 +100,7 @@ class Leases:
             seen = memoryview(bytes(data))
             self._endings.add(ended)
         # All of it is read through that one view: its last use is the end, also where there are no buffers.
-        return Received(seen, pickled, [seen[start:end] for start, end in places], is_leased=True)
+        return Received(seen, pickled, parts_of(seen, places, readonly=True), is_leased=True)
 
     @property
     def count(self) -> int:

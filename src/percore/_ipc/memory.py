@@ -155,6 +155,18 @@ class Memory:
                 memory._address = 0
         return memory
 
+    def part(self, start: int, end: int) -> memoryview:
+        """A view of [start, end) that shares nothing with other views: each may be used and let go of in another thread.
+
+        Views that are cut from one view count together how many they are, and without a GIL two threads may miscount: the view they
+        were cut from then counts as released while it is in use.
+        """
+        return memoryview(self._map)[start:end]
+
+    def own_part(self, start: int, end: int) -> memoryview:
+        """As `part`, of what a receiver may go on using (see `own`)."""
+        return memoryview(self._own)[start:end]
+
     def forget_writes(self, start: int, end: int) -> None:
         """What was written over memory of someone else in [start, end), which begins with a page, is gone."""
         if self._address is None:

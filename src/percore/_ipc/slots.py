@@ -175,9 +175,9 @@ class SlotWriter:
         return self._touched[slot]
 
     def view(self, slot: int) -> memoryview:
-        """The memory of one slot."""
+        """The memory of one slot. A view of its own each time, as in `read`: see `Memory.part`."""
         start = slot * self.slot_size
-        return self._memory.view[start : start + self.slot_size]
+        return self._memory.part(start, start + self.slot_size)
 
     def store(self, data: bytes) -> int | None:
         """Copy `data` into a free slot: the payload that names it, or None when no slot is free."""
@@ -193,7 +193,7 @@ class SlotWriter:
         if isinstance(payload, bytes):
             return payload
         start = (payload & SLOT_MASK) * self.slot_size
-        return self._memory.view[start : start + (payload >> SLOT_BITS)]
+        return self._memory.part(start, start + (payload >> SLOT_BITS))
 
     def reader(self) -> "SlotReader":
         """The reading end, in this process."""
@@ -223,7 +223,7 @@ class SlotReader:
     def own(self, payload: int) -> memoryview:
         """The whole slot of a payload that `read` has found, where it may be used for longer, and written to."""
         start = (payload & SLOT_MASK) * self._slot_size
-        return self._memory.own[start : start + self._slot_size]
+        return self._memory.own_part(start, start + self._slot_size)
 
     def read(self, payload: Payload) -> memoryview | bytes:
         """The bytes of a payload that the other side sent.
@@ -237,7 +237,7 @@ class SlotReader:
         if slot >= self.count or not 0 <= length <= self._slot_size:
             raise BrokenFrame(f"payload of {length} bytes in slot {slot}: there are {self.count} slots of {self._slot_size} bytes")
         start = slot * self._slot_size
-        return self._memory.view[start : start + length]
+        return self._memory.part(start, start + length)
 
     def forget(self, payload: int) -> None:
         """Whatever was written here over a payload is gone: the next one in its slot will be seen."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._messages import RETURNED, TIMED_OUT, VALUE, Body
+from percore._platform import IS_FREE_THREADED
 from percore._points import POINTS, point
 from percore._worker.answers import Answers, Function
 from percore._worker.batches import KEEP, Batch, Results, item_id
@@ -37,6 +38,14 @@ _SLOW_NS: Final = 20_000_000
 
 _LATE_NS: Final = 100_000_000
 """After so many without a word from the timer the loop must be blocked: results wait for it no longer."""
+
+_IDLE: Final = 1.0
+"""Seconds after which threads that have had nothing to do end, in a Python without a GIL.
+
+There an object that one thread has made is freed, where another thread lets go of it last, when the first one next runs: what calls
+have made (large results, views of shared memory, shared objects) would be kept for as long as a thread of the pool sleeps. A thread
+that has ended keeps nothing.
+"""
 
 Item = tuple[Function | None, Body, Terms | None]
 
@@ -72,6 +81,11 @@ class Plain:
         self._sent_at = 0
         self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
+        self._idles: asyncio.TimerHandle | None = None
+        self._begun = 0
+        """Calls that the pool had begun when it was looked at last."""
+        if IS_FREE_THREADED:
+            self.threads.on_start = self._watch_idle
 
     def put(self, call_id: int, item: Item | Batch) -> None:
         """Queue a call or a batch.
@@ -88,6 +102,17 @@ class Plain:
             self.threads.put(call_id, item)
         if self._keeps_results is None:
             self._keep_results()
+
+    def _watch_idle(self) -> None:
+        if self._idles is None:
+            self._idles = self._loop.call_later(_IDLE, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """End threads that have begun nothing for a while, and look again while there are any."""
+        self._idles = None
+        before, self._begun = self._begun, self.threads.begun
+        if self._begun != before or self.threads.end_idle():
+            self._watch_idle()
 
     def _keep_results(self) -> None:
         """Where calls enough wait here, results may wait, too, for one another: nobody runs dry meanwhile."""
@@ -117,6 +142,8 @@ class Plain:
         """Let go of the threads. All results have gone by then, or nobody waits for them."""
         if self._keeps_results is not None:
             self._keeps_results.cancel()
+        if self._idles is not None:
+            self._idles.cancel()
         self.threads.stop()
 
     def _put_batch(self, call_id: int, batch: Batch) -> None:

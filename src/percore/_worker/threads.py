@@ -56,6 +56,8 @@ class Threads:
         self._running: dict[int, None] = {}
         self._ids: SimpleQueue[int | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._leaving: list[threading.Thread] = []
+        """So many have been told to end, whichever of all of them take the word."""
         self._beside: dict[int, threading.Thread] = {}
         self._active: dict[int, None] = {}
         self._begun = 0
@@ -69,6 +71,8 @@ class Threads:
         self._switches_often = False
         self._switched_every = 0.0
         self._on_idle: Callable[[], object] | None = None
+        self.on_start: Callable[[], object] | None = None
+        """Called by `put` when it has started a thread of the pool."""
         self.may_begin: Callable[[], bool] | None = None
         """Asked by a thread before it begins a call, which else stays where it waits."""
 
@@ -126,6 +130,20 @@ class Threads:
         """
         self._on_idle = tell
 
+    @property
+    def begun(self) -> int:
+        """How many calls the pool has begun, about: while it stays the same, none is begun."""
+        return self._begun
+
+    def end_idle(self) -> bool:
+        """End the threads of the pool that have nothing to do; calls that come later have new ones. Whether any thread is left."""
+        idle = len(self._threads) - len(self.waiting) - (self._limit - self.free())
+        for _ in range(idle):  # whoever takes the word ends: one that has just ended its call, perhaps, instead of another
+            self._leaving.append(self._threads.pop())
+            self._ids.put(None)
+        self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+        return bool(self._threads)
+
     def stop(self) -> None:
         """End every thread that is not in a call; the others are daemons."""
         self._switch_often(is_wanted=False)
@@ -134,7 +152,7 @@ class Threads:
 
     def join(self) -> None:
         """Wait for threads that were stopped; for workers that share a process with others."""
-        for thread in [*self._threads, *self._beside.values()]:
+        for thread in [*self._threads, *self._leaving, *self._beside.values()]:
             thread.join()
 
     def _start_thread(self) -> None:
@@ -143,6 +161,8 @@ class Threads:
         )
         thread.start()
         self._threads.append(thread)
+        if self.on_start is not None:
+            self.on_start()
 
     # In a thread
 
