@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may hold the loop before it gives way."""
 
+_TURNS: Final = 8
+"""Iterations of the loop that others get after a single pull took longer than that, so that the input blocks. What became ready
+meanwhile goes through several tasks before it is done with: a descriptor, who reads from it, who waits for that one."""
+
 _CHUNK_SECONDS: Final = 0.0005
 _MOST_AT_ONCE: Final = 8192
 _STEP: Final = 12
@@ -73,6 +77,7 @@ class Flow:
         self._result_waiter: asyncio.Future[None] | None = None
         self._space_waiter: asyncio.Future[None] | None = None
         self._wake_at = 0
+        self._pulled_at = 0.0
         self._unmeasured = 0
         self._most_leaving = _FEW
 
@@ -247,7 +252,6 @@ class Flow:
             if self.owner.is_closing or self.owner.broken is not None:
                 self._failure = self.owner.refusal()
                 return
-            at = self._loop.time()
             pulled = await self._pull(min(space, chunk))
             if self._is_fed:  # a call has failed while the input was waited for
                 return
@@ -257,17 +261,20 @@ class Flow:
                 self._failure = pulled.error
                 return
             now = self._loop.time()
+            took = now - self._pulled_at
             # The rows of one chunk wait for the last of it, so it takes half a millisecond at most.
-            chunk = min(_MOST_AT_ONCE, chunk * 2) if now - at < _CHUNK_SECONDS else max(1, chunk // 2)
+            chunk = min(_MOST_AT_ONCE, chunk * 2) if took < _CHUNK_SECONDS else max(1, chunk // 2)
             if now - begun > _PULL_SECONDS:  # an async input may never suspend either
                 self._send()
-                await asyncio.sleep(0)
+                for _ in range(_TURNS if self._inputs.has_sync and took > _PULL_SECONDS else 1):
+                    await asyncio.sleep(0)
                 begun = self._loop.time()
 
     async def _pull(self, most: int) -> Pulled:
         admission = self.owner.admission
         if self._inputs.is_async:
             # First the row: it may come from another map, which needs room itself, or not come for long.
+            self._pulled_at = self._loop.time()
             pulled = await self._inputs.pull()
             if admission is not None and pulled.rows and not self._is_fed:
                 entered = await admission.enter()  # not in one line with `+=`, which reads the count before it waits
@@ -276,6 +283,7 @@ class Flow:
         if admission is not None:
             most = await admission.enter(most)
             self._admitted += most
+        self._pulled_at = self._loop.time()
         pulled = self._inputs.pull_now(most)
         if admission is not None and len(pulled.rows) < most and not self._is_closed:
             self._leave(most - len(pulled.rows))

@@ -32,6 +32,7 @@ class Inputs:
         self._iterators: list[Iterator[Any] | AsyncIterator[Any]] = []
         self._rows: Iterator[Any] = iter(())
         self.is_async = any(isinstance(source, AsyncIterable) for source in iterables)
+        self.has_sync = not all(isinstance(source, AsyncIterable) for source in iterables)
         self.is_single = len(iterables) == 1
 
     def open(self) -> None:

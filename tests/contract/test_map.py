@@ -3,6 +3,7 @@
 import asyncio
 import io
 import itertools
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
@@ -209,6 +210,52 @@ async def test_an_endless_input_leaves_the_loop_to_others(make: MakeRunner) -> N
         assert turns > 3
         task.cancel()
         await asyncio.wait([task])
+
+
+class Telling:
+    """Numbers. Each is told to a socket as it is pulled, and `behind` is by how many others had not gone on at the next one."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.right = socket.socketpair()
+        self.count, self.pulled, self.done = count, 0, 0
+        self.behind: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.behind.append(self.pulled - self.done)
+        if self.pulled == self.count:
+            raise StopIteration
+        self.pulled += 1
+        self.left.send(b".")
+        return self.pulled
+
+    async def read(self) -> None:
+        """Wait for the socket, in a task of its own, and go on in this one."""
+        loop = asyncio.get_running_loop()
+        reader, writer = await asyncio.open_connection(sock=self.right)
+        for _ in range(self.count):
+            await loop.create_task(reader.readexactly(1))
+            self.done += 1
+        writer.close()
+        await writer.wait_closed()
+        self.left.close()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+async def test_others_go_on_between_two_pulls_of_an_input_that_blocks(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch, is_mixed: bool
+) -> None:
+    for limit in ("_PULL_SECONDS", "_CHUNK_SECONDS"):  # each pull takes too long
+        monkeypatch.setattr(f"percore._flow.{limit}", -1.0)
+    async with make() as runner:
+        numbers = Telling(20)
+        reading = asyncio.create_task(numbers.read())
+        others = [_arange(100)] if is_mixed else []
+        await runner.map(jobs.aadd, numbers, *others, window=100)
+        await reading
+    assert numbers.behind == [0] * 21
 
 
 # The window
