@@ -184,7 +184,7 @@ class Portal:
             raise RuntimeError(AFTER_SHUTDOWN)
         if is_interpreter_ending:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-        if self._is_of_another_process():
+        if self._pid is not None and self._pid != os.getpid():
             raise RuntimeError("this executor was used before a fork and works only in the process that used it; make a new one")
 
     def _is_of_another_process(self) -> bool:

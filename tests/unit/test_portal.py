@@ -5,6 +5,7 @@ The portal runs in the test's own thread, over workers that live in its loop. So
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -68,6 +69,7 @@ class Stage:
         self.portal = Portal(runner, is_pool=is_pool)
         self._loop = asyncio.new_event_loop()
         self.portal._loop = self._loop
+        self.portal._pid = os.getpid()
         self.portal.thread = threading.current_thread()
         self._gate = asyncio.Event()
         _gates.append(self._gate)
