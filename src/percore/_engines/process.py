@@ -15,7 +15,7 @@ from percore._engine import Launcher, Process
 from percore._engines import siblings
 from percore._ipc.channel import RING_SIZE, Channel, Haste
 from percore._ipc.doorbell import bell_fds, bell_of
-from percore._ipc.memory import Memory, keep_heap_warm
+from percore._ipc.memory import Memory, has_address_space, keep_heap_warm
 from percore._ipc.pickles import MainInfo, dump
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
@@ -50,10 +50,10 @@ class CommonMemory:
 
     @classmethod
     def create(cls, options: Knobs) -> "CommonMemory":
-        """Map the arena. Under a limit of the address space or of file sizes there are fewer slots.
+        """Map the arena. Under a limit of the address space or of file sizes there are fewer slots, as there are for many workers.
 
         Raises:
-            OSError: not even one slot fits; the text says what to do.
+            OSError: not even one slot fits, there or in the memory of each worker; the text says what to do.
         """
         slot_size = -(-max(options.max_message, _LEAST_SLOT) // _PAGE) * _PAGE
         wanted = min(max(2**40 // slot_size, 16), SLOT_MASK + 1)
@@ -75,13 +75,32 @@ class CommonMemory:
         results = min(max(2**36 // slot_size, 4), 64)
         if budget != resource.RLIM_INFINITY:
             results = max(1, min(results, budget // 4 // options.workers // slot_size))
+        results = _fitting(min(results, wanted), options.workers * slot_size)
+        if not results:
+            memory.close()
+            raise OSError(
+                f"the address space has no room for the results of {options.workers} workers with "
+                f"max_message={options.max_message} bytes: make the runner with a smaller max_message or fewer workers, or raise "
+                "the limit (ulimit -v) if there is one"
+            )
         arena = SlotWriter(memory, slot_size, options.max_message)
         # A quarter of the arena may be leased, a quarter shared (_shares), so half of it is left for what passes through.
-        return cls(memory, arena, min(results, wanted) * slot_size, slot_size, arena.count // 4 // options.workers)
+        return cls(memory, arena, results * slot_size, slot_size, arena.count // 4 // options.workers)
 
     def close(self) -> None:
         """Let go of the arena."""
         self.memory.close()
+
+
+def _fitting(slots: int, one_each: int) -> int:
+    """How many of so many slots each worker may have for results, where one slot for each of them takes so many bytes; 0: none.
+
+    A worker's results are mapped twice (`Memory.of_reader`), and while it is replaced its successor has some, too. Where one slot
+    is too much for that, a single mapping will do: then nothing that lies there is leased.
+    """
+    while slots > 1 and not has_address_space(4 * slots * one_each):
+        slots //= 2
+    return slots if slots > 1 or has_address_space(one_each) else 0
 
 
 def _most_of(slots: int) -> int:

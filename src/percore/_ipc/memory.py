@@ -112,6 +112,15 @@ def _sized_file(size: int) -> tuple[int, int]:
     return fd, reader
 
 
+def has_address_space(size: int) -> bool:
+    """Whether this process could map `size` bytes more, now and in one piece. It costs two system calls, and no memory."""
+    try:
+        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, 0).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
 class Memory:
     """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
 

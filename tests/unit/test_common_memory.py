@@ -1,0 +1,58 @@
+"""The memory that all workers of a runner share, and how theirs is cut: it fits into the address space, or is refused."""
+
+import os
+import sys
+from contextlib import ExitStack, closing
+
+import pytest
+
+import percore
+from percore._engines import process as module
+from percore._engines.process import CommonMemory
+from percore._ipc.memory import Memory, has_address_space
+
+
+def results_of(workers: int, max_message: int = 2**30) -> tuple[int, int]:
+    """Slots of each worker for results, and the bytes of one."""
+    with closing(CommonMemory.create(percore.Runner(workers=workers, max_message=max_message)._options)) as shared:
+        return shared.results_size // shared.slot_size, shared.slot_size
+
+
+def test_a_few_workers_have_as_many_slots_as_they_may() -> None:
+    assert results_of(2) == (64, 2**30)
+    assert results_of(2, 1024) == (64, 2**20)
+
+
+def test_as_many_workers_as_are_allowed_fit_with_their_successors() -> None:
+    with ExitStack() as undo:
+        shared = CommonMemory.create(percore.Runner(workers=1024)._options)
+        undo.callback(shared.close)
+        first = Memory.create(shared.results_size)
+        undo.callback(first.close)
+        for _ in range(2 * 1024 - 1):
+            memory = Memory.of_reader(os.dup(first.fd), shared.results_size)
+            undo.callback(memory.close)
+            memory.close_fds()
+            assert memory.own.readonly is (sys.platform != "linux")  # there it is mapped twice
+        assert shared.results_size // shared.slot_size >= 4
+
+
+@pytest.mark.parametrize(
+    ("room", "slots"), [(4 * 8 * 64, 64), (4 * 8 * 64 - 1, 32), (4 * 8 * 4, 4), (4 * 8 * 3, 2), (4 * 8 * 1, 1), (8, 1)]
+)
+def test_the_smaller_the_address_space_the_fewer_slots(monkeypatch: pytest.MonkeyPatch, room: int, slots: int) -> None:
+    monkeypatch.setattr(module, "has_address_space", lambda size: size <= room * 2**30)
+    assert results_of(8) == (slots, 2**30)
+
+
+def test_what_cannot_fit_is_refused_when_the_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_address_space", lambda size: size < 8 * 2**30)
+    with pytest.raises(OSError, match=r"no room for the results of 8 workers with max_message=1073741824 bytes: .*fewer workers"):
+        results_of(8)
+
+
+def test_address_space_is_asked_for_and_given_back() -> None:
+    for _ in range(100):
+        assert has_address_space(1 << 42)
+    assert not has_address_space(1 << 62)
+    assert not has_address_space(1 << 80)
