@@ -5,21 +5,24 @@
 
 The stages are a map over a map: `runner.map(parse, runner.map(fetch, urls))`. Each takes from the one before it what the one after
 it has room for. Where parsing is slower than fetching, fetching waits; where the file is the slowest, both wait. They share the
-workers: fetches run in their event loops, parsing in their threads. The lines have the order of the input.
+workers: fetches run in their event loops, parsing in their threads. The lines have the order of the input. At a terminal it says
+how far it is. The exit status is 1 if no page at all could be had.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, product
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, TextIO
 
 import aiohttp
@@ -32,6 +35,8 @@ from sites import MODULES, RELEASES
 FARM_PAGES = 2000
 FARM_MODULES = 24  # a part of the farm: it has to be rendered before the first page can be fetched
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+REFRESH_SECONDS = 0.5
+CLEAR = "\r\x1b[K"  # to the beginning of the terminal's line, and empty it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +89,87 @@ def parse(page: Page) -> Line:
     return Line(page.url, title.text(strip=True) if title else "", len(words), tuple(word for word, _ in frequent))
 
 
-async def run_pipeline(urls: Iterable[str], output: TextIO, workers: int | None = None) -> int:
-    """Writes a line of JSON for each page. Returns how many."""
-    written = 0
+async def run_pipeline(urls: Iterable[str], output: "Output", progress: "Progress", workers: int | None = None) -> None:
+    """Writes a line of JSON for each page."""
     # Both stages may be repeated without harm: so a worker that dies costs some time and no line.
     async with percore.Runner(workers, lifespan=http, retries=2) as runner:
         async for line in runner.map(parse, runner.map(fetch, urls)):
             output.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
-            written += 1
-    return written
+            progress.count(line)
+
+
+# ---- where lines go ----
+
+
+class CannotWrite(Exception):
+    """The output takes no more; the text is for the user."""
+
+
+class Output:
+    """A file, or standard output.
+
+    Raises:
+        CannotWrite: the disk is full, say; also when it is left, since only then the last lines are written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._name = "standard output" if path is None else str(path)
+        self._file = sys.stdout if path is None else open_file(path, "w")
+
+    def write(self, line: str) -> None:
+        with self._failing():
+            self._file.write(line)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with self._failing():
+            if self._file is sys.stdout:
+                self._file.flush()
+            else:
+                self._file.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._file is sys.stdout:  # the interpreter writes there once more when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise CannotWrite(f"cannot write {self._name}: {error.strerror}") from error
+
+
+class Progress:
+    """Counts lines, and tells how many on a line of the terminal."""
+
+    def __init__(self, terminal: TextIO | None) -> None:
+        """`terminal`: None where no person watches."""
+        self.written = self.failed = 0
+        self._terminal = terminal
+        self._began = time.monotonic()
+        self._next = 0.0
+        self._tell()
+
+    def count(self, line: Line) -> None:
+        self.written += 1
+        self.failed += bool(line.error)
+        self._tell()
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._terminal is not None:
+            print(CLEAR, end="", file=self._terminal, flush=True)
+
+    def summary(self) -> str:
+        failed = f", {self.failed} of them failed" if self.failed else ""
+        return f"{self.written} pages in {time.monotonic() - self._began:.1f} s{failed}"
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if self._terminal is not None and now >= self._next:
+            self._next = now + REFRESH_SECONDS
+            print(f"{CLEAR}{self.summary()}", end=" ...", file=self._terminal, flush=True)
 
 
 # ---- where pages come from ----
@@ -117,20 +194,30 @@ def urls_of_file(file: Iterable[str]) -> Iterator[str]:
 
 def main() -> int:
     options = read_command_line()
+    try:
+        progress = process(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except CannotWrite as error:
+        sys.exit(str(error))
+    print(progress.summary(), file=sys.stderr)
+    return int(progress.failed == progress.written > 0)
+
+
+def process(options: argparse.Namespace) -> Progress:
+    """From the input to the output. KeyboardInterrupt by Ctrl-C; the output then has what was done."""
+    watches = sys.stderr.isatty() and (options.output or not sys.stdout.isatty())  # lines on the terminal tell by themselves
     with ExitStack() as stack:
-        output = stack.enter_context(open_file(options.output, "w")) if options.output else sys.stdout
+        output = stack.enter_context(Output(options.output))
         if options.input:
             urls = urls_of_file(stack.enter_context(open_file(options.input, "r")))
         else:
             urls = urls_of_farm(stack.enter_context(Farm(modules=FARM_MODULES)).starts)
-        began = time.monotonic()
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as loop:
-                written = loop.run(run_pipeline(islice(urls, options.count), output, options.workers))
-        except KeyboardInterrupt:
-            return INTERRUPTED
-    print(f"{written} pages in {time.monotonic() - began:.1f} s", file=sys.stderr)
-    return 0
+        progress = Progress(sys.stderr if watches else None)
+        stack.callback(progress.clear)
+        with asyncio.Runner(loop_factory=new_event_loop) as loop:
+            loop.run(run_pipeline(islice(urls, options.count), output, progress, options.workers))
+    return progress
 
 
 def open_file(path: Path, mode: Literal["r", "w"]) -> TextIO:

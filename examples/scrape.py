@@ -8,7 +8,7 @@ Every host gets at most `--per-host` requests at once, whichever process they co
 forbids; hosts take turns; what fails in a way that may pass is tried again, later and later. The workers fetch and parse
 (crawl/pages.py); this process decides what to visit next (crawl/frontier.py) and how to behave (crawl/manners.py,
 crawl/robots.py). `--single` does all of it in one plain asyncio process, without percore, `--compare` both. Ctrl-C ends a
-crawl and keeps what it has; the same command with `--resume` goes on.
+crawl and keeps what it has; the same command with `--resume` goes on. The exit status is 1 if no page at all could be had.
 """
 
 import argparse
@@ -48,17 +48,28 @@ class Scraper:
         self.record = record
         self.manners = Manners(options.per_host, options.timeout, options.retries, options.backoff)
         self.tallies: list[Tally] = []
+        self._wanted = 1
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether pages were asked for in vain, and none was had, now or in the crawl that this one goes on with."""
+        had = self.record is not None and any(not page.error for page, _ in self.record.pages())
+        return not had and any(tally.failed and not tally.pages for tally in self.tallies)
 
     def crawl_all(self, starts: list[str]) -> None:
         """The crawls that were asked for, each from its start pages to its end."""
-        for single in [True] if self.options.single else [False, True] if self.options.compare else [False]:
+        kinds = [True] if self.options.single else [False, True] if self.options.compare else [False]
+        self._wanted = len(kinds)
+        for single in kinds:
             self.crawl(starts, single=single)
 
     def crawl_farm(self) -> None:
         """The demonstration: percore crawls the farm, then one plain process does."""
         self.console.print("Starting a farm of 64 sites on this machine ...")
         with Farm() as farm:
-            for single in [True] if self.options.single else [False, True]:
+            kinds = [True] if self.options.single else [False, True]
+            self._wanted = len(kinds)
+            for single in kinds:
                 farm.forget()
                 try:
                     self.crawl(farm.starts, single=single)
@@ -68,8 +79,10 @@ class Scraper:
 
     def crawl(self, starts: list[str], *, single: bool) -> Tally:
         """One crawl. KeyboardInterrupt by Ctrl-C; the tally then has what was done."""
-        tally = Tally("one process" if single else "percore")
+        tally = Tally("one process" if single else "percore", has_workers=not single, limit=self.options.seconds)
         self.tallies.append(tally)
+        if self._wanted > 1:
+            tally.place = f"crawl {len(self.tallies)} of {self._wanted}"
         # The loop that percore's workers have, so that the two kinds of crawl differ in nothing but percore.
         with asyncio.Runner(loop_factory=new_event_loop) as loop:
             loop.run(self.in_one_process(starts, tally) if single else self.on_every_cpu(starts, tally))
@@ -153,11 +166,20 @@ def main() -> int:
                     scraper.crawl_all(starts)
                 else:
                     scraper.crawl_farm()
-    except BadRecord as error:
-        sys.exit(str(error))
+    except (BadRecord, ExceptionGroup) as error:
+        sys.exit(str(bad_record_of(error)))
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
+    return int(scraper.has_failed)
+
+
+def bad_record_of(error: Exception) -> BadRecord:
+    """What was wrong with the record, also where several visits have found that at once. Any other error goes on."""
+    while isinstance(error, ExceptionGroup) and (found := error.subgroup(BadRecord)):
+        error = found.exceptions[0]
+    if not isinstance(error, BadRecord):
+        raise error
+    return error
 
 
 @contextmanager

@@ -21,9 +21,10 @@ import json
 import logging
 import re
 import socket
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -164,12 +165,16 @@ async def tell_draining(app: web.Application) -> None:
 
 def main() -> None:
     options = read_command_line()
+    try:
+        sock = bind(options.host, options.port)
+    except OSError as error:  # the port is in use, or not for everybody; the host is unknown, or another machine
+        sys.exit(f"cannot listen on {options.host}, port {options.port}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # SIGTERM and Ctrl-C: aiohttp stops listening, gives the handlers shutdown_timeout seconds to answer, cuts off what has not,
     # and leaves the cleanup contexts last. Then run_app returns, and the exit code is 0.
     web.run_app(
         make_app(options),
-        sock=bind(options.host, options.port),
+        sock=sock,
         shutdown_timeout=options.drain,
         handler_cancellation=True,  # a client that disconnects cancels its handler, and with that the calls it awaits
         access_log=None,
@@ -181,9 +186,11 @@ def main() -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A socket with its port chosen (0: a free one), so that it can be told. It listens when the workers are ready, not before."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(address)
+    with ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, kind, protocol))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        undo.pop_all()
     return sock
 
 
@@ -191,12 +198,19 @@ def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A web service with its work on every CPU.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
-    add("--port", type=int, default=8080, help="0: any free one, which is printed (default 8080)")
+    add("--port", type=port, default=8080, help="0: any free one, which is printed (default 8080)")
     add("--workers", type=whole, metavar="N", help="processes (default: one for each CPU)")
     add("--max-pending", type=whole, default=10_000, metavar="N", help="calls at once; summaries above it get 503 (default 10000)")
     add("--drain", type=float, default=10.0, metavar="S", help="seconds requests have to end after SIGTERM (default 10)")
     add("--loop", choices=LOOPS, default="uvloop", help="the service's own event loop (default uvloop)")
     return parser.parse_args()
+
+
+def port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:  # getaddrinfo would take the rest of a division
+        raise ValueError
+    return number
 
 
 def whole(text: str) -> int:

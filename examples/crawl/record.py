@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ class Record:
     have passed are taken out of it then, and so is a last line that was not written to its end.
 
     Raises:
-        BadRecord: it cannot be opened, has pages already and is not to be continued, or has a line that is no page.
+        BadRecord: it cannot be opened or written, has pages already and is not to be continued, or has a line that is no page.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -44,8 +45,9 @@ class Record:
     def write(self, page: Page, depth: int) -> None:
         # Flushed page by page: whatever ends this program, the file has every page that was visited.
         line = {name: getattr(page, name) for name in FIELDS} | {"depth": depth}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._failing():
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def pages(self) -> Iterator[tuple[Page, int]]:
         """The pages of the earlier crawl and their depths."""
@@ -81,7 +83,15 @@ class Record:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._file.close()
+        with self._failing():  # once more what could not be written before
+            self._file.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BadRecord(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def is_final(page: Page) -> bool:

@@ -22,6 +22,11 @@ class Tally:
     """The figures of one crawl."""
 
     name: str
+    has_workers: bool = True
+    limit: float | None = None
+    """Seconds after which it ends."""
+    place: str = ""
+    """Which of several crawls it is."""
     pages: int = 0
     redirects: int = 0
     size: int = 0
@@ -77,8 +82,11 @@ class Tally:
 
 def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Table:
     """A line for each worker, the whole crawl in the title."""
+    which = f"{tally.name} ({tally.place})" if tally.place else tally.name
+    limit = f" of at most {tally.limit:g}" if tally.limit else ""
     failed = f", {tally.failed} failed" if tally.failed else ""
-    title = f"{tally.pages} pages, {tally.pages_per_second:.0f} pages/s, {waiting} waiting{failed}"
+    pages = f"{tally.pages} pages, {tally.pages_per_second:.0f} pages/s, {waiting} waiting{failed}"
+    title = f"{which}, {tally.seconds:.0f}{limit} s: {pages}"
     table = Table("worker", "pid", "state", "under way", "visited", "share", title=title, title_justify="left")
     if runner is None:
         table.add_row("this process", "", "", "", str(tally.by_worker[None]), "100 %")
@@ -149,8 +157,10 @@ FIGURES: dict[str, Callable[[Tally], str]] = {
 
 
 def worker_shares(tally: Tally) -> str:
+    if not tally.has_workers:
+        return "one process"
     workers = sorted(worker for worker in tally.by_worker if worker is not None)
-    return ", ".join(f"{worker}: {tally.share(worker):.0%}" for worker in workers) or "one process"
+    return ", ".join(f"{worker}: {tally.share(worker):.0%}" for worker in workers) or "no pages"
 
 
 def farm_share(tally: Tally, cpus: int) -> str:

@@ -17,12 +17,14 @@ import psutil
 import pytest
 
 from tests.crawling import ROOT, SCRAPE, TIMEOUT, Page, failures, figure, read_pages, scrape
+from tests.terminals import shown_at_terminal
 
 from farm import Farm, Visits  # isort: skip
 from sites import PRIVATE, ROBOTS  # isort: skip
 
 SITES = 8  # one of each kind
 PER_HOST = 2
+FULL = Path("/dev/full")
 QUICK = ("--depth", "20", "--per-host", str(PER_HOST), "--backoff", "0.05")
 
 Mode = list[str]
@@ -238,6 +240,27 @@ def test_a_record_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"{output} has pages already: --resume goes on with it, or choose another name\n"
     assert output.read_text() == "{}\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no full disk")
+def test_a_full_disk_gets_a_sentence(farm: Farm, mode: Mode) -> None:
+    command = [*SCRAPE, *mode, farm.starts[0], farm.starts[1], "--output", str(FULL)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert (done.returncode, done.stderr) == (1, f"cannot write {FULL}: No space left on device\n")
+
+
+def test_a_crawl_without_any_page_fails(mode: Mode) -> None:
+    summary = scrape(*mode, "http://127.0.0.1:9/", "--retries", "0", code=1)
+    assert figure(summary, "pages") == ["0"]
+    assert figure(summary, "workers' shares") == ["one process" if mode == ["--single"] else "no pages"]
+
+
+def test_the_live_table_says_which_crawl_runs_and_for_how_long(farm: Farm) -> None:
+    command = [*SCRAPE, "--compare", "--workers", "2", farm.starts[0], "--depth", "1", "--seconds", "30"]
+    code, shown = shown_at_terminal(command, os.environ)
+    assert code == 0
+    for crawl in (r"percore \(crawl 1 of 2\)", r"one process \(crawl 2 of 2\)"):
+        assert re.search(rf"{crawl}, \d+ of at most 30 s: \d+ pages", shown), shown
 
 
 # Side by side

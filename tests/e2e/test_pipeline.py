@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,8 @@ pytest.importorskip("selectolax")
 
 from aiohttp import web
 
+from tests.terminals import shown_at_terminal
+
 pytestmark = pytest.mark.asyncio_only  # the loop under test is the program's, which is always the same
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -26,6 +29,7 @@ PIPELINE = [sys.executable, str(EXAMPLES / "pipeline.py"), "--workers", "2"]
 FILLING = "lorem ipsum dolor " * 450  # 8 kB
 WORDS = 1350
 SHORT, LONG = 600, 6000
+FULL = Path("/dev/full")
 GROWTH = 16 << 20
 """Bytes by which the long run may lift the peak of the short one: the pages that it reads besides come to 44 MB."""
 
@@ -98,10 +102,11 @@ async def site() -> AsyncIterator[Site]:
 
 
 @asynccontextmanager
-async def started(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def started(*command: str | Path, stdout: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe = asyncio.subprocess.PIPE
+    out = pipe if stdout is None else stdout
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
-    process = await asyncio.create_subprocess_exec(*map(str, command), stdout=pipe, stderr=pipe, env=environment)
+    process = await asyncio.create_subprocess_exec(*map(str, command), stdout=out, stderr=pipe, env=environment)
     try:
         yield process
     finally:
@@ -174,6 +179,44 @@ async def test_ctrl_c_keeps_what_it_has(site: Site, tmp_path: Path) -> None:
         assert (process.returncode, err.decode()) == (130, "")
     lines = lines_in(written)
     assert lines == site.lines(2000)[: len(lines)]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no full disk")
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "standard output"])
+@pytest.mark.parametrize("count", [1, 2000], ids=["one line", "many lines"])  # written when the output is left, or before
+async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site, tmp_path: Path) -> None:
+    urls = site.urls(count, tmp_path / "urls")
+    output = ["--output", str(FULL)] if is_file else []
+    full = os.open(FULL, os.O_WRONLY)
+    try:
+        async with started(*PIPELINE, "--input", urls, *output, stdout=None if is_file else full) as process:
+            _, err = await process.communicate()
+    finally:
+        os.close(full)
+    name = str(FULL) if is_file else "standard output"
+    assert (process.returncode, err.decode()) == (1, f"cannot write {name}: No space left on device\n")
+
+
+@pytest.mark.parametrize(("numbers", "code"), [([7, 14], 1), ([6, 7], 0), ([], 0)], ids=["all", "one of two", "no page"])
+async def test_it_fails_where_every_page_does(numbers: list[int], code: int, site: Site, tmp_path: Path) -> None:
+    urls = tmp_path / "urls"
+    urls.write_text("".join(f"{site.url}/{number}\n" for number in numbers))
+    async with started(*PIPELINE, "--input", urls, "--output", tmp_path / "pages.jsonl") as process:
+        _, err = await process.communicate()
+    failed = sum(number % 7 == 0 for number in numbers)
+    said = f", {failed} of them failed" if failed else ""
+    assert re.fullmatch(rf"{len(numbers)} pages in [\d.]+ s{said}\n", err.decode())
+    assert process.returncode == code
+
+
+def test_at_a_terminal_it_says_how_far_it_is(tmp_path: Path) -> None:
+    written = tmp_path / "pages.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
+    code, shown = shown_at_terminal([*PIPELINE, "150", "--output", str(written)], environment)
+    assert code == 0
+    line = r"\r\x1b\[K\d+ pages in [\d.]+ s \.\.\."
+    assert re.fullmatch(rf"\r\x1b\[K0 pages in 0\.0 s \.\.\.({line})*\r\x1b\[K150 pages in [\d.]+ s\r\n", shown), shown
+    assert len(lines_in(written)) == 150
 
 
 @pytest.mark.parametrize(

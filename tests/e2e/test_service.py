@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -276,6 +277,28 @@ async def test_above_its_bound_it_refuses(site: Site, start: Start) -> None:
         site.gate.set()
         assert [status for status, _ in await asyncio.gather(*held)] == [200, 200]
         assert (await service.ask("/summary", text=TEXT))[0] == 200
+
+
+@pytest.mark.asyncio_only
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--port", "99999"], 2, "argument --port: invalid port value: '99999'"),
+        (["--port", "-1"], 2, "argument --port: invalid port value: '-1'"),
+        (["--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid, port 8080: "),
+        (["--port", "{taken}"], 1, "cannot listen on 127.0.0.1, port {taken}: Address already in use\n"),
+    ],
+)
+async def test_where_it_cannot_listen_it_says_so(arguments: list[str], code: int, sentence: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        command = [sys.executable, str(SERVICE), *(argument.format(taken=number) for argument in arguments)]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        out, err = (told.decode() for told in await process.communicate())
+    assert (process.returncode, out) == (code, "")
+    assert sentence.format(taken=number) in err
+    assert "Traceback" not in err
 
 
 # Ends
