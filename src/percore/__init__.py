@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from percore._runner import Runner
     from percore._shared import Shared
     from percore._statistics import Statistics, WorkerStatistics
+    from percore._threaded import threaded
     from percore._usage import ProcessUsage, Usage
     from percore._verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
@@ -52,6 +53,7 @@ __all__ = [
     "WorkerStatistics",
     "current_worker",
     "state",
+    "threaded",
 ]
 
 __version__ = "0.1.0"
@@ -77,6 +79,7 @@ _HOMES: Final = {
     "WorkerStatistics": "_statistics",
     "current_worker": "_worker.context",
     "state": "_worker.context",
+    "threaded": "_threaded",
 }
 
 

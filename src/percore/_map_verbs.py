@@ -184,7 +184,8 @@ class MapVerbs:
 
         Args:
             fn: a coroutine function or a plain one.
-            *iterables: sync, async, or endless.
+            *iterables: sync, async, or endless. Sync ones are pulled in the event loop: where `next` blocks, give
+                `percore.threaded(iterable)`.
             ordered: give results in the order of the inputs, or as they come.
             window: exactly this many items are pulled and not yet handed over. Default: as many as the calls' duration asks for,
                 at most 16,384 a worker and 131,072 in all, within 64 MiB of pickled arguments and 64 MiB of results that wait or

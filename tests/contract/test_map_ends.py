@@ -4,6 +4,7 @@ import asyncio
 import functools
 import gc
 import itertools
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,30 @@ async def test_kept_in_a_variable_it_goes_on_after_break_until_it_is_dropped(
 
 async def _first_returns(log: str, gate: str, place: int) -> int:
     return 0 if place == 0 else int(await jobs.await_(log, gate, place))
+
+
+@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+async def test_an_input_that_blocks_is_pulled_in_a_thread(make: MakeRunner, fn: Any) -> None:
+    let_through, closed = threading.Semaphore(0), threading.Event()
+
+    def numbers() -> Iterator[int]:
+        try:
+            for number in itertools.count():
+                if number:
+                    let_through.acquire()
+                yield number
+        finally:
+            closed.set()
+
+    async with make() as runner:
+        async with runner.map(fn, percore.threaded(numbers())) as results:
+            for number in range(20):
+                assert await anext(results) == number  # while the input blocks
+                let_through.release()
+            thread = next(thread for thread in threading.enumerate() if thread.name == "percore-threaded")
+        let_through.release(2)
+        await asyncio.to_thread(thread.join)
+        assert closed.is_set()
 
 
 async def test_m2_cancelling_the_await_cancels_the_calls(make: MakeRunner, log: Log, gate: Gate) -> None:

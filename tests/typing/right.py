@@ -76,6 +76,7 @@ async def many(runner: Runner, flag: bool) -> None:
     assert_type(await runner.map(parse, [b""], return_exceptions=True), list[str | BaseException | None])
     assert_type(await runner.map(fetch, ["u"], return_exceptions=False), list[int])
     assert_type(await runner.map(fetch, ["u"], return_exceptions=flag), list[int | BaseException])
+    assert_type(await runner.map(fetch, percore.threaded(["u"])), list[int])
     async for size in runner.map(fetch, ["u"]):
         assert_type(size, int)
     async with runner.map(fetch, ["u"]) as sizes:

@@ -127,6 +127,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_admission": VOCABULARY,
     "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
     "_inputs": VOCABULARY,
+    "_threaded": VOCABULARY,
     "_patience": frozenset(),
     "_shares": VOCABULARY
     | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
@@ -168,7 +169,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     # the public names, told to type checkers; at run time they are looked up on first use
     "percore": frozenset(
-        {"_broken", "_errors", "_executor", "_map", "_runner", "_shared", "_statistics", "_usage", "_verbs", "_worker.context"}
+        {
+            "_broken",
+            "_errors",
+            "_executor",
+            "_map",
+            "_runner",
+            "_shared",
+            "_statistics",
+            "_threaded",
+            "_usage",
+            "_verbs",
+            "_worker.context",
+        }
     ),
     # parts of the supervisor, handed their owner
     "_attempts": frozenset({"_supervisor"}),
