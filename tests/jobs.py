@@ -645,6 +645,18 @@ async def _later_wait(log: str, gate: str) -> None:
     await await_(log, gate, "later")
 
 
+def await_and_fail_at(log: str, gate: str, fail_gate: str, at: int, place: int) -> Any:
+    """Plain. The first three items are awaitables; one of these fails at a gate of its own."""
+    if place > 2:
+        return place
+    return _fail_at_gate(fail_gate, place) if place == at else await_(log, gate, place)
+
+
+async def _fail_at_gate(gate: str, place: int) -> NoReturn:
+    await apass_gate(gate)
+    raise ValueError(f"failed at {place}")
+
+
 def later_wait(log: str, gate: str) -> Coroutine[Any, Any, None]:
     """Plain, and returns an awaitable that waits at the gate."""
     return _later_wait(log, gate)

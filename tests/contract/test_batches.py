@@ -211,6 +211,25 @@ async def test_an_error_cancels_what_is_behind_it_while_a_stream_gives_what_is_b
             await anext(stream)
 
 
+async def test_an_error_spares_the_awaitables_before_it(
+    make: MakeRunner, sixteen: None, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    """The stream gives them, and then its own error; those behind it are cancelled."""
+    async with make(threads=1) as runner:
+        stream = aiter(_map(runner, "bare", jobs.await_and_fail_at, (log.path, gate.path, other_gate.path, 1)))
+        async with _all_waiting(runner):
+            first = asyncio.ensure_future(anext(stream))
+        assert sorted(await log.take(2)) == ["0", "2"]
+        other_gate.open()
+        assert await log.next() == "cancelled 2"
+        await runner.run(jobs.aecho)  # whatever else was cancelled has been by now
+        gate.open()
+        assert await first == 0
+        with pytest.raises(ValueError, match="failed at 1"):
+            await anext(stream)
+        assert log.rest() == []
+
+
 async def test_cancelling_a_map_takes_unbegun_items_of_a_batch_back(make: MakeRunner, sixteen: None, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         task = await _started(runner, _map(runner, "bare", jobs.wait_at, (log.path, gate.path, 20)))

@@ -212,7 +212,8 @@ class Server:
     def _cancel(self, call_id: int, wanted: int | None) -> None:
         if wanted is not None:
             self._plain.cancel(call_id, wanted)
-            for task_id in [one for one in (*self._tasks, *self._handed_over) if one & ID_MASK == call_id != one]:
+            first = item_id(call_id, wanted)  # the ids of a batch's items are in order; those before it are wanted
+            for task_id in [one for one in (*self._tasks, *self._handed_over) if one & ID_MASK == call_id and one >= first]:
                 self._cancel(task_id, None)
             return
         task = self._tasks.get(call_id)
