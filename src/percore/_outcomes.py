@@ -322,7 +322,7 @@ class Outcomes:
         if call_id == 0:  # a recall has been answered in full
             member.recalling = False
             if not member.gave_back:  # what it holds may wait for a slot: asking again would go on for ever
-                supervisor.dispatch.nothing_is_ahead(member.asked_at)
+                supervisor.dispatch.gave_nothing(member, member.asked_at)
             member.gave_back = False
             return
         member.gave_back = True

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from percore._core.dispatch import Dispatch
     from percore._member import Member
 
+ANSWERS: Final = 0.01
+"""Seconds in which a worker answers, or counts as silent: others are asked then."""
+
 BRIEF: Final = 0.003
 """Seconds of work that are over before what is handed back could begin elsewhere."""
 
@@ -23,6 +26,7 @@ class Recalls:
         self._next: asyncio.Handle | None = None
         self._seen: tuple[Member, int] | None = None
         """Who was left alone, and how much it had done by then."""
+        self._again: asyncio.Handle | None = None
         self._is_over = False
 
     def look(self) -> None:
@@ -34,9 +38,10 @@ class Recalls:
         """Nobody is to be asked any more, whatever still ends. Idempotent."""
         self._is_over = True
         self._seen = None
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
+        for handle in (self._next, self._again):
+            if handle is not None:
+                handle.cancel()
+        self._next = self._again = None
 
     def _look(self) -> None:
         self._next = None
@@ -52,6 +57,12 @@ class Recalls:
             return
         self._seen = None
         recall.seat.ask_back(recall.wanted, self._dispatch.times_ahead)
+        if self._again is None:
+            self._again = self._loop.call_later(ANSWERS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._again = None
+        self.look()
 
 
 def _seconds(member: "Member") -> float:

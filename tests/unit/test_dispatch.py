@@ -538,16 +538,22 @@ class DispatchMachine(RuleBasedStateMachine):
         surplus = {seat: seat.items - min(threads, seat.load[THREAD]) for seat in seats}
         waits = any(line.has_plain() for line in self.lines() if line.kind == THREAD)
         if asked is None:
-            assert not free or max(surplus.values()) <= 0 or waits or not self.is_ahead()
+            candidates = [seat for seat in seats if surplus[seat] > 0]
+            barren = [seat for seat in candidates if self.dispatch._barren.get(seat) == self.dispatch.times_ahead]
+            assert not free or waits or not self.is_ahead() or candidates == barren
             return
         assert free
         assert not waits
-        assert asked.seat.items == max(seat.items for seat in seats)
         assert not asked.seat.recalling
+        assert self.dispatch._barren.get(asked.seat) != self.dispatch.times_ahead
+        others = [seat for seat in seats if surplus[seat] > 0 and self.dispatch._barren.get(seat) != self.dispatch.times_ahead]
+        awake = [seat for seat in others if not seat.silent] or others
+        assert asked.seat in awake
+        assert asked.seat.items == max(seat.items for seat in awake)
         assert 1 <= asked.wanted <= surplus[asked.seat]
         asked.seat.recalling = True
         again = self.dispatch.recall()
-        assert again is None
+        assert again is None or asked.seat.silent
         self.answer(asked)
         self.pump()
 
@@ -580,7 +586,7 @@ class DispatchMachine(RuleBasedStateMachine):
                     call.run = call.run._replace(bodies=call.run.bodies[:half])
         seat.recalling = False
         if not given:
-            self.dispatch.nothing_is_ahead(self.dispatch.times_ahead)
+            self.dispatch.gave_nothing(seat, self.dispatch.times_ahead)
 
     @rule()
     def withdraw(self) -> None:
@@ -1184,6 +1190,44 @@ def test_a_recall_is_asked_once() -> None:
     assert dispatch.recall() is not None
 
 
+def test_another_worker_is_asked_when_the_fullest_one_has_nothing_to_give() -> None:
+    """All that waits there may be calls of one key, which have to stay."""
+    dispatch = dispatch_of((0, 0), (0, 5), (0, 4), threads=1)
+    idle, fullest, other = dispatch.seats
+    assert dispatch.recall() == (fullest, 1)
+    dispatch.gave_nothing(fullest, dispatch.times_ahead)
+    assert not dispatch.is_quiet()
+    assert dispatch.recall() == (other, 1)
+    dispatch.gave_nothing(other, dispatch.times_ahead)
+    assert dispatch.recall() is None
+    assert dispatch.is_quiet()
+    assert idle.items == 0
+
+
+@pytest.mark.parametrize("silent", [1, BLOCKED])
+def test_another_worker_is_asked_when_the_fullest_one_does_not_answer(silent: int) -> None:
+    dispatch = dispatch_of((0, 0), (0, 5), (0, 4), threads=1)
+    _, fullest, other = dispatch.seats
+    assert dispatch.recall() == (fullest, 1)
+    fullest.recalling = True
+    assert dispatch.recall() is None  # it is about to answer
+    fullest.silent = silent
+    assert dispatch.recall() == (other, 1)
+    other.recalling = True
+    assert dispatch.recall() is None
+
+
+def test_a_silent_worker_is_asked_when_there_is_no_other() -> None:
+    dispatch = dispatch_of((0, 0), (0, 5), (0, 4), threads=1)
+    _, fullest, other = dispatch.seats
+    fullest.silent = BLOCKED
+    assert dispatch.recall() == (other, 1)
+    dispatch.gave_nothing(other, dispatch.times_ahead)
+    assert dispatch.recall() == (fullest, 1)
+    fullest.recalling = True
+    assert dispatch.recall() is None
+
+
 def test_what_was_queued_ahead_since_a_worker_was_asked_is_asked_for_again() -> None:
     # 1. the worker is asked  2. a call is queued ahead there  3. its answer, of before that, is that it has nothing
     dispatch = dispatch_of((0, 0), (0, 9))
@@ -1192,14 +1236,14 @@ def test_what_was_queued_ahead_since_a_worker_was_asked_is_asked_for_again() -> 
     dispatch.seats[0].load[THREAD] = 2
     send(dispatch, Call(THREAD), dispatch.seats[0])
     dispatch.seats[0].load[THREAD] = 0
-    dispatch.nothing_is_ahead(asked_at)
+    dispatch.gave_nothing(dispatch.seats[1], asked_at)
     assert dispatch.recall() is not None
 
 
 def test_who_had_nothing_to_give_is_asked_no_more_until_more_is_queued_ahead() -> None:
     dispatch = dispatch_of((0, 0), (0, 9))
     assert dispatch.recall() is not None
-    dispatch.nothing_is_ahead(dispatch.times_ahead)
+    dispatch.gave_nothing(dispatch.seats[1], dispatch.times_ahead)
     assert dispatch.recall() is None
     assert dispatch.is_quiet()
     for _ in range(2):

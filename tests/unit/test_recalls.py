@@ -14,7 +14,7 @@ from percore._core.dispatch import Dispatch, Queue, Recall
 from percore._core.flow import Cost
 from percore._items import Batch
 from percore._messages import Kind
-from percore._recalls import BRIEF, Recalls
+from percore._recalls import ANSWERS, BRIEF, Recalls
 
 
 @dataclass
@@ -122,6 +122,18 @@ def test_work_that_is_long_or_unknown_is_asked_for_at_once(calls: list[Any]) -> 
     recalls.look()
     assert loop.run() == 0
     assert decisions.worker.asked == [5]
+
+
+def test_others_are_looked_for_when_a_worker_has_not_answered() -> None:
+    recalls, loop, decisions = recalls_of(single(Kind.THREAD))
+    recalls.look()
+    assert loop.run() == 0
+    assert loop.run() == ANSWERS  # it has not read the question: it is silent by now
+    assert loop.run() == 0
+    assert decisions.worker.asked == [5, 5]
+    assert loop.run() == ANSWERS
+    decisions.dry = False  # it has answered
+    assert loop.run() == 0
     assert loop.soon == []
 
 
@@ -142,8 +154,7 @@ def test_a_worker_that_has_done_nothing_for_long_is_asked_whatever_was_measured(
     loop.run()
     assert loop.run() == BRIEF
     assert decisions.worker.asked == [5]
-    assert loop.soon == []
-    recalls.look()  # the next time it is a matter of measuring again
+    assert loop.run() == ANSWERS  # the next time it is a matter of measuring again
     loop.run()
     assert decisions.worker.asked == [5]
 

@@ -15,6 +15,7 @@ When a worker runs dry while another still holds calls that have not begun, they
 import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._core.batches import Batches
@@ -135,6 +136,8 @@ class Dispatch(Generic[C, S]):
         self.keys: Keys[C, S] = Keys(per_key)
         self.names = Names()
         """Gives the keys of calls: users' keys are not handled here."""
+        self._barren: dict[S, int] = {}
+        """Workers that had nothing to give back: `times_ahead` when each was asked."""
         self.seats: list[S] = []
         self._least = [_NOWHERE, _NOWHERE]
         """By kind: the load of the least loaded worker, and from where on in `seats` to look for such. Loads rise by what is sent,
@@ -162,6 +165,7 @@ class Dispatch(Generic[C, S]):
         if seat in self.seats:
             self.seats.remove(seat)
             self._beyond.pop(seat, None)
+            self._barren.pop(seat, None)
             self._seated()
 
     def _seated(self) -> None:
@@ -267,13 +271,13 @@ class Dispatch(Generic[C, S]):
         for queue in self.keys.ended(call.key):
             self._list(queue)
 
-    def nothing_is_ahead(self, asked_at: int) -> None:
-        """A worker had nothing to give back when it was asked: ask no more until something is queued ahead again.
+    def gave_nothing(self, seat: S, asked_at: int) -> None:
+        """This worker had nothing to give back: it is not asked again until something is queued ahead; others may have something.
 
         `asked_at`: `times_ahead` when it was asked; what was queued ahead since then it has not heard of.
         """
-        if asked_at == self.times_ahead:
-            self._is_ahead = False
+        if seat in self.seats:
+            self._barren[seat] = asked_at
 
     def _note_ahead(self) -> None:
         self._is_ahead = True
@@ -412,12 +416,29 @@ class Dispatch(Generic[C, S]):
             return None
         threads = self._places[kind]
         free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)
-        fullest = max(self.seats, key=lambda seat: seat.items)
-        surplus = fullest.items - min(threads, fullest.load[kind])
-        self._is_ahead = surplus > 0
-        if free <= 0 or surplus <= 0 or fullest.recalling:
+        fullest = self._fullest(threads)
+        if free <= 0 or fullest is None:
             return None
+        surplus = fullest.items - min(threads, fullest.load[kind])
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
+
+    def _fullest(self, threads: int) -> S | None:
+        """The fullest worker that may have something to give back; None: there is none, or one is about to answer.
+
+        Who is silent does not answer soon: others are asked first, and also while it has been asked.
+        """
+        loads = [(seat, seat.items) for seat in self.seats]
+        full = [
+            (seat, items)
+            for seat, items in loads
+            if items > min(threads, seat.load[Kind.THREAD]) and self._barren.get(seat) != self.times_ahead
+        ]
+        self._is_ahead = bool(full)
+        awake = [(seat, items) for seat, items in full if not seat.silence()]
+        if any(seat.recalling for seat, _ in awake):
+            return None
+        rest = awake or [(seat, items) for seat, items in full if not seat.recalling]
+        return max(rest, key=itemgetter(1))[0] if rest else None
 
     def _pick_of_few(self, kind: int) -> S | None:
         """The least loaded worker with a free place, else with room ahead; None: there is none, or it is better to wait."""
