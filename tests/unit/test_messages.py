@@ -1,6 +1,8 @@
 """Every kind of message that the two sides send, at its largest: each fits into the ring, or it would stop its channel for ever."""
 
 import asyncio
+import logging
+import os
 import pickle
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -14,14 +16,19 @@ from percore._contexts import Contexts
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Dispatch, places_for, room_of
 from percore._core.flow import MOST_OF_ONE
-from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME
+from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._ipc.codec import encode, is_inline
+from percore._ipc.doorbell import EventBell
 from percore._ipc.memory import Memory
+from percore._ipc.records import pack
+from percore._ipc.ring import HEADER_SIZE
 from percore._ipc.slots import INLINE_LIMIT, SlotWriter
 from percore._items import Batch
 from percore._member import Member, Turn
 from percore._messages import ID_MASK, ITEM_SHIFT, SLOT_BITS, SLOT_MASK, Body, Kind
+from percore._platform import HAS_EVENTFD
 from percore._rows import Rows, Spec
+from percore._worker.logs import LOG_RING_SIZE
 
 LARGEST_ID: Final = (1 << 15) << ITEM_SHIFT | ID_MASK
 SLOT: Final = (1 << 36) << SLOT_BITS | SLOT_MASK
@@ -140,6 +147,7 @@ LARGEST: Final[dict[str, Any]] = {
     "UNLEASED": SLOT,
     "KNOWN": None,
     "FORGOTTEN": None,
+    "FAILED": PICKLE,
 }
 """By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
 
@@ -206,3 +214,22 @@ def test_context_variables_are_weighed_together() -> None:
     assert type(captured([f"{number:0600}" for number in range(140)])) is bytes  # light enough after all, pickled
     with pytest.raises(PayloadTooLarge, match="context variables"):
         captured([f"{number:04000}" for number in range(140)])
+
+
+# Wakes
+
+
+@pytest.mark.skipif(not HAS_EVENTFD, reason="this system has no eventfd")
+def test_a_bell_counts_all_that_its_rings_can_hold() -> None:
+    """However long the other side does not read it: its counters lie side by side, and one that ran over would change the next."""
+    lightest = logging.LogRecord("", 0, "", 0, "", (), None)
+    most = LOG_RING_SIZE // (HEADER_SIZE + len(pack(lightest)))
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    bell = EventBell(fd, fd)
+    try:
+        bell.ring(RING_SIZE, RING_SIZE)
+        for _ in range(most):
+            bell.log(1)
+        assert bell.read() == (RING_SIZE, RING_SIZE, most)
+    finally:
+        os.close(fd)

@@ -113,6 +113,7 @@ class Channel:
         self.loop = loop
         self.tx, self.rx = rings
         self.outgoing, self.incoming = slots
+        assert not leases or leases < self.incoming.count, "views that somebody keeps could hold all slots"
         self.leases = Leases(self.incoming, Endings(loop), leases)
         self.on_frame: Callable[[list[Message]], None]
         self.on_broken: Callable[[BaseException], None] = _ignore

@@ -42,6 +42,8 @@ class SlotWriter:
         self.slot_size = slot_size
         self.limit = limit
         self.count = min(memory.size // slot_size, SLOT_MASK + 1)
+        assert self.count, "no slot: what needs one would wait for ever"
+        assert limit <= slot_size, "what is written into a slot could reach into the next one"
         self._memory = memory
         # Held for arithmetic only: never over user code, a system call, or a wait. Re-entrant all the same: from 3.12 on a garbage
         # collection may begin behind any call, and a `__del__` that it runs may submit or cancel something.
@@ -181,6 +183,7 @@ class SlotWriter:
 
     def store(self, data: bytes) -> int | None:
         """Copy `data` into a free slot: the payload that names it, or None when no slot is free."""
+        assert len(data) <= self.slot_size, "it would reach into the next slot"
         slot = self.take()
         if slot is None:
             return None

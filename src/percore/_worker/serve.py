@@ -80,6 +80,7 @@ class Server:
         self._loop = channel.loop
         self._marks = marks
         self._mask = len(marks) // MARK_WORDS - 1
+        assert not (self._mask + 1) & self._mask, "two calls at once could have one start mark"
         self._functions: dict[int, Function] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
