@@ -115,6 +115,9 @@ class Map(Generic[T_co]):
         self._is_used = self._is_closed = True
         if self._flow is not None:
             await self._flow.close()
+        stream = self._stream
+        if stream is not None and not stream.ag_running:  # if it runs, in another task, it ends by itself
+            await stream.aclose()  # else the results that it holds would stay until a later turn of the loop
 
     def __len__(self) -> int:
         return len(self._inputs)
