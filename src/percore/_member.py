@@ -199,14 +199,19 @@ class Member:
         """
         return self.worker.began(call.call_id % self.stride, call.call_id)
 
-    def statistics(self, threads: int) -> tuple[int, int]:
+    def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
         """Calls running and calls queued ahead, as far as the supervisor knows.
 
         A worker that has not read all it was sent, since its loop is blocked or only busy, runs what its start marks say.
+        `may_look`: whether they may be read, which another thread without a GIL must not.
         """
-        if self.parked or not self.has_read():
-            running = sum(call_id not in self.parked and self.began(call) is not None for call_id, call in self.calls.items())
-            return running, len(self.calls) - running + self._batched
+        if may_look and (self.parked or not self.has_read()):
+            ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
+            try:
+                running = sum(self.worker.began(call_id % self.stride, call_id) is not None for call_id in ids)
+            except ValueError:  # the marks are released: the loop's thread has buried it while another one was asking
+                return 0, 0
+            return running, max(0, len(self.calls) - running) + self._batched
         plain = self.load[Kind.THREAD]
         running = self.load[Kind.TASK] + self.load[Kind.BESIDE] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched

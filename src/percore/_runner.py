@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _running_loop = asyncio._get_running_loop  # None where none runs, instead of an exception
+_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 _NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
 _ADVICE = {
@@ -193,7 +194,7 @@ class Runner(Verbs):
         """
         context.check_start()
         if self._state != _NEW:
-            raise RuntimeError(f"a runner is started once; this one is {self._state}")
+            raise RuntimeError(f"a runner can be started once; this one is {self._state}")
         if os.getpid() != self._pid:
             raise RuntimeError("this runner was made before a fork; make a new one in the new process")
         loop = _running_loop()
@@ -448,7 +449,8 @@ class Runner(Verbs):
         member = slot.current
         # A worker that drains counts, too, beside its replacement.
         members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
-        counts = [other.statistics(self._options.threads) for other in members]
+        may_look = threading.get_ident() == self._thread or _has_gil()
+        counts = [other.statistics(self._options.threads, may_look=may_look) for other in members]
         channel = None if member is None else member.worker.channel
         return WorkerStatistics(
             index=slot.index,

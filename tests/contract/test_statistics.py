@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._member import Member
 from percore._core.dispatch import BLOCKED
 from tests import jobs
 from tests.contract.conftest import MakeRunner
@@ -56,6 +57,26 @@ async def test_calls_behind_a_blocked_coroutine_are_queued(make_real: MakeRunner
         gate.open()
         await asyncio.gather(blocked, *behind)
         assert (runner.statistics().running, runner.statistics().queued) == (0, 0)
+
+
+async def test_a_worker_that_is_buried_while_another_thread_asks(
+    make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. a thread has listed the workers  2. the loop's buries one, and releases its start marks  3. the thread reads them."""
+    async with make() as runner:
+        held = runner.submit(jobs.await_, log.path, gate.path)
+        await log.next()
+        (member,) = runner._supervisor.members
+        marks = memoryview(bytearray(8))
+        marks.release()
+        with monkeypatch.context() as patch:
+            patch.setattr(Member, "has_read", lambda member: False)
+            assert member.statistics(1, may_look=True) == (1, 0)
+            patch.setattr(type(member.worker), "began", lambda worker, place, call_id: marks[0])
+            assert member.statistics(1, may_look=True) == (0, 0)
+            assert member.statistics(1, may_look=False) == (1, 0)
+        gate.open()
+        await held
 
 
 async def test_done_and_failed(make: MakeRunner) -> None:
