@@ -48,8 +48,12 @@ async def test_k5_a_first_start_that_is_killed_fails(place: str, method: Any, po
         await asyncio.wait_for(percore.Runner(2, start_method=method).start(), LIMIT)
 
 
-async def test_k5_an_interpreter_that_ends_before_it_runs_anything_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
+async def test_k5_an_interpreter_that_ends_before_it_runs_anything_fails_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    interpreter = tmp_path / "python3"  # by its name; what has another one is not started at all
+    interpreter.symlink_to("/bin/false")
+    monkeypatch.setattr("sys.executable", str(interpreter))
     with pytest.raises(percore.StartupFailed, match="died with exit code 1"):
         await asyncio.wait_for(percore.Runner(2, start_method="spawn").start(), LIMIT)
 
