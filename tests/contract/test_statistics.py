@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import percore
-from percore._member import Member
 from percore._core.dispatch import BLOCKED
+from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
