@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,6 +177,7 @@ async def test_what_a_lifespan_raises_when_it_is_left_arrives(make_real: MakeRun
     (record,) = of(caplog, "percore")
     assert "the lifespan of worker 0 failed" in record.getMessage()
     assert "LookupError: it does not want to be left" in (record.exc_text or "")
+    assert f'File "{os.path.dirname(percore.__file__)}' not in (record.exc_text or "")
 
 
 # Beginning and end

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory", "_ipc.ring", "_ipc.room"},
     "_ipc.leases": VOCABULARY | {"_ipc.buffers", "_ipc.exports", "_ipc.slots"},
     "_ipc.copies": VOCABULARY | {"_ipc.leases"},
-    "_ipc.records": VOCABULARY | {"_ipc.ring", "_ipc.codec"},
+    "_ipc.records": VOCABULARY | {"_ipc.rebuild", "_ipc.ring", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,

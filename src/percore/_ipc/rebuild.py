@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from types import GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
+from types import GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, TracebackType
 from typing import Any, cast
 
 # The fields as the interpreter keeps them, whatever properties a user's class puts in front of them.
@@ -144,13 +144,18 @@ def format_traceback(exc: BaseException) -> str:
     `PERCORE_TRACEBACKS=full` keeps them.
     """
     try:
-        told = traceback.TracebackException(type(exc), exc, exc.__traceback__, compact=True)
-        if os.environ.get("PERCORE_TRACEBACKS") != "full":
-            _leave_out_own_frames(told)
-        return "".join(told.format())
+        return format_parts(type(exc), exc, exc.__traceback__)
     except BaseException as error:  # an exception that breaks the formatter itself
         said = f"{type_name_of(exc)}: {text_of(exc)}\n(its traceback could not be formatted: {type_name_of(error)})\n"
         return _format_frames(exc) + said
+
+
+def format_parts(kind: type[BaseException], exc: BaseException, frames: TracebackType | None) -> str:
+    """As `format_traceback`, of what `sys.exc_info()` gives. Raises what formatting it does."""
+    told = traceback.TracebackException(kind, exc, frames, compact=True)
+    if os.environ.get("PERCORE_TRACEBACKS") != "full":
+        _leave_out_own_frames(told)
+    return "".join(told.format())
 
 
 def _leave_out_own_frames(told: traceback.TracebackException) -> None:

@@ -1,9 +1,9 @@
 """Log records to bytes and back.
 
-A record travels as text and numbers alone, so that nobody's code is needed to read it: its message is formatted where it was
-logged, and so are its traceback and its stack. What was given as `extra` travels as it is where it is a number, a text, bytes or
-None, and as its `str` otherwise. What a record says of its own process holds in the other one as well, but for `relativeCreated`,
-which counts from the start of a process.
+A record travels as text and numbers alone, so that nobody's code is needed to read it: its message, its stack and its traceback are
+formatted where it was logged. The traceback leaves percore's own frames out. What was given as `extra` travels as it is where it is a
+number, a text, bytes or None, and as its `str` otherwise. What a record says of its own process holds in the other one as well, but
+for `relativeCreated`, which counts from the start of a process.
 
 A record takes at most RECORD_LIMIT bytes: where it would take more, its longest texts are cut in the middle.
 """
@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from percore._ipc.codec import is_inline_value
+from percore._ipc.rebuild import format_parts
 from percore._ipc.ring import BrokenFrame
 
 RECORD_LIMIT: Final = 1 << 15
@@ -99,7 +100,11 @@ def _plain(value: Any) -> Any:
 def _traceback(record: logging.LogRecord) -> str | None:
     if record.exc_text:
         return _text(record.exc_text)
-    return _text(_formatter.formatException(record.exc_info)) if record.exc_info else None
+    found = record.exc_info
+    if not found:
+        return None
+    # A formatter's own words, for what is no exception: made by hand, or asked for where none was handled.
+    return _text(_formatter.formatException(found)) if found[1] is None else format_parts(*found).removesuffix("\n")
 
 
 def _shortened(values: tuple[Any, ...], extra: dict[str, Any]) -> bytes:
