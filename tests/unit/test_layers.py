@@ -19,7 +19,9 @@ VOCABULARY = frozenset({"_errors", "_options", "_messages", "_platform", "_point
 # Words only: what decides touches neither the system (_platform) nor a place where tests strike (_points).
 WORDS = frozenset({"_errors", "_options", "_messages"})
 FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.leases", "_ipc.channel"})
-PICKLES = frozenset({"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles", "_ipc.advice", "_ipc.presses", "_ipc.exceptions"})
+PICKLES = frozenset(
+    {"_ipc.rebuild", "_ipc.reducers", "_ipc.modules", "_ipc.pickles", "_ipc.advice", "_ipc.presses", "_ipc.exceptions"}
+)
 BYTES = FRAMES | PICKLES
 # How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
 LAUNCH = VOCABULARY | {"_engine", "_engines.fds", "_worker.world"}
@@ -65,7 +67,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,
-    "_ipc.pickles": VOCABULARY | {"_ipc.rebuild", "_ipc.reducers"},
+    "_ipc.modules": VOCABULARY | {"_ipc.reducers"},
+    "_ipc.pickles": VOCABULARY | {"_ipc.modules", "_ipc.reducers"},
     "_ipc.advice": VOCABULARY | {"_ipc.pickles", "_ipc.rebuild", "_ipc.reducers"},
     "_ipc.presses": VOCABULARY | {"_ipc.pickles", "_ipc.slots"},
     "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles"},

@@ -97,6 +97,30 @@ def _culprit(value: object, depth: int = 3) -> object | None:
     return None
 
 
+# What a worker does not find
+
+
+IMPORT_ERRORS: Final = (ModuleNotFoundError, AttributeError)
+"""What unpickling raises where a name leads nowhere."""
+
+
+def advise_importing(error: BaseException) -> None:
+    """Add a note to what unpickling a call has raised, where a worker lacks a module, or has another version of it."""
+    if type(error) is ModuleNotFoundError:
+        BaseException.add_note(
+            error,
+            "The worker could not import it. A worker has the sys.path that the program had when the worker was started: change "
+            "sys.path before the runner is started, or call cloudpickle.register_pickle_by_value(module) in the program.",
+        )
+    elif type(error) is AttributeError and text_of(error).startswith("Can't get attribute"):
+        BaseException.add_note(
+            error,
+            "The worker has imported this module from its file, and does not see what the program has changed in it since "
+            "(importlib.reload, %autoreload): start the runner anew, or call cloudpickle.register_pickle_by_value(module) in the "
+            "program.",
+        )
+
+
 # Arguments
 
 

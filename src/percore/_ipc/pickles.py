@@ -6,8 +6,8 @@ Three ways are tried, cheapest first:
    ordinary object;
 2. after a TypeError, and only where multidict is loaded, the C pickler with multidict's proxies (aiohttp's headers) in
    its dispatch table. Not tried first: a table of our own costs a failed look-up for each object that is not in it;
-3. the careful pickler, which is cloudpickle's: lambdas, closures, local classes, everything of a `__main__` that no worker can
-   import, and the types that failed before.
+3. the careful pickler, which is cloudpickle's: lambdas, closures, local classes, everything of a `__main__` and of other
+   modules that no worker can import, and the types that failed before.
 
 Pickle writes what lives in `__main__` by reference without asking whether the other side can import it. Where it cannot
 (`main_by_value`), the name `__main__` in the bytes sends the object on to way 3.
@@ -25,6 +25,7 @@ from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
+from percore._ipc.modules import MAIN_NAMES, is_by_value, needles, unimportable
 from percore._ipc.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 
 PROTOCOL = 5
@@ -33,7 +34,6 @@ PROTOCOL = 5
 CANNOT = (pickle.PicklingError, AttributeError, TypeError)
 GLOBAL = 0x93
 """STACK_GLOBAL, the opcode for whatever is named by its module. A pickle without it is one of plain data: nothing can be wrong."""
-_MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 class File(Protocol):
@@ -88,7 +88,7 @@ def _dump_fast(obj: object, file: File, keep: Keep | None) -> type[Exception] | 
 
 def is_final(pickled: bytes, *, main_by_value: bool) -> bool:
     """Whether a pickle of a FastPickler with `GLOBAL` in it can stay as it is. False: `finish` decides."""
-    return is_current() and not (main_by_value and b"__main__" in pickled)
+    return is_current() and not (main_by_value and b"__main__" in pickled) and not any(map(pickled.__contains__, needles()))
 
 
 def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_value: bool, beside: Beside | None = None) -> None:
@@ -101,7 +101,7 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
     if refresh():  # it was pickled by a table that lacked something
         file.reset()
         failed = _dump_fast(obj, file, keep)
-    if failed is not None or (main_by_value and file.contains(b"__main__")):
+    if failed is not None or _has_by_value(file, main_by_value):
         file.reset()
         proxies_may_help = failed is not None and issubclass(failed, TypeError) and "multidict" in sys.modules
         _dump_otherwise(obj, file, main_by_value, keep, proxies_may_help)
@@ -111,6 +111,11 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
         except BaseException:
             file.reset()
             raise
+
+
+def _has_by_value(file: File, main_by_value: bool) -> bool:
+    """Whether it names something that no worker can import."""
+    return (main_by_value and file.contains(b"__main__")) or any(map(file.contains, needles()))
 
 
 def _dump_otherwise(obj: object, file: File, main_by_value: bool, keep: Keep | None, proxies_may_help: bool) -> None:
@@ -135,7 +140,7 @@ def _dump_with_proxies(obj: object, file: File, main_by_value: bool, keep: Keep 
     except BaseException:
         file.reset()
         raise
-    if main_by_value and file.contains(b"__main__"):
+    if _has_by_value(file, main_by_value):
         file.reset()
         return False
     return True
@@ -165,6 +170,11 @@ def _proxy_pickler() -> type[Pickler]:
 
 def value_pickler(main_by_value: bool) -> type[Pickler]:
     """cloudpickle's pickler; it is imported here, when it is first needed (some 20 ms)."""
+    import cloudpickle
+
+    for name, module in list(unimportable().items()):
+        if sys.modules.get(name) is module:  # else it is gone, which is known when others have come
+            cloudpickle.register_pickle_by_value(module)
     return _value_pickler(main_by_value, "multidict" in sys.modules)
 
 
@@ -178,15 +188,34 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
         # What is registered with multiprocessing comes last: it may share what it sends, and is for what cannot be sent otherwise.
         dispatch_table: ClassVar[Any] = ChainMap(CAREFUL, proxies, cloudpickle.Pickler.dispatch_table, REGISTERED)
 
+        def reducer_override(self, obj: Any) -> Any:
+            # pickle, and so cloudpickle, sends a function with a cache by its name, wherever that leads.
+            if type(obj) is _Cached and not _is_known_by_name(obj, main_by_value):
+                return _with_cache, (obj.__wrapped__, obj.cache_parameters())
+            return super().reducer_override(obj)
+
     class MainByReference(ValuePickler):
         # A worker imports this `__main__`: a closure's helper functions and classes are then the worker's own, as
         # everywhere else. By value they would be second copies, with globals and an identity of their own.
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN_NAMES and _is_found(obj):
+            if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_NAMES and _is_found(obj):
                 return NotImplemented
             return super().reducer_override(obj)
 
     return cast("type[Pickler]", ValuePickler if main_by_value else MainByReference)
+
+
+_Cached: Any = type(functools.cache(lambda: None))
+
+
+def _with_cache(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """A function of functools.cache or functools.lru_cache, with a cache of its own."""
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _is_known_by_name(obj: Any, main_by_value: bool) -> bool:
+    """Whether a worker can import it."""
+    return _is_found(obj) and not is_by_value(obj.__module__) and not (main_by_value and obj.__module__ in MAIN_NAMES)
 
 
 # Functions
@@ -212,7 +241,9 @@ def is_by_reference(fn: object) -> bool:
         return isinstance(owner, type) and is_by_reference(owner) and getattr(owner, fn.__name__, None) == fn
     if not isinstance(fn, FunctionType | BuiltinFunctionType | type) or not _is_found(fn):
         return False
-    return fn.__module__ not in _MAIN_NAMES or main_info().kind in ("script", "module")
+    if fn.__module__ in MAIN_NAMES:
+        return main_info().kind in ("script", "module")
+    return not is_by_value(fn.__module__)
 
 
 def _is_found(obj: Any) -> bool:

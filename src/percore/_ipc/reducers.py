@@ -17,6 +17,7 @@ tells whether the tables were up to date.
 import asyncio
 import asyncio.mixins
 import copyreg
+import functools
 import io
 import sys
 import threading
@@ -194,8 +195,23 @@ def _refuse_file(file: io.TextIOWrapper) -> Any:
     raise TypeError("an open file cannot be sent: send its path, or what is read from it")
 
 
-_FIXED: Final[dict[type, Reducer]] = {memoryview: _refuse_view, io.TextIOWrapper: _refuse_file}
+def _reduce_cached_property(found: Any) -> Any:
+    """Up to Python 3.11 it has a lock, for which cloudpickle cannot send a class that has one."""
+    return _cached_property, (found.func, found.attrname)
+
+
+def _cached_property(func: Callable[[Any], Any], name: str | None) -> Any:
+    made = functools.cached_property(func)
+    made.attrname = name
+    return made
+
+
+_FIXED: Final[dict[type, Reducer]] = {
+    memoryview: _refuse_view,
+    io.TextIOWrapper: _refuse_file,
+    functools.cached_property: _reduce_cached_property,
+}
 _NOT_FAST: Final = _FIXED.keys()
-"""The fast picklers refuse these by themselves."""
+"""The fast picklers fail with these by themselves, or are right."""
 
 refresh()

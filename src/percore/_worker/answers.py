@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from percore._errors import PayloadTooLarge
-from percore._ipc.advice import unpicklable
+from percore._ipc.advice import IMPORT_ERRORS, advise_importing, unpicklable
 from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
 from percore._ipc.exceptions import dump_exception
@@ -62,7 +62,12 @@ class Answers:
         return fn
 
     def _loaded(self, function: Function) -> Callable[..., Any]:
-        fn = cast("Callable[..., Any]", self._receive(function.payload).load())
+        received = self._receive(function.payload)
+        try:
+            fn = cast("Callable[..., Any]", received.load())
+        except IMPORT_ERRORS as error:
+            advise_importing(error)
+            raise
         function.name = qualified_name(fn)
         return fn
 
@@ -92,11 +97,18 @@ class Answers:
 
     def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
         if type(payload) is bytes and payload[-1:] == b".":  # most of them: no buffers
-            loaded = load(payload)
+            try:
+                loaded = load(payload)
+            except IMPORT_ERRORS as error:
+                advise_importing(error)
+                raise
         else:
             received = self._receive(payload)
             try:
                 loaded = received.load()
+            except IMPORT_ERRORS as error:
+                advise_importing(error)
+                raise
             finally:
                 if type(payload) is int:
                     send(UNPICKLED, call_id, None)

@@ -16,6 +16,7 @@ from itertools import repeat, starmap
 from operator import length_hint
 from typing import Any, Final, cast
 
+from percore._ipc.advice import IMPORT_ERRORS, advise_importing
 from percore._ipc.codec import is_inline_value
 from percore._ipc.pickles import load
 from percore._ipc.slots import INLINE_LIMIT
@@ -110,7 +111,11 @@ def _call(fn: Callable[..., Any], is_bare: bool, body: Any) -> Any:
         return fn(body)
     if type(body) is tuple:
         return fn(*body)
-    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
+    try:
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
+    except IMPORT_ERRORS as error:
+        advise_importing(error)
+        raise
     return fn(*args, **kwargs)
 
 
