@@ -1,9 +1,9 @@
 """Log records to bytes and back.
 
-A record travels as text and numbers alone, so that nobody's code is needed to read it: its message, its stack and its traceback are
-formatted where it was logged. The traceback leaves percore's own frames out. What was given as `extra` travels as it is where it is a
-number, a text, bytes or None, and as its `str` otherwise. What a record says of its own process holds in the other one as well, but
-for `relativeCreated`, which counts from the start of a process.
+A record travels as text and numbers alone, so that nobody's code is needed to read it. Its message, its stack and its traceback are
+formatted where it was logged; the traceback leaves percore's own frames out. What was given as `extra` travels as it is where it is
+a number, a text, bytes or None, and as its `str` otherwise. What a record says of its own process holds in the other one as well,
+but for `relativeCreated`, which counts from the start of a process.
 
 A record takes at most RECORD_LIMIT bytes: where it would take more, its longest texts are cut in the middle.
 """
