@@ -119,6 +119,7 @@ class Runner(Verbs):
         retries: further attempts of a call whose worker died; `options` has more.
         per_key: calls of one key at once, over all workers. Default: as many as its worker has places.
         contextvars: ContextVars of modules, whose values at `submit` (of a map: when it is made) a call sees in its worker.
+            They may take 100,000 bytes together, pickled; above that the call gets PayloadTooLarge.
         thread_initializer: called in each thread for plain functions before its first call. What it raises is that call's outcome,
             and the next call tries again.
         max_pending: calls accepted and not done. At that bound `run` and maps wait for their turn, and `submit` raises RunnerFull.
