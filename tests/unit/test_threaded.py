@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from types import AsyncGeneratorType
+from typing import Any, cast
 
 import pytest
 
@@ -157,7 +158,9 @@ async def test_woken_for_an_item_that_it_had_already_it_waits_on() -> None:
     await blocked.wait()
     task = asyncio.ensure_future(anext(items))
     await asyncio.sleep(0)
-    items.ag_frame.f_locals["puller"]._wake()
+    frame = cast(AsyncGeneratorType[int, None], items).ag_frame
+    assert frame is not None
+    frame.f_locals["puller"]._wake()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     source.gate.release()
@@ -203,15 +206,13 @@ def test_a_loop_that_is_closed_ends_the_thread() -> None:
     loop = asyncio.new_event_loop()
     items = threaded(source.numbers())
     assert loop.run_until_complete(anext(items)) == 0
-    task = loop.create_task(anext(items))
-    loop.run_until_complete(asyncio.sleep(0))
+    anext(items).send(None)  # as a task of that loop, which never goes on
     thread = the_thread()
     assert thread is not None
     loop.close()
     source.gate.release()
     thread.join()
     assert source.closed.is_set()
-    del task
 
 
 async def _asynchronous() -> Any:
