@@ -92,8 +92,8 @@ async def _unseen(future: "asyncio.Future[None]") -> None:
 async def _fail(channel: Channel, server: Server, stack: "_Entered", error: asyncio.CancelledError, *, main_by_value: bool) -> None:
     """The lifespan has cancelled the task that it was entered in: one of its tasks has failed, or its time is over.
 
-    Its body is left at once, by that cancellation, as its task groups and cancel scopes demand. The supervisor is told the error that
-    comes out. Calls that had begun have no outcome of their own: they end with the worker, by that reason.
+    Its body is left at once, by that cancellation, as its task groups and cancel scopes demand. The supervisor is told the error
+    that comes out. Calls that had begun have no outcome of their own: they end with the worker, by that reason.
     """
     channel.send(FAILED, 0, None)
     server.abandon()
