@@ -32,6 +32,9 @@ BESIDE: Final = 16
 BLOCKED: Final = 5
 """Steps of silence from which on a worker is taken for blocked, not for busy: 80 ms."""
 
+_AHEAD_LAST: Final = 1 << 32
+"""What it weighs to be queued ahead: more than any load and silence."""
+
 _FEW: Final = 4
 """Workers of which it takes no longer to look at all than to remember anything."""
 _NOWHERE: Final = (-1, sys.maxsize)
@@ -441,48 +444,46 @@ class Dispatch(Generic[C, S]):
         return max(rest, key=itemgetter(1))[0] if rest else None
 
     def _pick_of_few(self, kind: int) -> S | None:
-        """The least loaded worker with a free place, else with room ahead; None: there is none, or it is better to wait."""
-        best_load = self._room[kind]
+        """The least loaded worker with a free place, else with room ahead; None: there is none, or it is better to wait.
+
+        Each step of a worker's silence weighs as much as a call. A coroutine that takes the CPU keeps its worker silent, so the
+        load tells more than the silence does.
+        """
+        places, room = self._places[kind], self._room[kind]
         best: S | None = None
+        least, step = sys.maxsize, 0
         is_one_behind = False
         for seat in self.seats:
             load = seat.load[kind]
-            if load < best_load:
-                if seat.silence():
+            if load < room and load < least:
+                weight = load
+                silence = seat.silence()
+                if silence:
                     is_one_behind = True
-                else:
-                    if not load:  # there is no better one
-                        return seat
-                    best, best_load = seat, load
+                    weight += silence
+                elif not load:  # there is no better one
+                    return seat
+                if load >= places:
+                    weight += _AHEAD_LAST
+                if weight < least:
+                    best, least, step = seat, weight, silence
         self._is_one_behind = is_one_behind
-        return self._pick_weighed(kind) if is_one_behind else best
+        return best if step < BLOCKED else self._pick_beside(best, kind)
 
-    def _pick_weighed(self, kind: int) -> S | None:
-        """As `_pick_of_few`, while a worker is behind: each step of its silence weighs as much as a call.
+    def _pick_beside(self, blocked: S | None, kind: int) -> S | None:
+        """Another worker in place of a blocked one, which is chosen only if no other has room.
 
-        A coroutine that takes the CPU keeps its worker silent, so the load tells more than the silence does. A blocked worker is
-        chosen only if no other has room. It still counts: the others get no more than it would leave to them, until they have read.
+        It still counts: the others get no more than it would leave to them, and a few beyond that, until they have read.
         """
         places, room = self._places[kind], self._room[kind]
-        ranked: list[tuple[bool, int, int, int]] = []
-        for number, seat in enumerate(self.seats):
-            load = seat.load[kind]
-            if load < room:
-                silence = seat.silence()
-                ranked.append((load >= places, load + silence, silence, number))
-        first = min(ranked)
-        if first[2] < BLOCKED:
-            return self.seats[first[3]]
-        others = [rank for rank in sorted(ranked) if rank[0] == first[0] and rank[2] < BLOCKED]
-        if not others:
-            return self.seats[first[3]]
-        for rank in others:
-            seat = self.seats[rank[3]]
+        level = places if blocked is not None and blocked.load[kind] < places else room
+        others = [seat for seat in self.seats if seat.load[kind] < level and seat.silence() < BLOCKED]
+        for seat in sorted(others, key=lambda seat: seat.load[kind] + seat.silence()):
             beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
             if beyond <= seat.load[kind] // 4:
                 self._beyond[seat] = beyond + 1
                 return seat
-        return None
+        return None if others else blocked
 
     def _pick_of_many(self, kind: int) -> S | None:
         """As `_pick_of_few`, remembering whom."""
