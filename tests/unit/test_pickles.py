@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import aiohttp
 import multidict
@@ -25,6 +25,7 @@ from aiohttp.http_exceptions import BadStatusLine
 from yarl import URL
 
 from percore._errors import PayloadTooLarge, RemoteError, RemoteTraceback
+from percore._ipc import reducers
 from percore._ipc.advice import unpicklable, unsendable
 from percore._ipc.exceptions import dump_exception, load_exception
 from percore._ipc.pickles import MainInfo, dump, is_by_reference, load, main_info, qualified_name
@@ -999,3 +1000,48 @@ def test_a_traceback_whose_causes_go_in_a_circle_ends() -> None:
     one, two = KeyError("one"), KeyError("two")
     one.__cause__, two.__cause__ = two, one
     assert "KeyError: 'two'" in format_traceback(one)
+
+
+class Grows:
+    """Makes the tables of the picklers out of date in the midst of a pickling."""
+
+    def __init__(self, grow: Callable[[], object]) -> None:
+        self.grow = grow
+        self.reduced = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.reduced += 1
+        self.grow()
+        return int, ("0",)
+
+
+class OwnLock(asyncio.Lock):
+    """A type that the fast picklers must leave to the careful one."""
+
+
+def test_an_object_is_pickled_once_although_the_tables_have_grown_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grow() -> None:
+        type("Unrelated", (asyncio.Lock,), {})
+        monkeypatch.setitem(sys.modules, "grown_by_a_test", ModuleType("grown_by_a_test"))
+
+    thing = Grows(grow)
+    assert there_and_back([thing, subprocess.Popen]) == [0, subprocess.Popen]
+    assert thing.reduced == 1
+
+
+def test_what_an_older_table_has_got_wrong_is_pickled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_and_back(1)
+    monkeypatch.delitem(reducers.FAST, OwnLock)
+    with pytest.raises(TypeError, match="OwnLock of asyncio works within one event loop"):
+        there_and_back([Grows(lambda: monkeypatch.setattr(reducers, "_modules", -1)), OwnLock()])
+
+
+def test_a_registration_in_the_midst_of_a_pickling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copyreg, "dispatch_table", copyreg.dispatch_table.copy())
+    thing = Grows(lambda: copyreg.pickle(Unregistered, lambda _: cast(Any, (str, ("registered",)))))
+    assert there_and_back([thing, Unregistered()]) == [0, "registered"]
+
+
+class Unregistered:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ("not registered",)

@@ -98,7 +98,9 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
         BaseException: as `dump`.
     """
     keep = None if beside is None else beside.keep
-    if refresh():  # it was pickled by a table that lacked something
+    # Only what the older table may have got wrong is pickled again: that runs the user's `__reduce__` once more.
+    suspects = refresh()
+    if suspects and (failed is not None or any(map(file.contains, suspects))):
         file.reset()
         failed = _dump_fast(obj, file, keep)
     if failed is not None or _has_by_value(file, main_by_value):

@@ -53,33 +53,38 @@ def is_current() -> bool:
     return len(sys.modules) == _modules and len(_live) == len(REGISTERED) and copyreg.dispatch_table == _copyreg
 
 
-def refresh() -> bool:
-    """Bring the tables up to date. Whether `FAST` has changed: then what was pickled by it has to be pickled again."""
+def refresh() -> frozenset[bytes]:
+    """Bring the tables up to date, and return what a pickle contains that an older `FAST` may have pickled wrongly.
+
+    That is the name of a class whose entry has changed: its pickle names the class. The pickle of a class that was registered with
+    copyreg may name any other function, so then it is the empty name, which every pickle contains.
+    """
     global _live, _modules
     if is_current():
-        return False
+        return frozenset()
     with _lock:
         modules = len(sys.modules)
         reduction: Any = sys.modules.get("multiprocessing.reduction")
         # Without the name another thread is about to import it: then there will be more modules.
         _live = getattr(getattr(reduction, "ForkingPickler", None), "_extra_reducers", _live)
-        _update(_copyreg, copyreg.dispatch_table.copy())
+        has_registered = _update(_copyreg, copyreg.dispatch_table.copy())
         _update(REGISTERED, _live.copy())
         _update(CAREFUL, {cls: reducer for cls, reducer in _careful() if cls not in _copyreg})
         fails = dict.fromkeys(CAREFUL.keys() - _NOT_FAST, _fail)
-        has_changed = _update(FAST, {**_shared_ctypes(), **fails, **_copyreg})
+        changed = _update(FAST, {**_shared_ctypes(), **fails, **_copyreg})
         _modules = modules
-    return has_changed
+    return frozenset((b"",)) if has_registered else frozenset(cls.__name__.encode() for cls in changed)
 
 
-def _update(table: dict[type, Any], wanted: dict[type, Any]) -> bool:
-    """Make `table`, which other threads read meanwhile, like `wanted`. Whether anything has changed."""
+def _update(table: dict[type, Any], wanted: dict[type, Any]) -> set[type]:
+    """Make `table`, which other threads read meanwhile, like `wanted`. The classes whose entries have changed."""
     if table == wanted:
-        return False
+        return set()
+    changed = {cls for cls in table.keys() | wanted.keys() if table.get(cls) is not wanted.get(cls)}
     table.update(wanted)
     for cls in table.keys() - wanted.keys():
         del table[cls]
-    return True
+    return changed
 
 
 def _fail(obj: object) -> NoReturn:
