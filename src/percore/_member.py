@@ -1,6 +1,7 @@
 """One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
 
 import asyncio
+import sys
 from array import array
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -51,6 +52,9 @@ class Turn:
 
 class Member:
     """A worker of a slot, from its start to its end."""
+
+    tickets = sys.maxsize
+    """Calls that it may still begin."""
 
     def __init__(self, index: int, generation: int, dispatch: "Dispatch[Any, Member]", turn: "Turn") -> None:
         self.index = index
@@ -216,9 +220,13 @@ class Member:
         running = self.load[Kind.TASK] + self.load[Kind.BESIDE] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched
 
-    def given(self) -> int:
-        """Calls that it has been given, ended or not."""
-        return self.done + self.retried + len(self.calls) + self._batched
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has been sent all the calls that it may begin."""
+        return False
+
+    def unbegun(self, calls: int) -> None:
+        """So many calls came back that it had not begun."""
 
     def stop_timer(self) -> None:
         """No deadline runs any more. Idempotent."""

@@ -331,6 +331,8 @@ class Outcomes:
             self._returned_items(member, call, count)
             return
         member.take(call_id)
+        if call.kind != Kind.BESIDE:
+            member.unbegun(1)
         if call.done():
             supervisor.release(call)
         elif supervisor.is_over:
@@ -345,6 +347,7 @@ class Outcomes:
             raise BrokenFrame("a batch came back without a number of items")
         run = batch.gave_back(count)
         member.shrink(count)
+        member.unbegun(count)
         if not batch.outstanding:
             member.take(batch.call_id)
         if run is not None:

@@ -2,7 +2,7 @@
 
 death of a worker     ─▶ its replacement starts, at once or after the delay that the slot's budget says
 asked from outside    ─▶ it drains, and its replacement starts now
-max_tasks_per_worker  ─▶ its replacement starts; when that is ready the old one drains, so there is no gap
+max_tasks_per_worker  ─▶ its replacement starts before the last calls are sent; when they are, it takes over, the old one drains
 """
 
 import logging
@@ -13,8 +13,10 @@ from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed
+from percore._items import Batch
+from percore._limited import Limited
 from percore._lives import Lives
-from percore._member import Member, Turn
+from percore._member import Member, Turn, Unit
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
 from percore._points import POINTS, point
@@ -71,6 +73,8 @@ class Pool:
     def __init__(self, supervisor: "Supervisor", workers: int) -> None:
         self.slots = [Slot(index) for index in range(workers)]
         self.members: set[Member] = set()
+        self.low: set[Limited] = set()
+        """Those that may begin few calls more, and have not been relieved."""
         self._supervisor = supervisor
         self._loop = supervisor.loop
         self._options = supervisor.options
@@ -102,7 +106,7 @@ class Pool:
         slot.timer = None
         slot.generation += 1
         supervisor = self._supervisor
-        member = Member(slot.index, slot.generation, supervisor.dispatch, self._turn)
+        member = self._member(slot)
         try:
             member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         except Exception as error:  # whatever it is, the slot has to go on
@@ -124,6 +128,12 @@ class Pool:
         if POINTS:
             point("supervisor.worker.started")
 
+    def _member(self, slot: Slot) -> Member:
+        dispatch, limit = self._supervisor.dispatch, self._options.max_tasks_per_worker
+        if limit is None:
+            return Member(slot.index, slot.generation, dispatch, self._turn)
+        return Limited(slot.index, slot.generation, dispatch, self._turn, limit, self._is_low, self._take_back)
+
     def _overdue(self, member: Member) -> None:
         if member.deadline is Deadline.START:
             self._kill(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
@@ -138,10 +148,12 @@ class Pool:
         if self.lives.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
-        self._supervisor.dispatch.seat(member)
+        is_standby = slot.next is member and slot.current is not None and slot.current.is_ready and not slot.current.is_spent
+        if not is_standby:
+            self._supervisor.dispatch.seat(member)
         if POINTS:
             point("supervisor.worker.ready")
-        if slot.next is member:
+        if slot.next is member and not is_standby:
             old, slot.current, slot.next = slot.current, member, None
             if old is not None:
                 self._retire(old)
@@ -172,18 +184,44 @@ class Pool:
 
     # Taking over
 
-    def recycle(self, limit: int) -> None:
-        """Start the replacements of workers that have been given so many calls."""
-        if self._supervisor.is_closing or self._starting is not None:
+    def _is_low(self, member: Limited) -> None:
+        """A worker may begin few calls more, or none."""
+        if member not in self.low or member.is_spent:
+            self.low.add(member)
+            self._loop.call_soon(self._supervisor.advance)  # it may be in the midst of sending
+
+    def _take_back(self, call: Unit) -> None:
+        """A call was meant for a worker that may not begin it."""
+        if isinstance(call, Batch):
+            call.flow.left(call)
+            self._supervisor.put_back(call.flow, call.run)
+        else:
+            self._supervisor.dispatch.returned([(call, call.queue)])
+
+    def relieve(self) -> None:
+        """Start the replacements of workers that may begin few calls more. Where one may begin none, its replacement takes over."""
+        supervisor = self._supervisor
+        if self._starting is not None or supervisor.is_cut:
             return
-        for member in self._supervisor.dispatch.seats:
+        for member in list(self.low):
             slot = self.slots[member.index]
-            if slot.next is None and slot.timer is None and slot.current is member and member.given() >= limit:
-                slot.restarts += 1
-                report(
-                    logging.DEBUG, "worker %d (pid %s) was given %d calls; its replacement starts", member.index, member.pid, limit
-                )
-                self._spawn(slot)
+            if slot.current is not member or not member.is_ready:
+                self.low.discard(member)
+            elif slot.next is None:
+                # A closing runner starts it only for calls that wait.
+                if slot.timer is None and (not supervisor.is_closing or (member.is_spent and supervisor.waiting())):
+                    slot.restarts += 1
+                    report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
+                    self._spawn(slot)
+            elif slot.next.is_ready and member.is_spent:
+                self._promote(slot)
+                self._retire(member)
+
+    def _promote(self, slot: Slot) -> None:
+        """The worker that is to take over does so: at once if it is ready, else as soon as it is."""
+        slot.current, slot.next = slot.next, None
+        if slot.current is not None and slot.current.is_ready:
+            self._supervisor.dispatch.seat(slot.current)
 
     def _retire(self, member: Member) -> None:
         self._supervisor.dispatch.unseat(member)
@@ -199,7 +237,7 @@ class Pool:
             point("supervisor.worker.draining")
         if slot.current is not member or self._supervisor.is_closing:
             return
-        slot.current, slot.next = slot.next, None
+        self._promote(slot)
         if slot.current is None:
             slot.restarts += 1
             slot.stop_timer()
@@ -259,7 +297,7 @@ class Pool:
             slot.next = None
             self._never_began(slot, exitcode)
         elif slot.current is member:
-            slot.current, slot.next = slot.next, None
+            self._promote(slot)
             if slot.current is None:
                 slot.stop_timer()
                 self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
@@ -292,16 +330,20 @@ class Pool:
             if not self._starting.done():
                 self._starting.set_exception(StartupFailed(self._last_report))
             return
-        if self._supervisor.is_closing:
+        is_spent = slot.current is not None and slot.current.is_spent
+        if self._supervisor.is_closing and not is_spent:
             return
         delay = slot.budget.died()
-        if delay is None and slot.current is not None:  # its worker lives, and only could not be relieved: it goes on
+        if delay is None and slot.current is not None and not is_spent:  # its worker lives, and could not be relieved: it goes on
             slot.budget.began()
             delay = LONGEST_DELAY
         if delay is not None:
             slot.timer = self._loop.call_later(delay, self._spawn, slot)
             return
         slot.is_failed = True
+        if slot.current is not None:  # it may begin nothing more, and nobody will relieve it
+            self._retire(slot.current)
+            slot.current = None
         if all(other.is_failed for other in self.slots):
             error = RunnerBroken(LIMIT, exitcode, self._last_report)
             error.__cause__ = slot.failure

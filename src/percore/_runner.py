@@ -114,8 +114,8 @@ class Runner(Verbs):
         start_timeout: seconds a worker may take to be ready.
         kill_after: seconds in which a worker must end when it was asked to, or when its start has failed, before it is killed. They
             count from the end of its last call for a worker that drains.
-        max_tasks_per_worker: a worker that has been given so many calls is replaced: its replacement starts, and takes over as soon
-            as it is ready; until then calls go on here. Default: never.
+        max_tasks_per_worker: a worker begins at most so many calls, broadcasts not counted, and is then replaced. Its replacement
+            starts ahead of time; calls wait if it is not ready yet. Default: no limit.
         retries: further attempts of a call whose worker died; `options` has more.
         per_key: calls of one key at once, over all workers. Default: as many as its worker has places.
         contextvars: ContextVars of modules, whose values at `submit` (of a map: when it is made) a call sees in its worker.

@@ -194,8 +194,8 @@ class Supervisor:
             self.lives.look_drained()
         if self.beside.waiting:
             self.beside.advance()
-        if self.options.max_tasks_per_worker is not None:
-            self.pool.recycle(self.options.max_tasks_per_worker)
+        if self.pool.low:
+            self.pool.relieve()
         if not self.dispatch.is_quiet():
             self._dispatch()
         self._look_idle()

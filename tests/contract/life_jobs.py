@@ -257,3 +257,12 @@ async def cancel_all_others() -> str:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return "alive"
+
+
+def generation(_: object = None) -> int:
+    """Of the worker: with one slot, its name."""
+    return percore.current_worker().generation
+
+
+async def ageneration(_: object = None) -> int:
+    return percore.current_worker().generation

@@ -1,5 +1,6 @@
 """Who gets which call: the rules of places, turns, keys, batches and recalls, held by a model that plays the shell."""
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Seat:
     recalling: bool = False
     silent: int = 0
     unread: bool = False
+    tickets: int = sys.maxsize
     calls: list[Unit] = field(default_factory=list)
 
     def silence(self) -> int:

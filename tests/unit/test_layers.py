@@ -142,8 +142,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
     "_recalls": VOCABULARY | {"_items"},
     "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
+    "_limited": VOCABULARY | {"_core.dispatch", "_member"},
     "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
-    "_pool": VOCABULARY | {"_broken", "_core.lifecycle", "_core.restart", "_lives", "_member", "_outcomes", "_reports"},
+    "_pool": VOCABULARY
+    | {"_broken", "_core.lifecycle", "_core.restart", "_items", "_limited", "_lives", "_member", "_outcomes", "_reports"},
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
     | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member"}

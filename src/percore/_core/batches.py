@@ -1,5 +1,6 @@
 """The items of a map that wait to be sent in batches: contiguous runs, cut where a batch begins and put back where one ends."""
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -85,9 +86,9 @@ class Batches(Generic[B]):
             place += 1
         self._runs.insert(place, run)
 
-    def pop(self, workers: int) -> B:
-        """The next batch, for one of so many workers. There must be items."""
-        most = self.cost.batch(self._count, workers)
+    def pop(self, workers: int, limit: int = sys.maxsize) -> B:
+        """The next batch, for one of so many workers that may begin so many calls. There must be items."""
+        most = min(self.cost.batch(self._count, workers), limit)
         batch = self._cut(most, 0)
         while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
             more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))

@@ -35,6 +35,9 @@ BLOCKED: Final = 5
 _AHEAD_LAST: Final = 1 << 32
 """What it weighs to be queued ahead: more than any load and silence."""
 
+ROOM_OF_NONE: Final = 1 << 40
+"""Added to the load of a worker that may begin no more calls: it has no place then, whatever ends there."""
+
 _FEW: Final = 4
 """Workers of which it takes no longer to look at all than to remember anything."""
 _NOWHERE: Final = (-1, sys.maxsize)
@@ -63,6 +66,9 @@ class Seat(Protocol):
 
     load: list[int]
     """Places taken, by kind."""
+
+    tickets: int
+    """Calls that it may still begin. While there are none, `load` says that it has no place."""
 
     @property
     def items(self) -> int:
@@ -376,7 +382,7 @@ class Dispatch(Generic[C, S]):
                 return call, seat
             queue.ended -= 1
         if queue.batches:
-            batch = queue.batches.pop(len(self.seats))
+            batch = queue.batches.pop(len(self.seats), seat.tickets)
             if batch.size > 1:
                 self._note_ahead()
             return batch, seat
