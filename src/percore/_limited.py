@@ -71,12 +71,9 @@ class Limited(Member):
 
     @property
     def items(self) -> int:
-        return super().items - (ROOM_OF_NONE if self.is_spent else 0)
+        return self._held()[1] + self._batched
 
-    def statistics(self, threads: int) -> tuple[int, int]:
-        """As there."""
-        if not self.is_spent:
-            return super().statistics(threads)
-        plain = self.load[Kind.THREAD] - ROOM_OF_NONE
-        running = self.load[Kind.TASK] - ROOM_OF_NONE + self.load[Kind.BESIDE] + min(threads, plain)
-        return running, max(0, plain - threads) + self._batched
+    def _held(self) -> tuple[int, int]:
+        # The remainder, and no look at the tickets: another thread may ask while these and the load change.
+        tasks, plain = super()._held()
+        return tasks % ROOM_OF_NONE, plain % ROOM_OF_NONE

@@ -216,9 +216,13 @@ class Member:
             except ValueError:  # the marks are released: the loop's thread has buried it while another one was asking
                 return 0, 0
             return running, max(0, len(self.calls) - running) + self._batched
-        plain = self.load[Kind.THREAD]
-        running = self.load[Kind.TASK] + self.load[Kind.BESIDE] + min(threads, plain)
+        tasks, plain = self._held()
+        running = tasks + self.load[Kind.BESIDE] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched
+
+    def _held(self) -> tuple[int, int]:
+        """The coroutines and the plain calls that it has."""
+        return self.load[Kind.TASK], self.load[Kind.THREAD]
 
     @property
     def is_spent(self) -> bool:

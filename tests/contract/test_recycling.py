@@ -152,7 +152,8 @@ async def test_a_running_call_finishes_on_the_old_worker(make: MakeRunner, log: 
         assert await asyncio.gather(*calls) == ["task", "plain"]
         assert runner.statistics().failed == 0
     told += log.rest()
-    assert told.count("exit") == told.count("enter") + 1
+    # One that starts when the runner closes may be killed.
+    assert told.count("enter") <= told.count("exit") <= told.count("enter") + 1
 
 
 async def test_calls_queued_ahead_go_to_the_replacement(make: MakeRunner, log: Log, gate: Gate) -> None:
