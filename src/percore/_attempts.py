@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from percore._calls import Awaited, Call, Planned, is_dropped
 from percore._errors import as_error
+from percore._faults import Faults
 from percore._items import BatchItem, Item
 from percore._policy import Plan
 
@@ -72,6 +73,11 @@ class Attempts:
 
     def end(self) -> None:
         """Calls between two attempts end now: the runner closes."""
+        faults = Faults("calls between two attempts were ended")
         for call in list(self.delayed):
-            self.drop(call)
-            self._supervisor.refuse(call)
+            with faults:
+                self.drop(call)
+                self._supervisor.refuse(call)
+            if faults.last is not None:
+                self._supervisor.give_up(call, faults.last, faults)
+        faults.finish()

@@ -31,7 +31,7 @@ class Beside:
     def submit(self, call: Call, member: Member) -> None:
         """Send a call to its worker, or let it wait until there is a place for it."""
         if member.load[Kind.BESIDE] < BESIDE and member not in self.waiting:
-            member.send(call)
+            self._send(call, member)
         else:
             self.waiting.setdefault(member, {})[call] = None
             self._homes[call] = member
@@ -53,9 +53,15 @@ class Beside:
                 call = next(iter(self.waiting[member]))
                 self.remove(call)
                 if is_seated:
-                    member.send(call)
+                    self._send(call, member)
                 else:
                     self._supervisor.unanswered(member, call)
+
+    def _send(self, call: Call, member: Member) -> None:
+        try:
+            member.send(call)
+        except BaseException as error:
+            self._supervisor.failed_with(call, error)
 
     def withdraw(self) -> list[Call]:
         """Take everything that waits out."""

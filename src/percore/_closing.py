@@ -75,15 +75,15 @@ class Closing:
 
     def _finish(self) -> None:
         self._is_finishing = True
+        self._arm_kill()  # first: whatever fails, nobody waits for ever
         self._supervisor.finish()
-        self._arm_kill()
         self._loop.call_soon(self._look)
 
     def _cut(self) -> None:
         self._grace_timer = None
         if not self._is_finishing:
-            self._supervisor.cut()
             self._arm_kill()
+            self._supervisor.cut()
             self._look()
 
     def _arm_kill(self) -> None:

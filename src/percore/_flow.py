@@ -9,7 +9,8 @@ from percore._core.batches import Batches, Run
 from percore._core.dispatch import Queue
 from percore._core.flow import AHEAD_SECONDS, BATCH_SECONDS, Window, most_of
 from percore._core.names import Name
-from percore._errors import RunnerClosed, shown
+from percore._errors import RunnerClosed, as_error, shown
+from percore._faults import Faults
 from percore._inputs import Inputs, Pulled
 from percore._items import Batch, Item, size_of
 from percore._messages import Kind
@@ -166,13 +167,17 @@ class Flow:
             return
         owner = self.owner
         owner.enders.discard(self._end)
-        self.cancel_from(0)
-        owner.dispatch.close(self.queue)
-        if owner.admission is not None and self._admitted:
-            owner.admission.leave(self._admitted)
-            self._admitted = 0
+        faults = Faults("a map was closed")
+        with faults:
+            self.cancel_from(0)
+        with faults:
+            owner.dispatch.close(self.queue)
+        with faults:
+            self._leave(self._admitted)
         leaving, self._leaving = self._leaving, []
-        owner.forget(self.function, (*leaving, *self._sent))
+        with faults:
+            owner.forget(self.function, (*leaving, *self._sent))
+        faults.finish()
         try:
             if not feeder.done():
                 feeder.cancel()
@@ -366,6 +371,13 @@ class Flow:
         self.failed(number, error, 0)
 
     def _make_batch(self, run: Run) -> Batch | Item:
+        try:
+            return self._batch_of(run)
+        except BaseException as error:  # these items are nowhere any more
+            self.broke(error)
+            raise
+
+    def _batch_of(self, run: Run) -> Batch | Item:
         if len(run.bodies) == 1 and self._goes_alone():
             body = (run.bodies[0],) if run.is_bare else run.bodies[0]
             item = Item(self, run.start, body, 0 if run.is_bare else size_of(body), self.plan())
@@ -394,17 +406,30 @@ class Flow:
 
     def ended(self, number: int, results: list[Any], arguments: int, size: int) -> None:
         """Items from this number on have ended with these results: bytes of their pickled arguments, and of the results."""
-        if self._is_closed:
-            return
-        if self._alive:
-            self._alive.pop(number, None)
-        if self._spec.pairs:
-            results = [(self._given.pop(place), result) for place, result in enumerate(results, number)]
-        self._results.put(number, results, size)
-        self._has_ended(len(results), arguments, size)
+        try:
+            if self._is_closed:
+                return
+            if self._alive:
+                self._alive.pop(number, None)
+            if self._spec.pairs:
+                results = [(self._given.pop(place), result) for place, result in enumerate(results, number)]
+            self._results.put(number, results, size)
+            self._has_ended(len(results), arguments, size)
+        except BaseException as error:
+            self.broke(error)
+            if not isinstance(error, Exception):
+                raise
 
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
         """An item has ended with this error."""
+        try:
+            self._failed(number, error, arguments)
+        except BaseException as fault:
+            self.broke(fault)
+            if not isinstance(fault, Exception):
+                raise
+
+    def _failed(self, number: int, error: BaseException, arguments: int) -> None:
         if self._is_closed:
             return
         self._alive.pop(number, None)
@@ -420,6 +445,13 @@ class Flow:
                 self._results.put(number, [Failure(error)], 0)
                 self.cancel_from(number + 1)
         self._has_ended(1, arguments, 0)
+
+    def broke(self, error: BaseException) -> None:
+        """As in the protocol of items."""
+        self._error = self._error or as_error(error, "percore")
+        self._is_fed = self._is_stopped = True
+        _wake(self._space_waiter)
+        _wake(self._result_waiter)
 
     def _has_ended(self, count: int, arguments: int, size: int) -> None:
         window = self._window

@@ -29,7 +29,7 @@ class Intake:
         self._contexts = supervisor.contexts
         self._shares = supervisor.shares
 
-    def submit(
+    def submit(  # noqa: C901  # one function: each more costs every call
         self,
         function: Function,
         args: tuple[Any, ...],
@@ -69,9 +69,12 @@ class Intake:
         if member is not None:
             supervisor.beside.submit(call, member)
             return call
-        member = self._dispatch.submitted(call)
-        if member is not None:
-            member.send(call)
+        try:
+            member = self._dispatch.submitted(call)
+            if member is not None:
+                member.send(call)
+        except Exception as error:  # a fault of percore is this call's alone
+            supervisor.failed_with(call, error)
         return call
 
     def run(
@@ -113,9 +116,12 @@ class Intake:
         call.is_over = False
         if POINTS:
             point("supervisor.call.pickled")
-        member = self._dispatch.submitted(call)
-        if member is not None:
-            member.send(call)
+        try:
+            member = self._dispatch.submitted(call)
+            if member is not None:
+                member.send(call)
+        except Exception as error:  # a fault of percore is this call's alone
+            supervisor.failed_with(call, error)
         return call
 
     def _call(self, function: Function) -> Call:

@@ -35,6 +35,9 @@ class Flow(Protocol):
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
         """An item has ended with this error."""
 
+    def broke(self, error: BaseException) -> None:
+        """percore has failed to go on with some of the items, which are lost: the map ends with this error."""
+
     def plan(self) -> Plan | None:
         """What an item is run under, that has not been attempted yet."""
 

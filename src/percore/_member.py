@@ -129,6 +129,9 @@ class Member:
 
     def send(self, call: Unit) -> None:
         """Send a call or a batch. The worker must have room."""
+        number = call.function.number
+        if number not in self.defined:
+            number = self._define(call.function)
         call_id = self.free.pop()
         if call_id > ID_MASK:  # the bits above it are for the numbers of items
             call_id = call_id % self.stride + self.stride
@@ -136,23 +139,18 @@ class Member:
         call.member = self
         self.calls[call_id] = call
         self.load[call.kind] += 1
-        number = call.function.number
-        if number not in self.defined:
-            number = self._define(call.function)
-        if call.plan is not None and call.plan.terms is not None:
-            self._send(TERMS, call_id, call.plan.terms)
         body = call.body
         if body is None:
-            self._send_batch(call_id, call)  # type: ignore[arg-type]  # no other has none
+            self._batched += call.size - 1
+        if call.plan is not None and call.plan.terms is not None:
+            self._send(TERMS, call_id, call.plan.terms)
+        if body is None:
+            self._send(BATCH, call_id, call.message())  # type: ignore[union-attr]  # no other has none
         elif type(body) is bytes and len(body) > INLINE_LIMIT:
             self.parked.add(call_id)
             self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))  # type: ignore[arg-type]  # no batch
         else:
             self._send(number, call_id, body)
-
-    def _send_batch(self, call_id: int, batch: Batch) -> None:
-        self._batched += batch.size - 1
-        self._send(BATCH, call_id, batch.message())
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask for so many calls that have not begun. Those with a key stay: their key is here."""
@@ -195,6 +193,12 @@ class Member:
         if call.key is not None:
             self._left(call)
         return call
+
+    def give_up(self, call: Unit) -> None:
+        """Take a call of which the worker may not have heard, and let it forget what it was told of it."""
+        if call.plan is not None and call.plan.terms is not None and call.call_id not in self.parked:
+            self._send(TERMS, call.call_id, None)
+        self.take(call.call_id)
 
     def began(self, call: Unit) -> tuple[float, int] | None:
         """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not.

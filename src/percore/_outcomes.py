@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from percore._calls import Awaited, Call, Planned, is_dropped
+from percore._core.lifecycle import IllegalEvent
 from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
 from percore._ipc.rebuild import type_name_of
 from percore._ipc.ring import BrokenFrame
 from percore._items import Batch, BatchItem, Item
-from percore._member import Member
+from percore._member import Member, Unit
 from percore._messages import (
     CANCELLED,
     DRAINING,
@@ -82,53 +83,73 @@ class Outcomes:
             for op, call_id, body in messages:
                 # As `_value` and `_result`, without the calls: this is the path of most outcomes.
                 call = calls.get(call_id)
-                if (type(call) is Awaited or (type(call) is Planned and call.plan is None)) and (
-                    op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
-                ):
-                    if op == RESULT and not call.future.done():
-                        try:
-                            body = load(body)
-                        except BaseException as error:
-                            self._not_loaded(member, call_id, call, error)
-                            if not channel.is_open:
-                                return
+                try:
+                    if (type(call) is Awaited or (type(call) is Planned and call.plan is None)) and (
+                        op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
+                    ):
+                        if op == RESULT and not call.future.done():
+                            try:
+                                body = load(body)
+                            except BaseException as error:
+                                self._not_loaded(member, call_id, call, error)
+                                if not channel.is_open:
+                                    return
+                                continue
+                        if not call.future.done():
+                            call.future.set_result(body)
+                        call.is_over = True
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        if call.key is not None:
+                            left(call)
+                        member.done += 1
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                        if op == VALUE:
                             continue
-                    if not call.future.done():
-                        call.future.set_result(body)
-                    call.is_over = True
-                    del calls[call_id]
-                    free.append(call_id + stride)
-                    load_of[call.kind] -= 1
-                    if call.key is not None:
-                        left(call)
-                    member.done += 1
-                    if POINTS:
-                        point("supervisor.outcome.delivered")
-                    if op == VALUE:
-                        continue
-                elif op == VALUE and call is not None and (call.plan is None or call.plan.late is None) and type(call) is not Batch:
-                    if not call.done():
-                        call.set_result(body)  # type: ignore[union-attr]  # no batch
-                    del calls[call_id]
-                    free.append(call_id + stride)
-                    load_of[call.kind] -= 1
-                    call.member = None
-                    if call.key is not None:
-                        left(call)
-                    member.done += 1
-                    if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
-                        self._supervisor.release(call)
-                    if POINTS:
-                        point("supervisor.outcome.delivered")
-                elif op in handlers:
-                    handlers[op](call_id, body)
-                else:
-                    raise BrokenFrame(f"message {op} does not exist")
+                    elif (
+                        op == VALUE
+                        and call is not None
+                        and (call.plan is None or call.plan.late is None)
+                        and type(call) is not Batch
+                    ):
+                        if not call.done():
+                            call.set_result(body)  # type: ignore[union-attr]  # no batch
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        call.member = None
+                        if call.key is not None:
+                            left(call)
+                        member.done += 1
+                        if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
+                            self._supervisor.release(call)
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                    elif op in handlers:
+                        handlers[op](call_id, body)
+                    else:
+                        raise BrokenFrame(f"message {op} does not exist")
+                except (BrokenFrame, IllegalEvent):
+                    raise
+                except Exception as error:
+                    self._isolate(call, error)
                 if not channel.is_open:  # user code, or what it made us send, has ended it
                     return
             lowered()
 
         return receive
+
+    def _isolate(self, call: Unit | None, error: Exception) -> None:
+        """A message was right, and to do what it asks for has raised this: that costs its call alone.
+
+        Raises:
+            Exception: it is about no single call; then it breaks the channel.
+        """
+        if call is None or isinstance(call, Batch):
+            raise error
+        self._supervisor.failed_with(call, error)
 
     def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
         member.told_pid = pid
@@ -293,7 +314,10 @@ class Outcomes:
         else:
             call = target
             member.take(call_id)
-        self._supervisor.attempts.again(call, delay)
+        try:
+            self._supervisor.attempts.again(call, delay)
+        except BaseException as error:
+            self._supervisor.failed_with(call, error)
 
     def _timed_out(self, member: Member, call_id: int) -> None:
         """A plain function has run for too long. Its thread runs on, and no other attempt begins before that has ended."""

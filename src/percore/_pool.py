@@ -13,6 +13,7 @@ from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed
+from percore._faults import Faults
 from percore._items import Batch
 from percore._limited import Limited
 from percore._lives import Lives
@@ -54,6 +55,8 @@ class Slot:
         """The worker that is to take over from the current one, while it starts."""
         self.timer: asyncio.TimerHandle | None = None
         """While there is a delay before the next start."""
+        self.is_due = False
+        """While it is about to be looked at whether, and when, another worker is started after one that never began."""
         self.is_failed = False
         self.restarts = 0
         self.past = Past()
@@ -105,15 +108,27 @@ class Pool:
         """Start the slot's worker, or the one that is to take over from it."""
         slot.timer = None
         slot.generation += 1
-        supervisor = self._supervisor
-        member = self._member(slot)
+        member: Member | None = None
         try:
-            member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
-        except Exception as error:  # whatever it is, the slot has to go on
+            member = self._member(slot)
+            self._launch(slot, member)
+        except BaseException as error:  # whatever it is, the slot has to go on
             self._last_report = f"worker {slot.index} could not be started: {error!r}"
+            if member is not None and member in self.members:  # its burial follows
+                member.worker.kill()
+            elif isinstance(error, Exception) or self._starting is None:  # else the first start fails by it
+                slot.is_due = True
+                self._loop.call_soon(self._never_began, slot, None)
+            if not isinstance(error, Exception):
+                raise
             report(self._level(), "%s", self._last_report)
-            self._loop.call_soon(self._never_began, slot, None)
             return
+        if POINTS:
+            point("supervisor.worker.started")
+
+    def _launch(self, slot: Slot, member: Member) -> None:
+        supervisor = self._supervisor
+        member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
         if slot.current is None:
             slot.current = member
         else:
@@ -125,8 +140,6 @@ class Pool:
             lambda error: self._broke(member, error),
             supervisor.advance,
         )
-        if POINTS:
-            point("supervisor.worker.started")
 
     def _member(self, slot: Slot) -> Member:
         dispatch, limit = self._supervisor.dispatch, self._options.max_tasks_per_worker
@@ -209,7 +222,11 @@ class Pool:
                 self.low.discard(member)
             elif slot.next is None:
                 # A closing runner starts it only for calls that wait.
-                if slot.timer is None and (not supervisor.is_closing or (member.is_spent and supervisor.waiting())):
+                if (
+                    slot.timer is None
+                    and not slot.is_due
+                    and (not supervisor.is_closing or (member.is_spent and supervisor.waiting()))
+                ):
                     slot.restarts += 1
                     report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
                     self._spawn(slot)
@@ -263,36 +280,64 @@ class Pool:
         """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
         if member not in self.members:  # a KeyboardInterrupt came in the midst of its start: it never was anybody's
             return
-        if POINTS:
-            point("supervisor.worker.exited")
-        try:
+        faults = Faults(f"the calls of worker {slot.index} were ended and the worker was replaced")
+        with faults:
+            if POINTS:
+                point("supervisor.worker.exited")
             member.worker.channel.receive()
-        finally:  # a KeyboardInterrupt there goes on, and must not leave calls of a dead worker behind
-            self._bury(slot, member, exitcode)
+        self._bury(slot, member, exitcode, faults)
+        faults.finish()  # a KeyboardInterrupt goes on, and has left no calls of a dead worker behind
 
-    def _bury(self, slot: Slot, member: Member, exitcode: int | None) -> None:
+    def _bury(self, slot: Slot, member: Member, exitcode: int | None, faults: Faults) -> None:
+        """Whatever one of the steps raises, the others are taken: the calls end, and the slot is filled."""
+        supervisor = self._supervisor
         state = member.life.state
-        self.lives.advance(member, Event.EXIT)
-        self._supervisor.dispatch.unseat(member)
+        faults.surely(lambda: self._is_gone(member))
+        with faults:
+            supervisor.dispatch.unseat(member)
+        if faults.last is not None:
+            with faults:
+                supervisor.dispatch.expel(member)
         # It stays one of the members meanwhile: an error of one of its calls may cancel others, in its batches too.
-        began = self._supervisor.deaths.end_calls(member, exitcode) or member.done > 0 or member.retried > 0
-        self._supervisor.end_leases(member)
+        began = supervisor.deaths.end_calls(member, exitcode, faults)
+        began = began or member.done > 0 or member.retried > 0
+        with faults:
+            supervisor.end_leases(member, faults)
         slot.past = slot.past.with_(member)  # before it leaves: so nobody finds its counts in neither place
         self.members.discard(member)
-        member.worker.close()
+        slot.failure = member.failure
+        with faults:
+            if began:
+                slot.budget.began()
+        faults.surely(member.worker.close)
+        with faults:
+            self._report_death(member, state, exitcode)
+        with faults:
+            self._succeed(slot, member, exitcode, began=began or state is State.DRAINING)
+        if faults.last is not None and slot.current is None and slot.timer is None and not slot.is_due:
+            slot.is_due = True
+            self._loop.call_soon(self._never_began, slot, exitcode)
+        with faults:
+            supervisor.advance()
+
+    def _is_gone(self, member: Member) -> None:
+        if not member.life.is_gone:
+            self.lives.advance(member, Event.EXIT)
+
+    def _report_death(self, member: Member, state: State, exitcode: int | None) -> None:
         if POINTS:
             point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
             # That percore has killed it was reported then.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode))
-        slot.failure = member.failure
-        if began:
-            slot.budget.began()
         on_death = self._supervisor.on_death
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if on_death is not None and not self._supervisor.is_closing and not is_asked_for:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
+
+    def _succeed(self, slot: Slot, member: Member, exitcode: int | None, *, began: bool) -> None:
+        """Somebody takes the place of a worker that has died."""
         if slot.next is member:
             slot.next = None
             self._never_began(slot, exitcode)
@@ -300,8 +345,7 @@ class Pool:
             self._promote(slot)
             if slot.current is None:
                 slot.stop_timer()
-                self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
-        self._supervisor.advance()
+                self._replace(slot, began=began, exitcode=exitcode, why=member.killed_why)
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         is_closing = self._supervisor.is_closing
@@ -326,6 +370,7 @@ class Pool:
             self._never_began(slot, exitcode)
 
     def _never_began(self, slot: Slot, exitcode: int | None) -> None:
+        slot.is_due = False
         if self._starting is not None:
             if not self._starting.done():
                 self._starting.set_exception(StartupFailed(self._last_report))
@@ -370,12 +415,18 @@ class Pool:
 
     def finish(self) -> None:
         """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed."""
-        for member in self.members:
-            if member.life.state is State.STARTING:
-                member.worker.kill()
-            elif member.life.state not in (State.FINISHING, State.FAILED):
-                member.worker.channel.send(FINISH, 0, None)
-            self.lives.advance(member, Event.FINISH)
+        faults = Faults("workers were asked to end")
+        for member in list(self.members):
+            with faults:
+                self._finish(member)
+        faults.finish()
+
+    def _finish(self, member: Member) -> None:
+        if member.life.state is State.STARTING:
+            member.worker.kill()
+        elif member.life.state not in (State.FINISHING, State.FAILED):
+            member.worker.channel.send(FINISH, 0, None)
+        self.lives.advance(member, Event.FINISH)
 
     def stop_timers(self) -> None:
         """No worker will be started any more."""
@@ -384,8 +435,11 @@ class Pool:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send every worker this signal, which ends it. Their exits follow."""
-        for member in self.members:
-            member.worker.kill(signum)
+        faults = Faults("workers were sent a signal")
+        for member in list(self.members):
+            with faults:
+                member.worker.kill(signum)
+        faults.finish()
 
     def is_expected(self) -> bool:
         """Whether any worker is ready or will be."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._admission import Admission
@@ -25,7 +25,8 @@ from percore._core.batches import Run
 from percore._core.dispatch import Dispatch
 from percore._deaths import Deaths
 from percore._engine import Engine
-from percore._errors import RunnerClosed
+from percore._errors import RunnerClosed, as_error
+from percore._faults import Faults
 from percore._intake import Intake
 from percore._ipc.slots import SlotWriter
 from percore._items import Batch, Flow, Item
@@ -75,7 +76,8 @@ class Supervisor:
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.attempts = Attempts(self)
         self.deaths = Deaths(self)
-        self._loose: set[Unit] = set()
+        self.loose: set[Unit] = set()
+        """Calls that are neither where they waited nor where they ran: what ends one may cancel the others."""
         self._recalls = Recalls(self.loop, self.dispatch)
         self.broken: RunnerBroken | None = None
         self.is_closing = False
@@ -105,9 +107,12 @@ class Supervisor:
 
     def accept(self, call: Awaited | Call | Item) -> None:
         """Send a call, or let it wait."""
-        member = self.dispatch.submitted(call, call.queue)
-        if member is not None:
-            member.send(call)
+        try:
+            member = self.dispatch.submitted(call, call.queue)
+            if member is not None:
+                member.send(call)
+        except BaseException as error:
+            self.failed_with(call, error)
 
     def send_waiting(self, kind: int) -> None:
         """Send what waits, of one kind, as far as there are places."""
@@ -117,7 +122,40 @@ class Supervisor:
                 if call.key is not None:
                     self.dispatch.left(call)
             else:
-                member.send(call)
+                try:
+                    member.send(call)
+                except BaseException as error:
+                    self.failed_with(call, error)
+
+    def failed_with(self, call: Unit, error: BaseException) -> None:
+        """To go on with a call has raised this: the call ends so, wherever it is, and no other.
+
+        Raises:
+            BaseException: it is no Exception; the call has ended.
+        """
+        faults = Faults(f"a call of {call.function.name} was sent, or its outcome received")
+        faults.note(error)
+        self.give_up(call, error, faults)
+        faults.finish()
+
+    def give_up(self, call: Unit, error: BaseException, faults: Faults) -> None:
+        """End a call with this error, by which percore has failed to go on with it. It may be anywhere."""
+        failure = as_error(error, "percore")
+        with faults:
+            if isinstance(call, Batch):
+                call.flow.broke(failure)
+            elif not call.done():
+                call.set_exception(failure)
+        with faults:
+            member = call.member
+            if member is not None and member.calls.get(call.call_id) is call:
+                member.give_up(call)
+            elif not isinstance(call, Batch):
+                self.attempts.drop(call)
+                self.beside.remove(call)  # type: ignore[arg-type]  # no other is there
+                self.dispatch.remove(call, call.queue)
+        with faults:
+            self.release(call)
 
     def put_back(self, flow: Flow, run: Run) -> None:
         """Items of a batch have come back: they go to other places, unless nobody will come."""
@@ -132,9 +170,12 @@ class Supervisor:
 
     def unanswered(self, member: Member, call: Call) -> None:
         """A call that was for this worker alone has not begun, and never will."""
-        self.release(call)
-        if not call.done():
-            call.set_exception(WorkerDied(member.pid, None, call.function.name, None, started=False, attempts=0))
+        try:
+            self.release(call)
+            if not call.done():
+                call.set_exception(WorkerDied(member.pid, None, call.function.name, None, started=False, attempts=0))
+        except BaseException as error:
+            self.failed_with(call, error)
 
     def cancelled(self, call: Unit) -> None:
         """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
@@ -150,7 +191,7 @@ class Supervisor:
                 self.beside.remove(call)  # type: ignore[arg-type]  # such are calls
             elif call in self.attempts.delayed:
                 self.attempts.drop(call)
-            elif call not in self._loose:
+            elif call not in self.loose:
                 self.dispatch.ended(call, call.queue)
             self._look_idle()
         elif call.call_id in member.parked:
@@ -179,30 +220,47 @@ class Supervisor:
             if POINTS:
                 point("supervisor.call.released")
 
-    def end_leases(self, member: Member) -> None:
+    def end_leases(self, member: Member, faults: Faults) -> None:
         """The worker is dead: nobody looks at the slots any more that its arrays lay in."""
         leases, member.leases = member.leases, []
         for payload in leases:
-            self.arena.discard(payload)
-        self.shares.buried(member)
+            with faults:
+                self.arena.discard(payload)
+        with faults:
+            self.shares.buried(member)
 
     def advance(self) -> None:
         """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
-        if self._retired:
-            self._forget_retired()
-        if self.lives.draining:
-            self.lives.look_drained()
-        if self.beside.waiting:
-            self.beside.advance()
-        if self.pool.low:
-            self.pool.relieve()
-        if not self.dispatch.is_quiet():
-            self._dispatch()
-        self._look_idle()
+        try:
+            if self._retired:
+                self._forget_retired()
+            if self.lives.draining:
+                self.lives.look_drained()
+            if self.beside.waiting:
+                self.beside.advance()
+            if self.pool.low:
+                self.pool.relieve()
+            if not self.dispatch.is_quiet():
+                self._dispatch()
+            self._look_idle()
+        except BaseException as error:
+            self._advance_despite(error)
+
+    def _advance_despite(self, error: BaseException) -> None:
+        """As `advance`, when one of its steps has raised this: all of them once more, each by itself."""
+        steps = (
+            self._forget_retired,
+            self.lives.look_drained,
+            self.beside.advance,
+            self.pool.relieve,
+            self._dispatch,
+            self._look_idle,
+        )
+        self._take(steps, "calls were sent to workers", error)
 
     def _look_idle(self) -> None:
         """Let a closing look whether it can go on: not while calls are between two places, where it would not see them."""
-        if not self.is_closing or self._loose:
+        if not self.is_closing or self.loose:
             return
         if not self.members:  # and none will come
             self._expect_nobody()
@@ -298,8 +356,7 @@ class Supervisor:
     def refuse_calls(self) -> None:
         """Take no more calls and replace no worker. The calls that wait when the last worker has gone end then. Idempotent."""
         self.is_closing = True
-        self.end_maps()
-        self.attempts.end()
+        self._take((self.end_maps, self.attempts.end), "the runner took no more calls")
 
     def close(self, on_progress: "Callable[[], None]") -> None:
         """Refuse calls for the one closing, which is told whenever a call or a worker has ended."""
@@ -310,33 +367,36 @@ class Supervisor:
     def fail(self, error: RunnerBroken) -> None:
         """No worker can be started any more."""
         self.broken = error
-        self.end_maps()
-        self.attempts.end()
-        self._refuse_waiting()
+        self._take((self.end_maps, self.attempts.end, self._refuse_waiting), "the runner broke")
 
     def _refuse_waiting(self) -> None:
         """End what waits for a worker."""
         calls: list[Unit] = [*self.dispatch.withdraw(), *self.beside.withdraw()]
-        with self.loose(calls):
-            for call in calls:
-                self.refuse(call)
+        self._refuse_all(calls)
 
-    @contextlib.contextmanager
-    def loose(self, calls: Collection[Unit]) -> Iterator[None]:
-        """These calls are neither where they waited nor where they ran: what ends one may cancel the others."""
-        self._loose.update(calls)
-        try:
-            yield
-        finally:
-            self._loose.difference_update(calls)
+    def _refuse_all(self, calls: Collection[Unit]) -> None:
+        faults = Faults("calls that nobody will run were ended")
+        self.loose.update(calls)
+        for call in calls:
+            with faults:
+                self.refuse(call)
+            if faults.last is not None:
+                self.give_up(call, faults.last, faults)
+        self.loose.difference_update(calls)
+        faults.finish()
 
     def end_maps(self) -> None:
         """No more calls are taken: open maps pull no more, and nobody waits to be let in."""
+        faults = Faults("maps were ended")
         for end in list(self.enders):
-            end()
-        self.shares.refuse()
-        if self.admission is not None:
-            self.admission.refuse(self.refusal)
+            with faults:
+                end()
+        with faults:
+            self.shares.refuse()
+        with faults:
+            if self.admission is not None:
+                self.admission.refuse(self.refusal)
+        faults.finish()
 
     # Broadcast
 
@@ -374,13 +434,20 @@ class Supervisor:
         if self.is_cut:
             return
         self.is_cut = True
-        self._refuse_waiting()
-        for member in self.members:
+        faults = Faults("calls were cancelled, since the runner closes")
+        with faults:
+            self._refuse_waiting()
+        for member in list(self.members):
             for call in reversed(list(member.calls.values())):  # else what is next may begin before it is heard of
-                if call.call_id in member.parked:
-                    self.refuse(member.take(call.call_id))
-                elif not call.done():
-                    member.worker.channel.send(CANCEL, call.call_id, 0 if isinstance(call, Batch) else None)
+                with faults:
+                    self._cut(member, call)
+        faults.finish()
+
+    def _cut(self, member: Member, call: Unit) -> None:
+        if call.call_id in member.parked:
+            self.refuse(member.take(call.call_id))
+        elif not call.done():
+            member.worker.channel.send(CANCEL, call.call_id, 0 if isinstance(call, Batch) else None)
 
     def finish(self) -> None:
         """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed.
@@ -388,21 +455,28 @@ class Supervisor:
         What still waits does so for workers that have died meanwhile and are not replaced any more.
         """
         self.is_cut = True  # from now on nothing is begun
-        self._expect_nobody()
-        self.pool.finish()
+        self._take((self._expect_nobody, self.pool.finish), "the workers were asked to end")
 
     def _expect_nobody(self) -> None:
         """No worker will be started any more, nor become ready: nothing waits for one."""
-        self.attempts.end()
-        self._refuse_waiting()
-        self._recalls.stop()
-        self.pool.stop_timers()
+        steps = (self.attempts.end, self._refuse_waiting, self._recalls.stop, self.pool.stop_timers)
+        self._take(steps, "calls that nobody will run were ended")
+
+    @staticmethod
+    def _take(steps: "Iterable[Callable[[], object]]", when: str, error: BaseException | None = None) -> None:
+        """Take each of these steps, whatever another one raises. `error`: what one before them has raised."""
+        faults = Faults(when)
+        if error is not None:
+            faults.note(error)
+        for step in steps:
+            with faults:
+                step()
+        faults.finish()
 
     def kill_all(self) -> None:
         """End every worker now, and start none. Their exits follow."""
         self.is_cut = True
-        self._expect_nobody()
-        self.pool.kill()
+        self._take((self._expect_nobody, self.pool.kill), "all workers were killed")
 
     def signal_all(self, signum: int) -> None:
         """Send every worker this signal, and start none. What they do then is theirs; see `refuse_calls`."""

@@ -332,7 +332,7 @@ async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: 
     assert await log.next() == "0"
     kill, killers = worker.kill, []
 
-    def spy() -> None:
+    def spy(*_signal: int) -> None:
         killers.append(threading.current_thread())
         kill()
 

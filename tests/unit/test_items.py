@@ -44,6 +44,9 @@ class Flow:
         self.arguments += arguments
         self.sizes += size
 
+    def broke(self, error: BaseException) -> None:
+        raise error
+
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
         self.told.append((number, error))
         self.arguments += arguments

@@ -137,24 +137,36 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_calls": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
     "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
+    "_faults": VOCABULARY | {"_reports"},
     "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
-    "_attempts": VOCABULARY | {"_calls", "_items", "_policy"},
-    "_deaths": VOCABULARY | {"_broken", "_calls", "_items", "_member"},
+    "_attempts": VOCABULARY | {"_faults", "_calls", "_items", "_policy"},
+    "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_items", "_member"},
     "_recalls": VOCABULARY | {"_items"},
-    "_outcomes": VOCABULARY | PICKLES | {"_calls", "_ipc.ring", "_items", "_member"},
+    "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_ipc.ring", "_items", "_member"},
     "_limited": VOCABULARY | {"_core.dispatch", "_member"},
     "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
     "_pool": VOCABULARY
-    | {"_broken", "_core.lifecycle", "_core.restart", "_items", "_limited", "_lives", "_member", "_outcomes", "_reports"},
+    | {
+        "_broken",
+        "_core.lifecycle",
+        "_core.restart",
+        "_faults",
+        "_items",
+        "_limited",
+        "_lives",
+        "_member",
+        "_outcomes",
+        "_reports",
+    },
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
-    | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_intake", "_items", "_member"}
-    | {"_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
+    | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_faults", "_intake"}
+    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
     "_closing": VOCABULARY | {"_patience", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_calls", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
     "_flow": VOCABULARY
-    | {"_calls", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
+    | {"_faults", "_calls", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
     | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
     # face
     "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},

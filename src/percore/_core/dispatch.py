@@ -177,6 +177,12 @@ class Dispatch(Generic[C, S]):
             self._barren.pop(seat, None)
             self._seated()
 
+    def expel(self, seat: S) -> None:
+        """As `unseat`, after that has failed halfway."""
+        while seat in self.seats:
+            self.seats.remove(seat)
+        self._seated()
+
     def _seated(self) -> None:
         self.lowered()
         self._pick = self._pick_of_many if len(self.seats) > _FEW else self._pick_of_few
@@ -275,6 +281,14 @@ class Dispatch(Generic[C, S]):
         else:
             self.keys.cancelled(call.key, home)
 
+    def remove(self, call: C, queue: Queue[C, S] | None = None) -> None:
+        """Take a call out that may wait here. It looks at all that wait, and is for calls that percore has failed with."""
+        home = self.singles[call.kind] if queue is None else queue
+        if call.key is not None:
+            self.keys.remove(call, home)
+        elif call in home.calls:
+            home.calls.remove(call)
+
     def left(self, call: C) -> None:
         """A call with a key, that was sent, is not under way any more."""
         for queue in self.keys.ended(call.key):
@@ -347,9 +361,11 @@ class Dispatch(Generic[C, S]):
             # Out of the list and marked so in one step: a collection that begins in the midst of this may take a turn, too.
             queue = turns.popleft()
             queue.is_listed = False
-            found = self._from(queue, seat)
-            if queue.calls or queue.batches or queue.by_seat:
-                self._list(queue)
+            try:
+                found = self._from(queue, seat)
+            finally:
+                if queue.calls or queue.batches or queue.by_seat:
+                    self._list(queue)
             if found is not None:
                 if found[1].load[kind] >= self._places[kind]:
                     self._note_ahead()

@@ -284,6 +284,14 @@ class Keys(Generic[C, S]):
         if not lane.calls:
             self._note(lane.key)
 
+    def remove(self, call: C, queue: Lanes[C, S]) -> None:
+        """Take out a call that may wait in this queue, or that no longer does."""
+        key = self._keys.get(call.key)
+        lane = None if key is None else key.lanes.get(queue)
+        if lane is not None and call in lane.calls:
+            lane.calls.remove(call)
+            queue.count -= 1
+
     def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
         """A call of this key is not under way any more. The queues of which a call may be sent by that."""
         key = self._keys[name]

@@ -1,0 +1,165 @@
+"""Whatever is raised while one call is ended costs that call alone: the others end, the slot is filled, and the runner closes.
+
+A fault is injected at each step: at the entry of the first, second, third … function of percore that is called meanwhile, until a
+run is not hit any more. Real faults are those of the system (no memory, an error of a system call) and those of percore.
+"""
+
+import asyncio
+import contextlib
+import functools
+import sys
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import percore
+from percore import _faults
+from percore._core.flow import Cost
+from tests import jobs
+from tests.contract.conftest import threads_ended, worker_of
+from tests.contract.pipes import Gate, Log
+from tests.counts import LONG
+from tests.fakes import FakeRunner
+
+pytestmark = pytest.mark.asyncio_only
+
+SOURCE = str(Path(percore.__file__).parent)
+
+SPINE = {
+    *("_exited", "_bury", "end_calls", "_return", "_give_up", "give_up", "failed_with", "finish"),
+    *("_advance_despite", "_take"),
+}
+"""Functions that keep the steps apart, and begin with that."""
+
+
+class Fault(OSError):
+    """What is injected."""
+
+
+class Strike:
+    """Raises at the entry of one of percore's functions, while it is on."""
+
+    def __init__(self, at: int) -> None:
+        """`at`: which of the functions that are called, from 0."""
+        self._left = at
+        self.name = ""
+        """The function that was hit."""
+
+    def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(SOURCE) or "_ipc" in code.co_filename:
+            return
+        if code.co_filename.endswith("_faults.py") or code.co_name in SPINE or code.co_name in ("done", "<genexpr>"):
+            return
+        if self._left == 0 and not self.name:
+            self.name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+            raise Fault(f"injected into {self.name}")
+        self._left -= 1
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(None if self.name else self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+async def outcome(awaitable: Awaitable[Any]) -> Any:
+    """What became of a call: its result, or the class of its error."""
+    try:
+        return await awaitable
+    except Exception as error:
+        return error
+
+
+async def story(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
+    """A worker dies with calls of every kind. What became of each."""
+    async with FakeRunner(2, threads=2, concurrency=4, per_key=1) as runner:
+        exited = runner._supervisor.pool._exited
+
+        def struck(*args: Any) -> None:
+            with strike.on():
+                exited(*args)
+
+        vars(runner._supervisor.pool)["_exited"] = struck
+        worker = worker_of(runner)
+        again = runner.options(retries=1)
+        a, p = jobs.await_, jobs.wait
+        calls: dict[str, Awaitable[Any]] = {}
+
+        def add(name: str, made: Awaitable[Any]) -> None:
+            calls[name] = asyncio.ensure_future(made)
+
+        for i in range(2):
+            add(f"begun {i}", runner.submit(a, log.path, gate.path, i))
+            add(f"awaited {i}", runner.run(a, log.path, gate.path, i))
+            add(f"retried {i}", again.submit(a, log.path, gate.path, i))
+            add(f"plain {i}", runner.submit(p, log.path, gate.path, i))
+        add("broadcast", runner.broadcast(a, log.path, gate.path, "b"))
+        await log.take(10)
+        add("batches", runner.map(functools.partial(jobs.wait_at, log.path, gate.path, 5), range(64)).collect())
+        await log.take(1)
+        worker.pause()  # what it gets from now on it does not begin
+        for i in range(3):
+            add(f"large {i}", runner.submit(jobs.alength, bytes(200_000)))
+            add(f"behind {i}", runner.submit(jobs.echo, i))
+            add(f"keyed {i}", runner.options(key="k").submit(jobs.aecho, i))
+        add("map", runner.map(jobs.echo, range(100)).collect())
+        add("keyed map", runner.map(jobs.aecho, range(5), key=lambda i: i % 2).collect())
+        await asyncio.sleep(0)
+        worker.kill()
+        while runner._supervisor.slots[0].generation == 1:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        gate.open()
+        outcomes = {name: await outcome(call) for name, call in calls.items()}
+        await threads_ended(worker)
+        while any(one.state != "ready" for one in runner.statistics().workers):  # noqa: ASYNC110  # likewise
+            await asyncio.sleep(0)
+        assert await runner.broadcast(jobs.aecho, 1) == [1, 1]
+        assert await runner.map(jobs.echo, range(30)) == list(range(30))
+        snapshot = runner.statistics()
+        assert (snapshot.queued, snapshot.running) == (0, 0)
+    return outcomes
+
+
+@pytest.fixture
+def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch is of sixteen items, whatever they take."""
+    monkeypatch.setattr(Cost, "batch", lambda _, waiting, __: min(16, waiting))
+
+
+def run(strike: Strike, folder: Path) -> dict[str, Any]:
+    """A story in a loop of its own."""
+    folder.mkdir()
+    log, gate = Log(folder / "log"), Gate(folder / "gate")
+    try:
+        return asyncio.run(asyncio.wait_for(story(strike, log, gate), 20))
+    finally:
+        gate.close()
+        log.close()
+
+
+def is_fault(error: object) -> bool:
+    return isinstance(error, Fault) or (isinstance(error, percore.WorkerDied) and isinstance(error.__cause__, Fault))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the exceptions, whose tracebacks would keep the memory of all the workers.
+    monkeypatch.setattr(_faults, "report", lambda *_, exc_info: None)
+    for at in range(0, 100_000, 1 if LONG else 37):
+        strike = Strike(at)
+        outcomes = run(strike, tmp_path / str(at))
+        failed = {name for name, one in outcomes.items() if is_fault(one)}
+        assert len(failed) <= 1, (at, strike.name, failed)
+        others = [one for name, one in outcomes.items() if name not in failed and not isinstance(one, percore.WorkerDied)]
+        assert not any(isinstance(one, BaseException) for one in others), (at, strike.name, outcomes)
+        if not strike.name:
+            assert at > 300
+            return
