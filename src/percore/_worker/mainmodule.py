@@ -1,19 +1,19 @@
-"""The supervisor's `__main__` in a worker: run when something of it is first needed, at most once.
+"""The supervisor's `__main__` in a worker. It runs lazily, when a call first needs a name from it, and at most once.
 
-A worker starts with an empty module as `__main__`. Pickle looks a name up in it, the name is missing, and PEP 562's
-`__getattr__` runs the user's script or module, named `__mp_main__` as multiprocessing names it, so that what stands
-under `if __name__ == "__main__":` does not run. A script whose functions all live elsewhere never runs. Importing
-`__mp_main__` runs it too, by a finder: an empty module of that name would be asked for the name of every object without
-a `__module__` that this worker pickles.
+A worker starts with an empty module as `__main__`. When pickle looks up a name that this module lacks, its `__getattr__` (PEP 562)
+runs the user's script or module. The module is named `__mp_main__`, as in multiprocessing, so code under
+`if __name__ == "__main__":` does not run. If no call needs a name from the script, it never runs. Importing `__mp_main__` also runs
+it, by a finder. An empty module of that name in sys.modules would not do: pickle searches every module there for each object
+without a `__module__`.
 
 Guarantees:
-- the main is run once; a failure is remembered and raised at each later need;
-- whoever asks `__main__` for a name while another thread runs it waits for its end, because a function found half-way
-  would miss its globals. The running thread itself sees what is there so far, as in any import cycle;
-- names land in the very module whose dictionary is the functions' globals.
+- The main runs once. If it fails, the failure is remembered and raised at each later lookup.
+- A thread that looks up a name in `__main__` while another thread runs it waits until that run ends, because a function found
+  halfway would lack its globals. The thread that runs it sees the names defined so far, as in any import cycle.
+- After the run, `__main__` is the module whose dictionary is the globals of the main's functions.
 
-Assumption: no two threads wait for each other's import. A library module that does `from __main__ import x`, imported
-by the main in one thread and by a call in another, would: each has what the other waits for.
+Assumption: no two threads wait for each other's import. They would deadlock on a library module that does
+`from __main__ import x` if the main imports it in one thread while a call imports it in another.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from percore._worker import context
 
 __all__ = ["MainInfo", "alias_main", "install", "main_info"]
 
-# The interpreter runs the boot code in the dictionary of the `__main__` it made, without a reference of its own.
+# Keeps the original `__main__` alive: the interpreter runs the boot code in its dictionary but holds no reference to the module.
 _replaced: list[ModuleType | None] = []
 
 
 def install(info: MainInfo) -> None:
-    """Put a fresh `__main__` in the place of this worker's: lazy for a script or a module, else empty.
+    """Replace this worker's `__main__` by a new module: lazy for a script or a module, empty if functions travel by value.
 
     Runs no user code.
     """
     main = ModuleType("__main__")
     if not info.by_value:
         importer = _Importer(info)
-        # PEP 562: the module's own `__getattr__` is asked for what it does not have.
+        # PEP 562: Python calls the module's `__getattr__` for missing names.
         vars(main)["__getattr__"] = importer.attribute
-        # What multiprocessing reads when the user's code makes processes of its own in this worker.
+        # multiprocessing reads these if the user's code starts processes in this worker.
         if info.kind == "script":
             main.__file__ = info.target
         else:
@@ -63,20 +63,20 @@ class _Importer:
         self._failure: BaseException | None = None
 
     def attribute(self, name: str) -> object:
-        """Find `name` in the user's main, running that first if nobody has.
+        """Return the attribute `name` of the user's main. Run the main first if it has not run yet.
 
         Raises:
-            AttributeError: it has no such name.
-            ImportError: it could not be run, now or at an earlier need; the cause is what it raised.
+            AttributeError: the main has no such attribute.
+            ImportError: the main failed, now or at an earlier lookup; `__cause__` is the exception it raised.
         """
-        # Everybody looks at `__file__`, `__spec__`, `__path__` of every module, and pickle looks for `<lambda>` here when it
-        # finds an object nowhere else: no reasons to run a script.
+        # Much code looks at `__file__`, `__spec__` and `__path__` of every module, and pickle looks up `<lambda>` here for objects
+        # that it finds nowhere else. Such lookups must not run the script.
         if name.startswith("__") or not name.isidentifier():
             raise AttributeError(f"module '__main__' has no attribute {name!r}")
         return getattr(self.module(), name)
 
     def module(self) -> ModuleType:
-        """The user's main, run by now, or running in this very thread. Raises ImportError as `attribute` does."""
+        """Return the user's main after it has run, or while this thread runs it. Raises ImportError as `attribute` does."""
         with self._lock:
             if self._failure is None and self._module is None:
                 self._run()
@@ -97,21 +97,21 @@ class _Importer:
         failure = self._failure
         try:
             reason = f"{type(failure).__qualname__}: {failure}"
-        except Exception:  # its `__str__` failed too
+        except Exception:  # its `__str__` failed, too
             reason = type(failure).__qualname__
         return ImportError(f"the worker could not import your {self._kind} {self._info.target!r}: {reason}", name="__main__")
 
     def _run(self) -> None:
         module = ModuleType("__mp_main__")
-        # Set before it runs: the running thread comes back here for names, through an import cycle.
+        # Set before the main runs: in an import cycle, this thread looks up names here while it runs the main.
         self._module = module
-        sys.modules["__mp_main__"] = module  # dataclasses and typing look up a class's module while it is being made
+        sys.modules["__mp_main__"] = module  # dataclasses and typing look up the module of a class while they create it
         context.importing_main = True
         try:
             code = _prepare(module, self._info)
             with _without_running_loop():
                 exec(code, vars(module))
-        except BaseException as error:  # sys.exit() at the end of an unguarded script, too: it must not end the worker
+        except BaseException as error:  # also SystemExit: sys.exit() in an unguarded script must not end the worker
             self._failure = error
             self._module = None
             sys.modules.pop("__mp_main__", None)
@@ -122,14 +122,14 @@ class _Importer:
 
 
 def _line_of_main(failure: BaseException) -> TracebackType | None:
-    """A traceback of nothing but the line of the user's main that led to a failure: what has no guard."""
+    """Return a traceback with a single entry: the line of the user's main that led to the failure, and that lacks a guard."""
     of_run = failure.__traceback__
     line = None if of_run is None else of_run.tb_next
     return None if line is None else TracebackType(None, line.tb_frame, line.tb_lasti, line.tb_lineno)
 
 
 class _Finder:
-    """Finds `__mp_main__` before anything of it was needed as `__main__`."""
+    """Finds `__mp_main__` when it is imported before any name of `__main__` was looked up."""
 
     def __init__(self, importer: _Importer) -> None:
         self._importer = importer
@@ -137,14 +137,14 @@ class _Finder:
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name != "__mp_main__":
             return None
-        # Run here and not in exec_module: by then the import system has put a module into sys.modules, perhaps over the
-        # one that another thread is running at the moment.
+        # Run it here instead of in exec_module: by then the import system has put a module into sys.modules, and may have replaced
+        # one that another thread is running.
         self._importer.module()
-        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]  # importlib.abc costs more to import than it tells
+        return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]  # importlib.abc is slow to import
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = self._importer.module()
-        spec.loader_state = module.__spec__  # about to be replaced by `spec`
+        spec.loader_state = module.__spec__  # the import system is about to replace it by `spec`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -153,7 +153,7 @@ class _Finder:
 
 
 def _prepare(module: ModuleType, info: MainInfo) -> CodeType:
-    """Set the module's dunders as running it would, and give its code."""
+    """Set the module attributes (`__file__`, `__spec__` and so on) as running it would, and return its code."""
     if info.kind == "script":
         module.__file__ = info.target
         return _script_code(info.target)
@@ -176,16 +176,16 @@ def _script_code(path: str) -> CodeType:
         if code is None:
             raise ImportError(f"no code object in {path!r}", path=path)
         return code
-    # Not through a SourceFileLoader: that leaves a `__pycache__` beside the user's script.
+    # SourceFileLoader would leave a `__pycache__` directory next to the user's script.
     with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 @contextlib.contextmanager
 def _without_running_loop() -> Iterator[None]:
-    """Hide this thread's loop and task: asyncio.run() in an unguarded script is to get as far as percore's own error.
+    """Hide this thread's running loop and task, so that asyncio.run() in an unguarded script reaches percore's own error.
 
-    Since 3.14 asyncio refuses to step a task inside another one whatever its loop, so the task is hidden as well.
+    The task is hidden because Python 3.14 and later refuse to step a task inside another one, even of another loop.
     """
     loop = asyncio._get_running_loop()
     if loop is None:

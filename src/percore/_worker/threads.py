@@ -1,18 +1,21 @@
-"""The threads of a worker: plain functions run here.
+"""The thread pool of a worker, which runs plain functions.
 
-Calls wait in a dict, from which they can be taken back by id until a thread begins them; the queue carries ids alone. A thread
-and the loop may both want a call: `dict.pop` gives it to exactly one.
+`Plain` queues the calls. They wait in a dict; the queue carries only their ids. The loop can take a call back by id until a thread
+begins it. If a thread and the loop both want a call, `dict.pop` gives it to exactly one of them.
 
-The loop shares the GIL with these threads, and is starved by them if they let it: each time a thread rings the bell it releases
-the GIL, another takes it before the loop's wait of 5 ms is over, and the wait starts anew. So every few milliseconds a thread that
-has rung sits out for a moment, and short CPU-bound calls take turns, which costs nothing under a GIL:
-    Whether calls are CPU-bound (thread time against wall time) is measured on those that run alone: beside many others, waiting for
-    the GIL cannot be told from waiting for something else. Beside one other it can: a call that has computed for nearly half of its
-    time, in a process that computed for about all of it, had to share the GIL. Without a GIL between them the process had more.
-    Where none runs alone and the process keeps a CPU busy, turns are tried, more and more rarely if in vain.
-    As soon as one call has its turn for longer than a few milliseconds, turns are over, so that none holds the others up.
-    Calls that compute for longer than that lose the GIL in their midst anyway. While there are such, they lose it ten times as
-    often: the loop needs it several times to answer one message, and each time may find every thread before it.
+The loop shares the GIL with these threads, and busy threads can starve it. Each time a thread rings the bell it releases the GIL.
+Another thread takes the GIL before the loop has waited for 5 ms (the switch interval), and the loop's wait starts again. There are
+two countermeasures. Every few milliseconds, a thread that has rung the bell sleeps for a moment. And short CPU-bound calls take
+turns, which costs nothing under a GIL:
+
+- A call is CPU-bound if its thread time is most of its wall time. The pool measures this on calls that run alone: among many calls,
+  waiting for the GIL looks like waiting for anything else. With one other call beside it, it can still be measured. If a call
+  computed for nearly half of its wall time, and the process for about all of it, then the two shared the GIL. Without a GIL, the
+  process would have computed for longer.
+- If no call runs alone and the process keeps a CPU busy, the pool tries turns. It tries more and more rarely if they do not help.
+- As soon as one turn takes longer than a few milliseconds, the pool stops taking turns, so that no call blocks the others.
+- Calls that compute for longer than that lose the GIL while they run in any case. While such calls run, the switch interval is a
+  tenth of the usual one: the loop needs the GIL several times to answer one message, and may queue behind every thread each time.
 """
 
 import sys
@@ -24,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 JOIN_AFTER: Final = 0.005
-"""Seconds that one call may have its turn before the others run beside it."""
+"""Seconds that one turn may take before the other calls run beside it."""
 
 _YIELD_EVERY: Final = 0.005
 _YIELD_FOR: Final = 50e-6
@@ -32,15 +35,15 @@ _LOOK_EVERY: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
 _BUSY: Final = 0.8
 _LONG: Final = 0.01
-"""Seconds of computing above which a call loses the GIL in its midst."""
+"""CPU seconds above which a call counts as long: it loses the GIL while it runs."""
 
 _SWITCH_EVERY: Final = 0.0005
 
 _SHARE: Final = 0.4
 _ONE: Final = 1.3
 _SHORT: Final = 0.002
-"""Of its time a call has computed so much, and the process no more than so much: of the two one computed at a time. Shorter calls
-say nothing: a thread may wait for that long before it is given a CPU."""
+"""Two calls shared the GIL if one computed for more than `_SHARE` of its wall time while the process computed for less than `_ONE`
+of it. Calls of up to `_SHORT` CPU seconds are not judged: a thread may wait for that long until it is scheduled."""
 
 
 class Threads:
@@ -52,12 +55,12 @@ class Threads:
         self._run = run
         self._context = context
         self.waiting: dict[int, Any] = {}
-        """What has not begun, by id, in the order it came."""
+        """Calls that have not begun, by id, oldest first."""
         self._running: dict[int, None] = {}
         self._ids: SimpleQueue[int | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._leaving: list[threading.Thread] = []
-        """So many have been told to end, whichever of all of them take the word."""
+        """As many threads as were told to end. The threads that end may be others of the pool."""
         self._beside: dict[int, threading.Thread] = {}
         self._active: dict[int, None] = {}
         self._begun = 0
@@ -72,9 +75,9 @@ class Threads:
         self._switched_every = 0.0
         self._on_idle: Callable[[], object] | None = None
         self.on_start: Callable[[], object] | None = None
-        """Called by `put` when it has started a thread of the pool."""
+        """`put` calls this after it has started a thread of the pool."""
         self.may_begin: Callable[[], bool] | None = None
-        """Asked by a thread before it begins a call, which else stays where it waits."""
+        """A thread calls this before it begins a call. If it returns False, the call keeps waiting."""
 
     # From the loop
 
@@ -82,7 +85,7 @@ class Threads:
         """Queue a call.
 
         Raises:
-            RuntimeError: no thread can be started, and there is none; the call is not queued.
+            RuntimeError: the pool has no thread and cannot start one; the call is not queued.
         """
         self.waiting[call_id] = item
         if len(self._threads) < self._limit and len(self.waiting) + len(self._running) > len(self._threads):
@@ -95,18 +98,18 @@ class Threads:
         self._ids.put(call_id)
 
     def take_back(self, call_id: int) -> Any | None:
-        """The call, which had not begun and never will here; None: it had."""
+        """Remove a call that has not begun and return it. None if it has begun."""
         return self.waiting.pop(call_id, None)
 
     def free(self) -> int:
-        """How many threads of the pool, started or not, have no call."""
+        """The number of threads that have no call. Threads that are not started yet count, up to the limit."""
         return self._limit - sum(call_id not in self._beside for call_id in list(self._running))
 
     def run_beside(self, call_id: int, item: Any) -> None:
-        """Run a call now, in a thread of its own, whatever waits.
+        """Run a call now, in a new thread outside the pool, ahead of all waiting calls.
 
         Raises:
-            RuntimeError: no thread can be started; the call is nowhere.
+            RuntimeError: no thread can be started; the call is not queued.
         """
         self.waiting[call_id] = item
         self._beside[call_id] = thread = threading.Thread(
@@ -119,39 +122,39 @@ class Threads:
             raise
 
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Whether no call waits or runs."""
         return not self.waiting and not self._running
 
     def when_idle(self, tell: Callable[[], object]) -> None:
-        """From now on call `tell`, in some thread, each time that a thread leaves nothing waiting or running behind.
+        """Call `tell` from now on whenever a thread ends a call and no other call waits or runs. `tell` runs in that thread.
 
-        No wake-up is lost when the loop asks `is_idle` after this: 1. a thread has answered its call, and still counts as running;
-        2. the loop asks and hears that something runs; 3. the thread leaves, and now tells.
+        The loop misses no wake-up if it checks `is_idle` after this call. A thread that has answered its call still counts as
+        running, so `is_idle` is False. When the call stops counting, the thread calls `tell`.
         """
         self._on_idle = tell
 
     @property
     def begun(self) -> int:
-        """How many calls the pool has begun, about: while it stays the same, none is begun."""
+        """Roughly how many calls the pool has begun. While the number stays the same, no call begins."""
         return self._begun
 
     def end_idle(self) -> bool:
-        """End the threads of the pool that have nothing to do; calls that come later have new ones. Whether any thread is left."""
+        """End the idle threads of the pool. Later calls start new ones. Return whether any thread is left."""
         idle = len(self._threads) - len(self.waiting) - (self._limit - self.free())
-        for _ in range(idle):  # whoever takes the word ends: one that has just ended its call, perhaps, instead of another
+        for _ in range(idle):  # any thread may take the None and end, perhaps one that has just finished a call
             self._leaving.append(self._threads.pop())
             self._ids.put(None)
         self._leaving = [thread for thread in self._leaving if thread.is_alive()]
         return bool(self._threads)
 
     def stop(self) -> None:
-        """End every thread that is not in a call; the others are daemons."""
+        """Tell the threads of the pool to end when no calls are left. They are daemons: the process does not wait for them."""
         self._switch_often(is_wanted=False)
         for _ in self._threads:
             self._ids.put(None)
 
     def join(self) -> None:
-        """Wait for threads that were stopped; for workers that share a process with others."""
+        """Wait until stopped threads have ended. For workers that share a process with other workers."""
         for thread in [*self._threads, *self._leaving, *self._beside.values()]:
             thread.join()
 
@@ -178,7 +181,7 @@ class Threads:
     def _begin(self, call_id: int, run: Callable[[int, Any], None]) -> None:
         if self.may_begin is not None and not self.may_begin():
             return
-        # In `running` before it leaves `waiting`: at no moment does the call seem to be nowhere.
+        # Add to `_running` before removing from `waiting`, so that the loop always finds the call in one of them.
         self._running[call_id] = None
         item = self.waiting.pop(call_id, None)
         if item is not None:
@@ -217,19 +220,19 @@ class Threads:
             self._pause = 2 * _LOOK_EVERY
 
     def _switch_often(self, *, is_wanted: bool) -> None:
-        """Have the interpreter hand the GIL over often, or as often as it did before."""
+        """Shorten the interpreter's switch interval, or restore it."""
         if self._switches_often is is_wanted:
             return
         self._switches_often = is_wanted
         if is_wanted:
-            # The longest that was seen: another thread may have shortened it in this very moment.
+            # Remember the longest interval seen: another thread may have shortened it just now.
             self._switched_every = max(self._switched_every, sys.getswitchinterval())
             sys.setswitchinterval(min(_SWITCH_EVERY, self._switched_every))
         else:
             sys.setswitchinterval(self._switched_every)
 
     def _wait_for_turn(self) -> bool:
-        """Whether the turn is ours. If not, turns are over."""
+        """Wait for the turn. Return True with the turn held, False if the pool has stopped taking turns."""
         while not self._turn.acquire(timeout=JOIN_AFTER):
             if not self._takes_turns:
                 return False
@@ -242,7 +245,7 @@ class Threads:
         return False
 
     def _give_way(self) -> None:
-        """Let the loop have the GIL for a moment, as often as it would ask for it itself."""
+        """Sleep for a moment so that the loop gets the GIL, at most once per switch interval."""
         now = time.perf_counter()
         if now - self._yielded < _YIELD_EVERY:
             return
@@ -252,7 +255,7 @@ class Threads:
         time.sleep(_YIELD_FOR)
 
     def _look(self, now: float) -> None:
-        """Calls run beside each other: try turns if the process keeps a CPU busy, whoever in it does."""
+        """Try turns if the process keeps a CPU busy. Calls run concurrently here, so the CPU time may be that of any thread."""
         cpu = time.process_time()
         (before, cpu_before), self._looked = self._looked, (now, cpu)
         if now > self._try_after and cpu - cpu_before > _BUSY * (now - before):

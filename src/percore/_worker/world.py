@@ -1,15 +1,15 @@
-"""The world of a worker: what it takes over from its supervisor when it is born, and how it dies with it.
+"""The environment that a worker takes over from its supervisor, and the lifelines that kill a worker along with its supervisor.
 
-A worker is born from a fork server that was started some time ago or from a fresh interpreter. Either way it has to see
-the supervisor's surroundings of the moment it was launched, so they are captured there and travel as a `World`.
+A worker starts as a fork of a fork server that was started earlier, or in a fresh interpreter. In both cases it must run in the
+supervisor's environment as of the launch. The supervisor captures that environment and sends it as a `World`.
 
-How it dies: the kernel sends SIGKILL when the last write end of a pipe closes, if its read end was armed so
-(F_SETSIG). That needs no thread and no Python here: it holds for a process that is stopped, that blocks all signals or
-that sits in a C call with the GIL held.
+A lifeline is a pipe. If its read end is armed (F_SETSIG), the kernel sends SIGKILL when the last write end closes. This needs no
+thread and no Python code here. It works in a process that is stopped, that blocks all signals, or that is in a C call holding the
+GIL.
 
-- Each pipe belongs to one process alone: F_SETOWN is a property of the open file description, a second owner would
-  replace the first.
-- Nobody ever writes to such a pipe: a single byte kills as well.
+- Each pipe belongs to one process only: F_SETOWN is a property of the open file description, and a second owner would replace the
+  first.
+- No process ever writes to such a pipe: a single byte would also kill the reader.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from typing import NamedTuple
 
 from percore._platform import HAS_SETSIG
 
-# What a fork server is asked and answers, apart from the fds that come along.
-REQUEST = struct.Struct("<I")  # how many fds: report, world, cwd, stdout, stderr, lifeline, then the worker's own
+# Requests to a fork server and its reports, apart from the fds that travel with them.
+REQUEST = struct.Struct("<I")  # number of fds: report, world, cwd, stdout, stderr, lifeline, then the worker's own
 REPORT = struct.Struct("<Bi")  # kind, value
-BORN, EXITED, FAILED = 1, 2, 3  # value: pid (its pidfd comes along), exit code, errno (there is no worker)
-MAX_FDS = 253  # of one message (SCM_MAX_FD)
+BORN, EXITED, FAILED = 1, 2, 3  # value: pid (with its pidfd), exit code, errno (no worker was started)
+MAX_FDS = 253  # per message (SCM_MAX_FD)
 
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # blocked by the supervisor until the new process has its own handlers
 
 lifelines: list[int] = []
-"""The pipes by which this process dies (see `die_with`)."""
+"""Read ends of this process's lifelines (see `die_with`)."""
 
 
 class World(NamedTuple):
-    """Surroundings of the supervisor at one moment. None: an exec has brought it along already.
+    """The supervisor's environment at the launch of a worker. A field is None if the worker inherits it through exec.
 
-    `path` stays the first field: a fresh interpreter sets sys.path from it before percore can be found.
+    `path` must stay the first field: a fresh interpreter sets sys.path from it before it can import percore.
     """
 
     path: list[str]
@@ -63,10 +63,10 @@ class World(NamedTuple):
 
 
 class Helper:
-    """A helper process of a frozen program, as that reads it: `multiprocessing.freeze_support()` calls its `_bootstrap`."""
+    """A helper process of a frozen program, pickled. `multiprocessing.freeze_support()` unpickles it and calls `_bootstrap`."""
 
     has_begun = False
-    """Whether this process is one."""
+    """Whether this process is a helper."""
 
     def __init__(self, target: str, data: tuple[object, ...], fds: list[int]) -> None:
         self._target = target
@@ -74,7 +74,7 @@ class Helper:
         self._fds = fds
 
     def _bootstrap(self, parent_sentinel: int) -> None:
-        """Be what `python -c BOOT data fd...` would be."""
+        """Do what `python -c BOOT data fd...` would do."""
         Helper.has_begun = True
         os.close(parent_sentinel)
         sys.argv[:] = ["-c", "", *map(str, self._fds)]
@@ -84,9 +84,10 @@ class Helper:
 
 
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and at most so many fds that came with it, none of them inheritable. No bytes: the other side is gone.
+    """Receive a message of up to `size` bytes, with up to `most` fds. The fds are not inheritable.
 
-    Not by socket.recv_fds: 3.11 ignores the flags it is given, and the fds would be inheritable.
+    Empty data means that the other side is gone. socket.recv_fds would not do: Python 3.11 ignores its flags, and the fds would be
+    inheritable.
     """
     fds = array.array("i")
     try:
@@ -100,7 +101,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def read_world(fd: int) -> World:
-    """The world in this file, which is closed. Reads by position: the offset is shared with whoever wrote it."""
+    """Read a world from `fd` and close it. Reads by position, because the file offset is shared with the process that wrote it."""
     size = os.fstat(fd).st_size
     data = bytearray()
     while len(data) < size:  # one read gives 2 GiB at most
@@ -110,44 +111,44 @@ def read_world(fd: int) -> World:
 
 
 def enter(world: World) -> None:
-    """Take over what this world tells; what an exec brought (None) stays. Ends with this process open to signals."""
+    """Apply `world` to this process, except the fields that are None. Then set the signal handlers and unblock the signals."""
     if world.umask is not None:
         os.umask(world.umask)
     if world.affinity is not None:
-        # A cpuset that shrank between capture and now refuses the old mask: then the kernel's own choice is right.
+        # If the cpuset has shrunk since the capture, the kernel refuses the old mask. Then the kernel's own choice is right.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, world.affinity)
     if world.environment is not None:
         _set_environment(world.environment)
     sys.argv[:] = world.argv
     sys.path[:] = world.path
-    # Finders of an older process remember directories as they were. importlib.invalidate_caches() would do as well but
-    # imports importlib.metadata, many times dearer than looking anew.
+    # Path finders inherited by the fork cache old directory listings. importlib.invalidate_caches() would work, too, but it imports
+    # importlib.metadata, which takes many times longer than listing the directories again.
     sys.path_importer_cache.clear()
     take_signals()
 
 
 def call_entry(world: World, fds: list[int]) -> None:
-    """Import and call the entry point: `percore._worker.main.run`, which does not come back, or a test's function."""
+    """Import and call the entry point: `percore._worker.main.run`, which does not return, or a test's function."""
     module, _, name = world.entry.partition(":")
     getattr(importlib.import_module(module), name)(world.boot, fds)
 
 
 def take_streams(out: int, err: int) -> None:
-    """Put these two in the place of standard output and error and close them."""
+    """Replace standard output and standard error by these fds, and close the fds."""
     for number, fd in ((1, out), (2, err)):
         os.dup2(fd, number)
         os.close(fd)
-    # Python chose line buffering for a terminal when it made the stream, on another file than this one.
+    # Python chose the buffering of sys.stdout when it opened the stream, for a different file.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=os.isatty(1))
 
 
 def die_with(*pipes: int) -> None:
-    """Be killed as soon as the last write end of any of these pipes is closed, also when that was before this call.
+    """Make these pipes the lifelines of this process: it is killed as soon as the last write end of any of them closes.
 
-    Where the system cannot send a signal then (no F_SETSIG), a thread waits for it: not while the process is stopped or
-    a C call holds the GIL.
+    If one closed before this call, the process is killed at once. On systems without F_SETSIG a thread waits for the end of the
+    pipes. That thread cannot act while the process is stopped or while a C call holds the GIL.
     """
     lifelines[:] = pipes
     if not HAS_SETSIG:
@@ -157,18 +158,18 @@ def die_with(*pipes: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    # 1. the writer dies  2. we arm: no edge comes any more  3. so look once, after arming.
+    # If the writer died before the pipe was armed, no signal will come. So poll once, after arming.
     if _poller(pipes).poll(0):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def spawned(data: tuple[object, ...]) -> None:
-    """First function of percore in a fresh interpreter: `python -c BOOT world lifeline fd...`."""
+    """Start a worker in a fresh interpreter. Called first there: `python -c BOOT world lifeline fd...`."""
     lifeline, *fds = map(int, sys.argv[2:])
     for fd in (lifeline, *fds):
         os.set_inheritable(fd, False)
     die_with(lifeline)
-    world = World(*data)  # type: ignore[arg-type]  # written by World.dump of this very version
+    world = World(*data)  # type: ignore[arg-type]  # written by World.dump of the same percore version
     enter(world)
     call_entry(world, fds)
 
@@ -176,7 +177,7 @@ def spawned(data: tuple[object, ...]) -> None:
 def _poller(pipes: tuple[int, ...]) -> select.poll:
     poller = select.poll()
     for pipe in pipes:
-        poller.register(pipe, 0)  # the end of the writers (POLLHUP) is always told
+        poller.register(pipe, 0)  # poll always reports POLLHUP, the end of the writers
     return poller
 
 
@@ -195,13 +196,13 @@ def _set_environment(wanted: dict[bytes, bytes]) -> None:
 
 
 def take_signals() -> None:
-    # A handler, not SIG_IGN: a program that the user starts from here must still obey Ctrl-C, and exec keeps SIG_IGN.
+    # A handler instead of SIG_IGN: exec keeps SIG_IGN, and a program that the user starts from here must still obey Ctrl-C.
     signal.signal(signal.SIGINT, _do_nothing)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Ignored by the supervisor it would come through exec, and the exit codes of a worker's own children would be lost.
+    # If the supervisor ignores SIGCHLD, exec keeps that, and the exit codes of a worker's own children would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
 
 
 def _do_nothing(signum: int, frame: object) -> None:
-    """SIGINT in a worker: Ctrl-C on a terminal is for the supervisor, which then closes its workers."""
+    """Ignore SIGINT. The supervisor handles Ctrl-C and closes its workers."""
