@@ -1,7 +1,7 @@
-"""Calls and functions on the supervisor's side: what a user hands over, made ready to travel.
+"""Calls and functions on the supervisor's side, pickled and ready to send.
 
-What `submit` gives is the call itself, a future; `run` awaits a plain one that belongs to its call. A call's arguments are pickled
-once, when it is made, so later changes are not seen and another worker gets the same bytes.
+`submit` returns the call itself, which is a future; `run` awaits a plain future that belongs to its call. The arguments of a call
+are pickled once, when it is made. Later changes to them have no effect, and a retry on another worker sends the same bytes.
 """
 
 import asyncio
@@ -23,27 +23,28 @@ from percore._policy import Plan, Policy
 from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
-"""Functions kept by number. When there are more, the oldest ones are forgotten, and get another number if they are called again."""
+"""Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
 
 _CUT: Final = "the runner was closed before this call could end"
 
 
 class Owner(Protocol):
-    """Whoever wants to know that a call was cancelled."""
+    """The supervisor, as its calls see it: it is told when one of them is cancelled."""
 
     def cancelled(self, call: Any) -> None: ...
 
 
 class Call(asyncio.Future[Any]):
-    """One call: the future its caller awaits, and what is needed to run it."""
+    """One call: the future that the caller awaits, with everything needed to run the call."""
 
     __slots__ = ("body", "call_id", "function", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
-    """It is of no map."""
+    """The call belongs to no map."""
     size: ClassVar[int] = 1
 
-    # Set by whoever makes the call, and the last one by whoever sends it: an initialiser would cost a third more.
+    # The intake sets these when it makes the call, and the member sets `call_id` when it sends the call. With an `__init__`,
+    # making a call would cost a third more.
     owner: Owner
     function: "Function"
     kind: int
@@ -54,13 +55,16 @@ class Call(asyncio.Future[Any]):
     call_id: int
 
     def __repr__(self) -> str:
-        """As that of a future, with the name of the function; so is what asyncio reports of an exception that nobody retrieved."""
+        """Return the repr of a future with the name of the function added.
+
+        asyncio shows it, too, when it reports an exception that was never retrieved.
+        """
         text = super().__repr__()
-        function = getattr(self, "function", None)  # not there yet in the midst of its making
+        function = getattr(self, "function", None)  # not set yet while the call is being made
         return text if function is None else text.replace("<Call ", f"<Call of {function.name} ", 1)
 
     def cancel(self, msg: Any = None) -> bool:
-        """Cancel the future and withdraw the call, or cancel it in its worker. Its result, should one come, is dropped."""
+        """Cancel the future, and withdraw the call or cancel it in its worker. A result that still arrives is dropped."""
         if super().cancel(msg):
             self.owner.cancelled(self)
             return True
@@ -71,16 +75,16 @@ class Call(asyncio.Future[Any]):
         self.set_result(value)
 
     def cut_off(self) -> None:
-        """End by the closing of the runner. Unlike other failures nobody has to read this one: whoever closed knows."""
+        """End with RunnerClosed, because the runner is closing. asyncio does not report this error if it is never retrieved."""
         self.set_exception(RunnerClosed(_CUT))
         self.exception()
 
 
 class Awaited:
-    """A call that `run` awaits and nobody else holds, under no policy (`Planned`: under one), and that leaves nothing to release.
+    """A call of `run` without a policy (`Planned` has one). Only `run` refers to it, and its end leaves nothing to release.
 
-    What is awaited is a plain future, since a task takes twice as long to wait for one of a subclass. Such a future does not tell
-    when it is cancelled: `run` hears of that when its task goes on, and withdraws the call then.
+    `run` awaits a plain future, because a task takes twice as long to wait for an instance of a subclass. A plain future does not
+    report its cancellation. `run` notices it when its task resumes, and then withdraws the call.
     """
 
     __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
@@ -90,7 +94,7 @@ class Awaited:
     queue: ClassVar[None] = None
     size: ClassVar[int] = 1
 
-    # As those of `Call`.
+    # As in `Call`.
     future: asyncio.Future[Any]
     function: "Function"
     kind: int
@@ -98,10 +102,10 @@ class Awaited:
     member: Any
     call_id: int
     is_over: bool
-    """Whether it has ended, or was withdrawn."""
+    """Whether the call has ended or was withdrawn."""
 
     def done(self) -> bool:
-        """Whether it has ended, or was withdrawn."""
+        """Whether the call has ended or was withdrawn."""
         return self.is_over
 
     def set_result(self, value: Any) -> None:
@@ -121,28 +125,31 @@ class Awaited:
             self.future.set_exception(error)
 
     def cut_off(self) -> None:
-        """End by the closing of the runner."""
+        """End with RunnerClosed, because the runner is closing."""
         self.set_exception(RunnerClosed(_CUT))
 
 
 class Planned(Awaited):
-    """The same under a policy. What its worker need not know of is planned when the first attempt has failed."""
+    """A call of `run` with a policy.
+
+    The worker need not know about retries, so a policy without a timeout gets its plan only when the first attempt has failed.
+    """
 
     __slots__ = ("key", "plan", "policy")
 
-    # Each has its own, where the others have none.
+    # Instance attributes here; class variables in `Awaited`.
     key: Hashable | None  # type: ignore[misc]
     plan: Plan | None  # type: ignore[misc]
     policy: Policy
 
 
 def is_dropped(call: object) -> TypeGuard[Awaited]:
-    """Whether nobody awaits this call of `run` any more, of which it hears itself in a moment."""
+    """Whether this is a call of `run` whose future is done, so that `run` is about to withdraw it."""
     return isinstance(call, Awaited) and call.future.done()
 
 
 class Function:
-    """A function to call: how it travels and where its calls run. Number 0: it travels with each call."""
+    """A function to call: how it is sent, and where its calls run. Number 0: it is sent with each call."""
 
     __slots__ = ("cost", "fn", "kind", "number", "payload", "users")
 
@@ -153,7 +160,7 @@ class Function:
         self.payload: Payload = b""
         self.users = 0
         self.cost = Cost()
-        """What one of its calls takes, as maps have measured."""
+        """How long one of its calls takes, as measured by maps."""
 
     @property
     def name(self) -> str:
@@ -161,10 +168,10 @@ class Function:
 
 
 def kind_of(fn: object) -> int:
-    """Where calls of `fn` run.
+    """Return where calls of `fn` run: `Kind.TASK` for a coroutine function, else `Kind.THREAD`.
 
     Raises:
-        TypeError: it is a coroutine (then it is closed), a generator function, or nothing that can be called.
+        TypeError: `fn` is a coroutine (which is closed first), a generator function, or not callable.
     """
     if inspect.iscoroutine(fn):
         fn.close()
@@ -191,21 +198,22 @@ class Functions:
     def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
         self._slots = slots
         self._shares = shares
-        # Half of the slots stays for calls at the moment they are sent: neither calls that wait nor functions that are held can
-        # then keep all of them, and so a call ahead of them from being sent.
         self._main_by_value = main_by_value
+        # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
+        # could occupy all slots, and a call that is due before them could not be sent.
         self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
         self.known: dict[int | tuple[int, int], Function] = {}
-        """Functions that travel by reference, by their id; each is kept, so no other can have that id. Class methods, which are new
-        objects each time, by the ids of function and class."""
+        """Functions that are pickled by reference, by id. Each entry refers to its function, so no other object can get that id.
+
+        A class method is a new object at each access, so it is found by the ids of its function and its class."""
         self._held: set[int] = set()
-        """Numbers of functions that are held."""
+        """Numbers of the functions that `hold` has numbered and `drop` has not released."""
         self.on_forgotten: Callable[[], None] = lambda: None
-        """Called when known functions were forgotten."""
+        """Called after known functions were forgotten."""
         self._last = 0
 
     def of(self, fn: Callable[..., Any]) -> Function:
-        """The function, remembered where it travels by reference.
+        """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
 
         Raises:
             TypeError: as `kind_of`.
@@ -220,7 +228,7 @@ class Functions:
             try:
                 if not self._number(function):
                     return function
-            except Exception:  # a class whose metaclass has a reducer that fails; it does so again for each call, and fails that
+            except Exception:  # the reducer of a metaclass has failed; it fails again for each call, which then gets the error
                 return function
             if len(self.known) >= _REMEMBERED:
                 self._forget_oldest()
@@ -228,21 +236,21 @@ class Functions:
         return function
 
     def _forget_oldest(self) -> None:
-        """Forget a quarter of the known functions. Their calls that wait name them by their old numbers, and go on."""
+        """Forget the oldest quarter of the known functions. Their waiting calls keep the old numbers and remain valid."""
         forgotten = [self.known.pop(name, None) for name in list(islice(self.known, -(-_REMEMBERED // 4)))]
         self.on_forgotten()
-        del forgotten  # not before everything is in order: this may run a `__del__`
+        del forgotten  # last, when the state is consistent: this may run a `__del__`
 
     def numbers(self) -> set[int]:
-        """The numbers of functions that are known or held."""
+        """Return the numbers of all known or held functions."""
         return {function.number for function in self.known.values()} | self._held
 
     def hold(self, fn: Callable[..., Any]) -> Function:
-        """As `of`, but a function that travels by value is pickled once and numbered until `drop`.
+        """As `of`, but pickle a function that travels by value once, and give it a number until `drop`.
 
         Raises:
             TypeError: as `kind_of`.
-            Exception: whatever pickling it raised.
+            Exception: any error of pickling the function.
         """
         function = self.of(fn)
         if not function.number and self._number(function):
@@ -251,19 +259,19 @@ class Functions:
         return function
 
     def drop(self, function: Function) -> None:
-        """No call will name this held function again."""
+        """Release a held function. No call may name it from now on."""
         self._held.discard(function.number)
         self._slots.discard(function.payload)
         function.payload = b""
         self._shares.drop(function)
 
     def discard(self, body: tuple[Any, ...] | Payload) -> None:
-        """What a call was to carry is of no use: its slot, if it has one, is free."""
+        """Release the body of a call that will not be sent: if the body is in a slot, the slot is free again."""
         if type(body) is int:
             self._slots.discard(body)
 
     def _number(self, function: Function) -> bool:
-        """Pickle the function and give it a number. False: it has to travel with each call."""
+        """Pickle the function and give it a number. Return False if it must be sent with each call instead."""
         try:
             payload, met = self._pickled(function.fn)
         except CANNOT as error:
@@ -271,7 +279,7 @@ class Functions:
             if told is error:
                 raise
             raise told from error
-        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # no slot was free for something this large
+        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # too large for a message, and no slot was free
             return False
         function.payload = payload
         if met:
@@ -281,12 +289,12 @@ class Functions:
         return True
 
     def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
-        """What a call of this function is to carry, and the shared objects it has to hold until it has ended.
+        """Pickle the arguments of a call. Return the payload, and the shared objects that the call must hold until it has ended.
 
         Raises:
-            PayloadTooLarge: above max_message.
-            PicklingError, AttributeError, TypeError: something cannot be pickled; the error tells which argument that is.
-            BaseException: whatever the user's objects raise while they are pickled.
+            PayloadTooLarge: the pickle is larger than max_message.
+            PicklingError, AttributeError, TypeError: an object cannot be pickled; the error names the argument.
+            BaseException: any error that the user's objects raise while they are pickled.
         """
         try:
             return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
@@ -297,7 +305,7 @@ class Functions:
             raise told from error
 
     def _told(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
-        """The error that names what could not be pickled."""
+        """Return an error that names the argument, or the function, that could not be pickled."""
         fn = function.fn
         if not function.number and not self._can_pickle(fn):
             return unsendable_function(function.name, error)

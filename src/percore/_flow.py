@@ -1,4 +1,8 @@
-"""A map under way: a task pulls and submits while the window has room, items end, results are handed over."""
+"""A map under way: its `Flow` pulls inputs, submits items and hands results over.
+
+A task, the feeder, pulls and submits while the window has room. Items report their end to the flow. `_map` iterates over the
+results.
+"""
 
 import asyncio
 import sys
@@ -24,11 +28,13 @@ if TYPE_CHECKING:
     from percore._calls import Function
 
 _PULL_SECONDS: Final = 0.003
-"""How long pulling from an input may hold the loop before it gives way."""
+"""How long pulling from an input may keep the event loop busy before other tasks run."""
 
 _TURNS: Final = 8
-"""Iterations of the loop that others get after a single pull took longer than that, so that the input blocks. What became ready
-meanwhile goes through several tasks before it is done with: a descriptor, who reads from it, who waits for that one."""
+"""Iterations of the event loop left to other tasks after a single pull from a sync input took longer than `_PULL_SECONDS`.
+
+Such an input blocks the loop, and events that became ready meanwhile pass through several tasks: the loop sees the descriptor, one
+task reads from it, another task waits for the first."""
 
 _CHUNK_SECONDS: Final = 0.0005
 _MOST_AT_ONCE: Final = 8192
@@ -38,11 +44,11 @@ _FEW: Final = 64
 
 _LONG: Final = 2 * BATCH_SECONDS
 _MEASURED: Final = 8
-"""Of so many single items that take longer than that one is measured."""
+"""Among this many single items that take longer than `_LONG`, one is sent as a batch, to be measured."""
 
 
 class Flow:
-    """The items of one map that are under way."""
+    """One map under way: its inputs, its items and its results."""
 
     function: "Function"
     queue: Queue[Any, Any]
@@ -61,19 +67,19 @@ class Flow:
         self._admitted = 0
         self._alive: dict[int, Item] = {}
         self._sent: dict[Batch, None] = {}
-        """Batches with a worker."""
+        """Batches that a worker holds."""
         self._leaving: list[Item] = []
-        """Items whose calls may still run, though they have ended for the map, where the function has to be held for these."""
+        """Items that have ended for the map while their calls may still run. They need the function for that long."""
         self._given: dict[int, Any] = {}
         self._results: Results = Ordered() if spec.ordered else AsTheyCome()
         self._is_list = False
         self._is_feeding = self._is_fed = self._is_closed = False
         self._is_stopped = False
-        """Nothing more is to be given: it is closed, or there is an error to be raised at once."""
+        """The map yields no more results: it was closed, or `_error` is set."""
         self._error: BaseException | None = None
-        """To be raised as soon as possible."""
+        """An error to raise as soon as possible."""
         self._failure: BaseException | None = None
-        """To be raised behind all that was pulled."""
+        """An error to raise after the results of everything that was pulled."""
         self._feeder: asyncio.Task[None] | None = None
         self._result_waiter: asyncio.Future[None] | None = None
         self._space_waiter: asyncio.Future[None] | None = None
@@ -85,10 +91,10 @@ class Flow:
     # Using it
 
     async def collect(self) -> list[Any]:
-        """All results.
+        """Run the map to its end and return all results. A map that is closed meanwhile returns an empty list.
 
         Raises:
-            BaseException: the first error, or that of an input.
+            BaseException: the first error of an item, or the error of an input.
         """
         self._is_list = True
         self._results = results = Listed(ordered=self._spec.ordered)
@@ -102,8 +108,8 @@ class Flow:
             await self.close()
 
     async def stream(self) -> AsyncGenerator[Any]:
-        """Results, one by one."""
-        if self._is_closed:  # before it was begun
+        """Yield the results one by one."""
+        if self._is_closed:  # closed before the first result was requested
             return
         self._begin()
         ready = self._results.ready
@@ -115,7 +121,8 @@ class Flow:
                     await self._wait()
                     continue
                 values, size = ready.popleft()
-                # Counted one by one where the user counts, or where memory is at stake; else by the dozen, and never too early.
+                # Count each result if the user has set a window, or if results take memory. Otherwise count them by the dozen,
+                # with the last result of each dozen.
                 step = 1 if self._spec.window is not None or size else _STEP
                 kept = 0
                 for value in values:
@@ -154,16 +161,16 @@ class Flow:
         await self._result_waiter
 
     async def close(self) -> None:
-        """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent.
+        """Cancel the items under way and close the generators among the inputs. The map yields no more results. Idempotent.
 
-        Cancelled: what is under way is cancelled all the same, and generators are closed; the input may not have ended yet.
+        If cancelled, it has cancelled the items all the same and still closes the generators, but the feeder may not have ended.
         """
         if self._is_closed:
             return
         self._is_closed = self._is_fed = self._is_stopped = True
         _wake(self._result_waiter)
         feeder = self._feeder
-        if feeder is None:  # nothing was begun
+        if feeder is None:  # the map has not begun
             return
         owner = self.owner
         owner.enders.discard(self._end)
@@ -182,13 +189,16 @@ class Flow:
             if not feeder.done():
                 feeder.cancel()
                 await asyncio.wait([feeder])
-        finally:  # also where whoever closes is cancelled
+        finally:  # also when this task is cancelled
             await self._inputs.close()
 
     # Feeding it
 
     def _begin(self) -> None:
-        """Take hold of the function and begin to pull. Not before the first result is asked for: then it is sure to be closed."""
+        """Hold the function and start the feeder.
+
+        This waits until the first result is requested: from then on `collect` or `stream` is sure to close the map.
+        """
         owner, spec, inputs = self.owner, self._spec, self._inputs
         self.function = function = owner.functions.hold(self._fn)
         try:
@@ -196,7 +206,7 @@ class Flow:
         except BaseException:
             owner.forget(function, ())
             raise
-        if self._is_closed:  # both have run user code, which has closed the map
+        if self._is_closed:  # user code run by `hold` or `open` has closed the map
             owner.forget(function, ())
             return
         is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
@@ -214,10 +224,11 @@ class Flow:
         self._feeder = self._loop.create_task(self._feed(), name="percore-map")
 
     def _end(self) -> None:
-        """No more calls are taken: pull no more."""
+        """Stop pulling, because the runner takes no more calls."""
         if not self._is_fed:
             self._failure = self.owner.refusal()
-            # It may wait for an input that never comes. Cancelled before its first step it would end without a word.
+            # The feeder may be waiting for an input that never comes. If it were cancelled before its first step, none of its
+            # code would run, so `_is_fed` would stay false.
             if self._feeder is not None and self._is_feeding:
                 self._feeder.cancel()
 
@@ -227,14 +238,14 @@ class Flow:
             await self._feed_until_end()
             self._send()
         except asyncio.CancelledError as error:
-            # Raised by the input, or by whoever ends the map: then there is a failure already, or nobody who looks.
+            # The input raised it, or the map is being ended. In the second case `_failure` is set already, or nothing reads it.
             if self._failure is None:
                 self._failure = RuntimeError(f"the input raised {shown(error)}")
                 self._failure.__cause__ = error
-        except Exception as error:  # no fault of the input, whose errors come with what was pulled
+        except Exception as error:  # an error of percore: those of the input arrive in `Pulled`
             self._error = error
             self._is_stopped = True
-        except BaseException as error:  # taken for the terminal's: it goes on, and what was pulled is not all there was
+        except BaseException as error:  # treated as a Ctrl-C: it propagates, and the map reports that the input was cut short
             self._failure = RuntimeError(f"reading the input was interrupted by {shown(error)}")
             raise
         finally:
@@ -258,7 +269,7 @@ class Flow:
                 self._failure = self.owner.refusal()
                 return
             pulled = await self._pull(min(space, chunk))
-            if self._is_fed:  # a call has failed while the input was waited for
+            if self._is_fed:  # an item failed while this task waited for the input
                 return
             if not self._submit(pulled.rows):
                 return
@@ -267,9 +278,9 @@ class Flow:
                 return
             now = self._loop.time()
             took = now - self._pulled_at
-            # The rows of one chunk wait for the last of it, so it takes half a millisecond at most.
+            # The first rows of a chunk wait for its last one, so a chunk should take at most half a millisecond.
             chunk = min(_MOST_AT_ONCE, chunk * 2) if took < _CHUNK_SECONDS else max(1, chunk // 2)
-            if now - begun > _PULL_SECONDS:  # an async input may never suspend either
+            if now - begun > _PULL_SECONDS:  # even an async input may never suspend
                 self._send()
                 for _ in range(_TURNS if self._inputs.has_sync and took > _PULL_SECONDS else 1):
                     await asyncio.sleep(0)
@@ -278,11 +289,11 @@ class Flow:
     async def _pull(self, most: int) -> Pulled:
         admission = self.owner.admission
         if self._inputs.is_async:
-            # First the row: it may come from another map, which needs room itself, or not come for long.
+            # Pull the row before entering: it may come from another map, which needs room itself, or take long to come.
             self._pulled_at = self._loop.time()
             pulled = await self._inputs.pull()
             if admission is not None and pulled.rows and not self._is_fed:
-                entered = await admission.enter()  # not in one line with `+=`, which reads the count before it waits
+                entered = await admission.enter()  # not in the line of `+=`, which would read the count before the wait
                 self._admitted += entered
             return pulled
         if admission is not None:
@@ -304,7 +315,10 @@ class Flow:
     # Submitting
 
     def _submit(self, rows: list[Any]) -> bool:
-        """Whether all of them are under way, or have failed; else there is a failure already, or nobody who looks."""
+        """Submit these rows. Return whether all were taken, as items or as failed items.
+
+        If not, the map has ended: `_failure` is set already, or nothing reads it.
+        """
         if not rows:
             return True
         number = self._window.pulled
@@ -313,33 +327,33 @@ class Flow:
         taken = self._rows.submit(number, rows)
         if self._batches is not None and not self._is_closed:
             self.owner.dispatch.appended(self.queue)
-            if self._inputs.is_async or self.owner.admission is not None:  # the next row may not come for long
+            if self._inputs.is_async or self.owner.admission is not None:  # the next row may take long to come
                 self._send()
         if taken < len(rows) and not self._is_closed:
             self._leave(len(rows) - taken)
         return taken == len(rows)
 
     def _send(self) -> None:
-        """Send the items that go in batches: the chunks of one pull together, since batches are cut from what waits."""
+        """Send the waiting batch items. This happens after several chunks, so that batches can be cut from all their items."""
         if self._batches is not None and not self._is_closed:
             self.owner.send_waiting(Kind.THREAD)
 
     def is_done(self) -> bool:
-        """As Taker."""
+        """Implement `Taker`."""
         return self._is_fed or self.owner.is_over
 
     def name_of(self, key: Hashable) -> Name:
-        """As Taker."""
+        """Implement `Taker`."""
         return self.owner.dispatch.names.of(key)
 
     def take_run(self, run: Run, size: int) -> None:
-        """As Taker."""
+        """Implement `Taker`."""
         assert self._batches is not None
         self._window.pull(len(run.bodies), size)
         self._batches.append(run)
 
     def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
-        """As Taker."""
+        """Implement `Taker`."""
         number, size = self._window.pulled, size_of(body)
         item = Item(self, number, body, size, self.plan(), key)
         self._window.pull(1, size)
@@ -349,11 +363,11 @@ class Flow:
         self.owner.accept(item)
 
     def runs_alone(self, item: Item) -> None:
-        """As in the protocol of items."""
+        """Implement `percore._items.Flow`."""
         self._alive[item.number] = item
 
     def runs_on(self, item: Item) -> None:
-        """As in the protocol of items."""
+        """Implement `percore._items.Flow`."""
         if self.function.users:
             if len(self._leaving) >= self._most_leaving:
                 self._leaving = [item for item in self._leaving if item.member is not None]
@@ -361,11 +375,11 @@ class Flow:
             self._leaving.append(item)
 
     def left(self, batch: Batch) -> None:
-        """As in the protocol of items."""
+        """Implement `percore._items.Flow`."""
         self._sent.pop(batch, None)
 
     def take_failure(self, error: BaseException) -> None:
-        """As Taker."""
+        """Implement `Taker`."""
         number = self._window.pulled
         self._window.pull(1, 0)
         self.failed(number, error, 0)
@@ -373,7 +387,7 @@ class Flow:
     def _make_batch(self, run: Run) -> Batch | Item:
         try:
             return self._batch_of(run)
-        except BaseException as error:  # these items are nowhere any more
+        except BaseException as error:  # these items are lost
             self.broke(error)
             raise
 
@@ -388,7 +402,10 @@ class Flow:
         return batch
 
     def _goes_alone(self) -> bool:
-        """Whether a single item need be no batch, which costs more on its way. Some are all the same: only batches are measured."""
+        """Whether to send a single item as a plain call, which costs less than a batch of one.
+
+        Some single items are sent as batches all the same, since only batches are measured.
+        """
         assert self._batches is not None
         seconds = self._batches.cost.seconds
         if seconds is None or seconds < _LONG:
@@ -397,7 +414,7 @@ class Flow:
         return self._unmeasured > 0
 
     def plan(self) -> Plan | None:
-        """What an item is run under, that has not been attempted yet."""
+        """Return the plan for the first attempt of an item; None if it needs none."""
         if self._context is None and (self._policy is None or not self._policy.needs_plan):
             return None
         return Plan(self._policy or DEFAULT, self._context)
@@ -405,7 +422,7 @@ class Flow:
     # Ending
 
     def ended(self, number: int, results: list[Any], arguments: int, size: int) -> None:
-        """Items from this number on have ended with these results: bytes of their pickled arguments, and of the results."""
+        """Implement `percore._items.Flow`."""
         try:
             if self._is_closed:
                 return
@@ -421,7 +438,7 @@ class Flow:
                 raise
 
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
-        """An item has ended with this error."""
+        """Implement `percore._items.Flow`."""
         try:
             self._failed(number, error, arguments)
         except BaseException as fault:
@@ -438,7 +455,7 @@ class Flow:
         else:
             self._is_fed = True
             _wake(self._space_waiter)
-            if self._is_list or not self._spec.ordered:  # told as soon as it happens
+            if self._is_list or not self._spec.ordered:  # raise the error at once
                 self._error = self._error or error
                 self._is_stopped = True
             else:
@@ -447,7 +464,7 @@ class Flow:
         self._has_ended(1, arguments, 0)
 
     def broke(self, error: BaseException) -> None:
-        """As in the protocol of items."""
+        """Implement `percore._items.Flow`."""
         self._error = self._error or as_error(error, "percore")
         self._is_fed = self._is_stopped = True
         _wake(self._space_waiter)
@@ -466,13 +483,14 @@ class Flow:
             window.hand_over(size, count)
         if self._space_waiter is not None and window.is_worth_a_pull():
             _wake(self._space_waiter)
-        if not self._is_list or self._is_stopped or self._is_over():  # a list is looked at when it is whole
+        if not self._is_list or self._is_stopped or self._is_over():  # `collect` waits for the whole list
             _wake(self._result_waiter)
 
     def cancel_from(self, number: int) -> None:
-        """Cancel the items from this number on.
+        """Cancel the items from this number on, the last ones first.
 
-        The last ones first: 1. a worker hears that what it runs is cancelled  2. it begins what is next  3. it hears of that.
+        In the other order: 1. a worker reads that its running call is cancelled  2. it begins the next call  3. it reads that this
+        one is cancelled, too.
         """
         if self._batches is not None:
             self._batches.drop_from(number)

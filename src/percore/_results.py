@@ -43,7 +43,7 @@ class Ordered:
         self._next = 0
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """As Results."""
+        """Implement `Results`."""
         part: Part | None = Part(values, size / len(values))
         if number != self._next:
             self._early[number] = part  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class AsTheyCome:
         self.ready: deque[Part] = deque()
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """As Results."""
+        """Implement `Results`."""
         self.ready.append(Part(values, size / len(values)))
 
 
@@ -74,7 +74,7 @@ class Listed:
         self._ordered = ordered
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """As Results."""
+        """Implement `Results`."""
         if not self._ordered or number == len(self.values):
             self.values += values
             return

@@ -1,15 +1,22 @@
-"""Who gets which call: pure decisions about places, turns and recalls.
+"""Decides which worker gets which call, and when. Pure decisions: the supervisor sends the calls and receives the outcomes.
 
-Places are counted by kind, so a coroutine never waits behind plain calls that want a thread, nor the other way round. A place is
-free when a worker can begin the call at once. Where no worker has one, plain calls are queued ahead in workers, so that no thread
-waits for a round trip; coroutines are not, since a worker starts one as soon as it reads it. What is queued ahead is sent by the
-dozen: not before a worker has room for as many as it has threads. Each message wakes it, and a loop among threads wakes dearly.
-A worker that has not read what it was last sent weighs more, the longer the more: its loop is busy, or blocked. After a while it
-gets nothing while another has room. But the others do not take all in its place: beyond their share they get more only when they
-have read what they were sent. Else a burst of coroutines that take the CPU would go to one worker.
-Each map has a queue of its own, and so have the single calls of each kind. They take turns: what waits in one never waits for more
-than what the workers hold already and one call or batch of each other queue.
-When a worker runs dry while another still holds calls that have not begun, they are asked back.
+Places are counted by kind, so a coroutine never waits behind plain calls that need a thread, and a plain call never waits behind
+coroutines. A worker has a free place when it can begin the call at once.
+
+If no worker has a free place, plain calls are queued ahead in the workers, so that no thread waits for a round trip. Coroutines are
+not queued ahead, since a worker starts a coroutine as soon as it reads the message. Calls are queued ahead in groups: a worker gets
+more only when it has room for as many as it has threads. Every message wakes the worker's loop, which is expensive while its
+threads compete for the interpreter.
+
+A worker that has not read its latest messages is busy or blocked. The longer it reads nothing, the less it is preferred; after a
+while it gets no calls as long as another worker has room. The other workers do not take over its whole share: beyond their own
+share, they get another call only after they have read everything sent to them. Otherwise a burst of CPU-bound coroutines would go
+to one worker.
+
+Each map has a queue, and the single calls of each kind have one. The queues take turns: a queue waits at most for the calls that
+the workers already hold and for one call or batch of every other queue.
+
+When a worker runs out of calls while another still holds some that have not begun, the supervisor asks the other to return them.
 """
 
 import sys
@@ -24,27 +31,27 @@ from percore._core.names import Names
 from percore._messages import Kind
 
 AHEAD: Final = 4
-"""Plain calls queued ahead in a worker, per thread. Fewer cost throughput, measured: 0.91 to 0.96 of it at 2."""
+"""Plain calls queued ahead in a worker, per thread. With 2, the measured throughput falls to between 0.91 and 0.96."""
 
 BESIDE: Final = 16
-"""Calls that a worker may hold beside all others: broadcasts."""
+"""Additional room in every worker, for broadcasts."""
 
 BLOCKED: Final = 5
-"""Steps of silence from which on a worker is taken for blocked, not for busy: 80 ms."""
+"""Steps of silence after which a worker counts as blocked instead of busy: 80 ms."""
 
 _AHEAD_LAST: Final = 1 << 32
-"""What it weighs to be queued ahead: more than any load and silence."""
+"""Added to the weight of a worker without a free place: more than any load and silence together."""
 
 ROOM_OF_NONE: Final = 1 << 40
-"""Added to the load of a worker that may begin no more calls: it has no place then, whatever ends there."""
+"""Added to the load of a worker that may begin no more calls. It then has no free place, even when calls end there."""
 
 _FEW: Final = 4
-"""Workers of which it takes no longer to look at all than to remember anything."""
+"""Up to this many workers, comparing all of them is as fast as remembering the last choice."""
 _NOWHERE: Final = (-1, sys.maxsize)
 
 
 class Queued(Protocol):
-    """A call or a batch, as far as it matters here."""
+    """A call or a batch, as the dispatch sees it."""
 
     kind: int
 
@@ -52,15 +59,15 @@ class Queued(Protocol):
     def key(self) -> Hashable | None: ...
 
     def done(self) -> bool:
-        """Whether it has ended while it waited (was cancelled)."""
+        """Whether it ended while it waited, because it was cancelled."""
 
     @property
     def size(self) -> int:
-        """How many items it is."""
+        """Number of items; 1 for a call."""
 
 
 class Seat(Protocol):
-    """A ready worker, as far as it matters here."""
+    """A ready worker, as the dispatch sees it."""
 
     index: int
 
@@ -68,20 +75,20 @@ class Seat(Protocol):
     """Places taken, by kind."""
 
     tickets: int
-    """Calls that it may still begin. While there are none, `load` says that it has no place."""
+    """Calls that the worker may still begin. At 0, `load` includes `ROOM_OF_NONE`."""
 
     @property
     def items(self) -> int:
-        """Plain calls sent and not ended, those in batches counted one by one."""
+        """Plain calls sent and not ended. Each item of a batch counts."""
 
     recalling: bool
-    """Whether it has been asked for calls and has not answered."""
+    """Whether the worker was asked to return calls and has not answered yet."""
 
     def silence(self) -> int:
-        """For how long it has read nothing, while there was something to read, in coarse steps; 0: not worth mentioning."""
+        """How long the worker has left messages unread, in coarse steps; 0 if that is too short to matter."""
 
     def has_read(self) -> bool:
-        """Whether it has read everything. If it has not, the supervisor looks for calls to send once it has."""
+        """Whether the worker has read every message. If not, the supervisor looks for calls to send once it has."""
 
 
 C = TypeVar("C", bound=Queued)
@@ -96,7 +103,7 @@ class Recall(NamedTuple, Generic[S]):
 
 
 class Queue(Lanes[C, S]):
-    """What waits of one map, or of the single calls of one kind: calls, calls with keys, and items for batches."""
+    """The waiting calls of one map, or the single calls of one kind: calls, calls with keys, and items for batches."""
 
     __slots__ = ("batches", "calls", "ended", "is_listed", "kind", "lanes_first")
 
@@ -110,67 +117,69 @@ class Queue(Lanes[C, S]):
         self.lanes_first = False
 
     def __len__(self) -> int:
-        """What waits here, cancelled or not."""
+        """Number of waiting calls and items, including cancelled calls without keys."""
         return len(self.calls) + self.count + (0 if self.batches is None else len(self.batches))
 
 
 def room_of(concurrency: int, threads: int) -> int:
-    """Calls that one worker may hold at once, of all kinds."""
+    """Return how many calls of all kinds one worker may hold at once."""
     return concurrency + threads * (1 + AHEAD) + BESIDE
 
 
 def places_for(room: int) -> int:
-    """Start marks of a worker with room for so many calls: a power of two, so that a call's id names its place.
+    """Return the number of start marks of a worker with this room: a power of two, so that the place follows from a call's id.
 
-    More than the room: a `__del__`, run by a garbage collection between the choice of a worker and the sending, may take the place.
+    It exceeds the room: a garbage collection between choosing a worker and sending the call may run a `__del__` that takes the
+    place.
     """
     return 1 << room.bit_length()
 
 
 class Dispatch(Generic[C, S]):
-    """The calls that wait, and the workers that may take them."""
+    """The waiting calls, and the workers that may take them."""
 
     def __init__(self, concurrency: int, threads: int, per_key: int | None = None) -> None:
         self._places = (concurrency, threads)
         self._room = (concurrency, threads * (1 + AHEAD))
         self._low = (concurrency - 1, threads * AHEAD)
-        """Calls that one worker may still hold when it is sent more."""
+        """By kind: calls that a worker may still hold when `fill` sends it more."""
         self.room = room_of(concurrency, threads)
         self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
         self._maps: dict[Queue[C, S], None] = {}
         self._is_ahead = False
         self.times_ahead = 0
-        """How often something was queued ahead: who asks for it back notes when."""
+        """How often calls were queued ahead. A recall stores this count to tell whether more were queued ahead since."""
         self.keys: Keys[C, S] = Keys(per_key)
         self.names = Names()
-        """Gives the keys of calls: users' keys are not handled here."""
+        """Maps users' keys to names, which are the keys of calls here."""
         self._barren: dict[S, int] = {}
-        """Workers that had nothing to give back: `times_ahead` when each was asked."""
+        """Workers that had no calls to return: the value of `times_ahead` when each was asked."""
         self.seats: list[S] = []
         self._least = [_NOWHERE, _NOWHERE]
-        """By kind: the load of the least loaded worker, and from where on in `seats` to look for such. Loads rise by what is sent,
-        one worker after the other; so until one is `lowered` the next choice is found without looking at all of them again."""
+        """By kind: the load of the least loaded worker, and the index in `seats` at which to look for workers with that load.
+
+        Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
         self._is_one_behind = False
-        """Whether, when all were looked at last, one that had room was behind."""
+        """Whether the last full comparison met a worker that had room and unread messages."""
         self._beyond: dict[S, int] = {}
-        """Calls that a worker was sent in place of a blocked one, since it had read everything."""
+        """Calls that a worker got in place of a blocked one since it last had read everything."""
         self._pick = self._pick_of_few
 
     # Workers
 
     def seat(self, seat: S) -> None:
-        """This worker takes calls from now on."""
+        """Add a worker, which takes calls from now on."""
         self.seats.append(seat)
         self._seated()
 
     def lowered(self) -> None:
-        """Some worker's load has become less."""
+        """Note that the load of a worker has fallen."""
         least = self._least
         least[0] = least[1] = _NOWHERE
 
     def unseat(self, seat: S) -> None:
-        """This worker takes no more calls. It may be one that did not."""
+        """Remove a worker, which takes no more calls. Does nothing if it takes none already."""
         if seat in self.seats:
             self.seats.remove(seat)
             self._beyond.pop(seat, None)
@@ -178,7 +187,7 @@ class Dispatch(Generic[C, S]):
             self._seated()
 
     def expel(self, seat: S) -> None:
-        """As `unseat`, after that has failed halfway."""
+        """Remove a worker after `unseat` has failed halfway."""
         while seat in self.seats:
             self.seats.remove(seat)
         self._seated()
@@ -190,26 +199,26 @@ class Dispatch(Generic[C, S]):
             self._list(queue)
 
     def is_settled(self) -> bool:
-        """Whether all calls with keys are where they belong since the workers have changed. If not, `settle` is to be called."""
+        """Whether all calls with keys have moved to their workers since the workers last changed. If not, call `settle`."""
         return self.keys.is_settled()
 
     def settle(self) -> None:
-        """Move some of them to where they belong: a piece of work, less than a millisecond."""
+        """Move some of the calls with keys to their workers, in less than a millisecond."""
         for queue in self.keys.settle():
             self._list(queue)
 
     def room_for(self, kind: int) -> int:
-        """Calls of that kind that one worker may hold at once, those queued ahead included."""
+        """Return how many calls of this kind one worker may hold at once, including those queued ahead."""
         return self._room[kind]
 
     # Queues
 
     def open(self, queue: Queue[C, S]) -> None:
-        """A map begins."""
+        """Add the queue of a map."""
         self._maps[queue] = None
 
     def close(self, queue: Queue[C, S]) -> None:
-        """A map ends. What waits of it is dropped: its owner has seen to that."""
+        """Remove the queue of a map, with all calls in it. The map must have ended these calls before."""
         self._maps.pop(queue, None)
         self.keys.forget(queue)
         if queue.is_listed:
@@ -217,7 +226,7 @@ class Dispatch(Generic[C, S]):
             self._turns[queue.kind].remove(queue)
 
     def waiting(self) -> int:
-        """Calls that wait here."""
+        """Return the number of waiting calls, without cancelled ones."""
         return sum(len(queue) - queue.ended for queue in (*self.singles, *self._maps))
 
     def _list(self, queue: Lanes[C, S]) -> None:
@@ -228,14 +237,19 @@ class Dispatch(Generic[C, S]):
     # Calls
 
     def submitted(self, call: C, queue: Queue[C, S] | None = None) -> S | None:
-        """A new call: the worker to send it to now, or None: it waits. `queue`: of its map; None: it is a single one."""
+        """Take a new call. Return the worker to send it to now, or None if the call waits.
+
+        Args:
+            call: the new call.
+            queue: the queue of the call's map; None for a single call.
+        """
         kind = call.kind
         home = self.singles[kind] if queue is None else queue
         if call.key is not None:
             return self._submitted_keyed(call, home)
         if not home.calls:
             turns = self._turns[kind]
-            # Lanes are nobody before it: they may wait for one worker while others have room.
+            # Calls with keys do not hold this call up: they may wait for one worker while others have room.
             if not turns or not any(waiting.calls or waiting.batches for waiting in tuple(turns)):
                 seats = self.seats
                 if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
@@ -257,11 +271,11 @@ class Dispatch(Generic[C, S]):
         return seat
 
     def appended(self, queue: Queue[C, S]) -> None:
-        """Items for batches have been appended to a queue: they take their turns."""
+        """Let a queue take turns after items for batches were appended to it."""
         self._list(queue)
 
     def returned(self, calls: Iterable[tuple[C, Queue[C, S] | None]]) -> None:
-        """Calls that were sent and have not begun come back to the head of their queues, in the order given."""
+        """Put calls that were sent and have not begun back at the head of their queues, in the given order."""
         for call, queue in reversed(list(calls)):
             home = self.singles[call.kind] if queue is None else queue
             if call.key is None:
@@ -273,7 +287,7 @@ class Dispatch(Generic[C, S]):
                     self._list(home)
 
     def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
-        """A call that waits here was cancelled. It is dropped when its turn comes, or when half of its queue is such."""
+        """Note that a waiting call was cancelled. It is dropped on its turn, or as soon as half of its queue is cancelled."""
         home = self.singles[call.kind] if queue is None else queue
         if call.key is None:
             home.ended += 1
@@ -282,7 +296,7 @@ class Dispatch(Generic[C, S]):
             self.keys.cancelled(call.key, home)
 
     def remove(self, call: C, queue: Queue[C, S] | None = None) -> None:
-        """Take a call out that may wait here. It looks at all that wait, and is for calls that percore has failed with."""
+        """Remove a call from its queue, if it waits there. Slow (it searches the queue); used after errors of percore itself."""
         home = self.singles[call.kind] if queue is None else queue
         if call.key is not None:
             self.keys.remove(call, home)
@@ -290,14 +304,16 @@ class Dispatch(Generic[C, S]):
             home.calls.remove(call)
 
     def left(self, call: C) -> None:
-        """A call with a key, that was sent, is not under way any more."""
+        """Note that a call with a key has ended, or left its worker, after it was sent."""
         for queue in self.keys.ended(call.key):
             self._list(queue)
 
     def gave_nothing(self, seat: S, asked_at: int) -> None:
-        """This worker had nothing to give back: it is not asked again until something is queued ahead; others may have something.
+        """Note that a worker had no calls to return. It is not asked again until more calls are queued ahead.
 
-        `asked_at`: `times_ahead` when it was asked; what was queued ahead since then it has not heard of.
+        Args:
+            seat: the worker.
+            asked_at: `times_ahead` when it was asked. Its answer does not cover calls queued ahead since then.
         """
         if seat in self.seats:
             self._barren[seat] = asked_at
@@ -307,16 +323,19 @@ class Dispatch(Generic[C, S]):
         self.times_ahead += 1
 
     def is_quiet(self) -> bool:
-        """Whether nothing waits that could be sent and nothing is queued ahead: there is nothing to decide."""
+        """Whether there is nothing to decide: no call waits that could be sent, and none is queued ahead."""
         return not (self._turns[0] or self._turns[1] or self._is_ahead or self.keys.strays)
 
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
-        """The calls of that kind that can be sent, and where to, in order. Each must be sent before the next is asked for."""
+        """Yield the calls of this kind that can be sent now, in order, each with its worker.
+
+        The caller must send each call before it asks for the next one.
+        """
         turns = self._turns[kind]
         low = self._low[kind]
         if not turns or all(seat.load[kind] > low for seat in self.seats):
             return
-        if len(turns) == 1:  # no turns to take
+        if len(turns) == 1:  # one queue: no other takes turns with it
             queue = turns[0]
             if queue.by_seat:
                 if not queue.calls and not queue.batches:
@@ -333,13 +352,13 @@ class Dispatch(Generic[C, S]):
             yield following
 
     def _only(self, kind: int) -> S | None:
-        """The one worker that has a place: there is nothing to choose."""
+        """Return the only worker with a free place; None if there are several or none."""
         places = self._places[kind]
         free = [seat for seat in self.seats if seat.load[kind] < places]
         return free[0] if len(free) == 1 else None
 
     def _fill_lanes(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
-        """All free places of the workers that calls with keys wait for: there is nothing to choose."""
+        """Fill the free places of the workers with the calls whose keys belong to them. There is no worker to choose."""
         places = self._places[kind]
         take = self.keys.take
         for seat in list(queue.by_seat):
@@ -348,7 +367,7 @@ class Dispatch(Generic[C, S]):
                 yield call, seat
 
     def next(self, kind: int) -> tuple[C, S] | None:
-        """The next call of that kind that can be sent, and where to."""
+        """Return the next call of this kind that can be sent, and its worker; None if there is none."""
         turns = self._turns[kind]
         if not turns:
             return None
@@ -358,7 +377,7 @@ class Dispatch(Generic[C, S]):
         for _ in range(len(turns)):
             if not turns:
                 break
-            # Out of the list and marked so in one step: a collection that begins in the midst of this may take a turn, too.
+            # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
             queue = turns.popleft()
             queue.is_listed = False
             try:
@@ -373,7 +392,10 @@ class Dispatch(Generic[C, S]):
         return None
 
     def _from(self, queue: Queue[C, S], seat: S | None) -> tuple[C, S] | None:
-        """What this queue's turn brings: by turns one of its lanes and one of its other calls, which go to this worker if any."""
+        """Take one call from this queue, alternating between calls with keys and other calls.
+
+        `seat` is the worker for a call without a key; None: no worker has room for one.
+        """
         found = None
         if seat is None:
             found = self._from_lanes(queue)
@@ -410,13 +432,13 @@ class Dispatch(Generic[C, S]):
             if seat.load[kind] < self._room[kind]:
                 call = self.keys.take(queue, seat)
                 if call is not None:
-                    if seat in queue.by_seat:  # the workers take turns, too
+                    if seat in queue.by_seat:  # let the workers take turns, too
                         queue.by_seat[seat] = queue.by_seat.pop(seat)
                     return call, seat
         return None
 
     def withdraw(self) -> list[C]:
-        """Take everything that waits out."""
+        """Remove all waiting calls and return them, without cancelled ones."""
         calls: list[C] = []
         for queue in (*self.singles, *self._maps):
             while queue.calls:
@@ -431,11 +453,14 @@ class Dispatch(Generic[C, S]):
         return calls
 
     def is_dry(self) -> bool:
-        """Whether nothing waits here while something is queued ahead."""
+        """Whether plain calls are queued ahead and none waits here."""
         return self._is_ahead and not any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))
 
     def recall(self) -> Recall[S] | None:
-        """Whom to ask for plain calls that have not begun, when a worker has a free thread and nothing waits here."""
+        """Decide which worker to ask for plain calls that have not begun.
+
+        None unless a worker has a free thread, no plain call waits here, and a worker may hold surplus calls.
+        """
         kind = Kind.THREAD
         if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in tuple(self._turns[kind])):
             return None
@@ -448,9 +473,9 @@ class Dispatch(Generic[C, S]):
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
     def _fullest(self, threads: int) -> S | None:
-        """The fullest worker that may have something to give back; None: there is none, or one is about to answer.
+        """Return the fullest worker that may have calls to return; None if there is none, or if one is about to answer.
 
-        Who is silent does not answer soon: others are asked first, and also while it has been asked.
+        A silent worker does not answer soon, so the others are asked first, even while its answer is outstanding.
         """
         loads = [(seat, seat.items) for seat in self.seats]
         full = [
@@ -466,10 +491,10 @@ class Dispatch(Generic[C, S]):
         return max(rest, key=itemgetter(1))[0] if rest else None
 
     def _pick_of_few(self, kind: int) -> S | None:
-        """The least loaded worker with a free place, else with room ahead; None: there is none, or it is better to wait.
+        """Return the least loaded worker with a free place, or else with room to queue ahead; None if the call should wait.
 
-        Each step of a worker's silence weighs as much as a call. A coroutine that takes the CPU keeps its worker silent, so the
-        load tells more than the silence does.
+        Each step of silence weighs as much as one call. A CPU-bound coroutine keeps its worker silent, so the load is the better
+        measure and silence only adds to it.
         """
         places, room = self._places[kind], self._room[kind]
         best: S | None = None
@@ -483,7 +508,7 @@ class Dispatch(Generic[C, S]):
                 if silence:
                     is_one_behind = True
                     weight += silence
-                elif not load:  # there is no better one
+                elif not load:  # no worker can be better
                     return seat
                 if load >= places:
                     weight += _AHEAD_LAST
@@ -493,9 +518,11 @@ class Dispatch(Generic[C, S]):
         return best if step < BLOCKED else self._pick_beside(best, kind)
 
     def _pick_beside(self, blocked: S | None, kind: int) -> S | None:
-        """Another worker in place of a blocked one, which is chosen only if no other has room.
+        """Return another worker in place of a blocked one, or the blocked one itself if no other has room.
 
-        It still counts: the others get no more than it would leave to them, and a few beyond that, until they have read.
+        If the blocked worker has a free place, other workers are considered only for their free places, not for queueing ahead.
+        Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
+        call yet, the call waits: None.
         """
         places, room = self._places[kind], self._room[kind]
         level = places if blocked is not None and blocked.load[kind] < places else room
@@ -508,7 +535,7 @@ class Dispatch(Generic[C, S]):
         return None if others else blocked
 
     def _pick_of_many(self, kind: int) -> S | None:
-        """As `_pick_of_few`, remembering whom."""
+        """As `_pick_of_few`, but remember the least load and where the next worker with that load may be."""
         seats = self.seats
         least, start = self._least[kind]
         for index in range(start, len(seats)):
@@ -519,7 +546,7 @@ class Dispatch(Generic[C, S]):
                 self._least[kind] = least, index
                 return seat
         best = self._pick_of_few(kind)
-        # One that is behind may have less to do, and read again at any moment.
+        # A worker with unread messages may have a smaller load, and may read again at any moment.
         is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
         self._least[kind] = (best.load[kind], 0) if is_known else _NOWHERE  # type: ignore[union-attr]
         return best

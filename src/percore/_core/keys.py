@@ -1,17 +1,18 @@
-"""Keys: calls of one key are never on two workers at once, and at most so many of them run at once.
+"""Keys: the calls of one key are never on two workers at once, and only a limited number of them run at once.
 
-A key belongs to a worker by rendezvous hashing: to the one of the live workers for which a hash of both is highest. So keys spread
-evenly, and when a worker goes or comes, the keys that move are its own alone. While calls of a key are under way it stays where it
-is, also with a worker that takes no more calls; then what waits moves on when the last of them has ended.
+Rendezvous hashing assigns each key to a worker: of the live workers, the one whose hash together with the key is highest. Keys
+therefore spread evenly, and when a worker leaves or joins, only its own keys move. A key stays with its worker while calls of the
+key are under way, even if that worker takes no more calls. The waiting calls of the key move to another worker once the last call
+under way has ended.
 
-Waiting calls of one key and one queue make a lane. A lane is listed with its queue, under the worker of its key, while one of its
-calls may be sent; the lanes of a list take turns, so ten thousand calls of one key do not hold up the others.
+The waiting calls of one key in one queue form a lane. Each queue lists the lanes of which a call may be sent, by the worker of the
+key. The lanes of one list take turns, so ten thousand calls of one key do not delay the calls of other keys.
 
-When the workers change, every key may belong elsewhere. A key that is used finds out at once. Lanes that were listed are listed
-anew in pieces, so that fifty thousand waiting keys do not hold the loop: `settle` does one piece.
+When the workers change, any key may have a new worker. A key that is used is assigned again at once. Listed lanes are listed again
+in pieces, so that fifty thousand waiting keys do not block the event loop: each call of `settle` does one piece.
 
-An idle key, of which no call runs or waits, is kept for its next call, with its lanes: to make them anew costs more than the call.
-At most `KEPT` idle keys are kept, or as many as there are others.
+An idle key has no running and no waiting calls. It is kept for its next call, with its lanes, because creating both again costs
+more than a call. At most `KEPT` idle keys are kept, or as many as there are other keys, whichever is more.
 """
 
 from collections import defaultdict, deque
@@ -21,14 +22,14 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 _WORD: Final = (1 << 64) - 1
 _FEW: Final = 64
 KEPT: Final = 1024
-"""Idle keys that are kept in any case."""
+"""Number of idle keys that are always kept."""
 
 PIECE: Final = 256
-"""Lanes that are listed anew at once: less than a millisecond of work."""
+"""Lanes that one call of `settle` lists again: less than a millisecond of work."""
 
 
 class Keyed(Protocol):
-    """A call with a key, as far as it matters here."""
+    """A call with a key, as `Keys` sees it."""
 
     kind: int
 
@@ -39,7 +40,7 @@ class Keyed(Protocol):
 
 
 class Place(Protocol):
-    """A worker, as far as it matters here."""
+    """A worker, as `Keys` sees it."""
 
     index: int
 
@@ -52,7 +53,10 @@ S = TypeVar("S", bound=Place)
 
 
 def weight(key_hash: int, index: int) -> int:
-    """How much a key wants to be in a slot: evenly spread over 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Return the rendezvous weight of a key and a worker's index.
+
+    The weights are spread evenly over 64 bits (the finaliser of splitmix64, Steele et al. 2014).
+    """
     z = (key_hash + (index + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -60,7 +64,7 @@ def weight(key_hash: int, index: int) -> int:
 
 
 class Key(Generic[C, S]):
-    """A key that has calls waiting or under way, or had."""
+    """A key that has, or had, calls waiting or under way."""
 
     __slots__ = ("is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
 
@@ -68,30 +72,31 @@ class Key(Generic[C, S]):
         self.name = name
         self.seat = seat
         self.is_seated = self.is_home = seat is not None
-        """Whether its worker takes calls; and whether that is the one it belongs to. Else it has begun elsewhere."""
+        """`is_seated`: the key's worker takes calls. `is_home`: that worker is the one the hash assigns. If the key is not at
+        home, its calls under way had begun before the workers changed."""
         self.round = at
-        """How often the workers had changed when that was found out."""
+        """The number of changes of the workers at the time `is_seated` and `is_home` were set."""
         self.running = 0
         self.is_noted = False
-        """Whether it is looked at when idle keys are dropped."""
+        """Whether the key is in the list from which idle keys are dropped."""
         self.lanes: dict[Any, Lane[C, S]] = {}
 
     def is_idle(self) -> bool:
-        """Whether nothing of it is under way, nor waits."""
+        """Whether no call of this key is under way and none waits."""
         return not self.running and not any(lane.calls for lane in self.lanes.values())
 
 
 class Waiting(Protocol[C]):
-    """Where calls wait, cancelled ones among them."""
+    """A queue or a lane: its waiting calls, and how many of them are cancelled (`ended`)."""
 
     calls: deque[C]
     ended: int
 
 
 def purge(waiting: Waiting[C]) -> None:
-    """Drop cancelled calls once half of them are such.
+    """Drop the cancelled calls once they are more than half of all waiting calls, and more than 64.
 
-    In place: a garbage collection may begin behind any call, and a `__del__` that it runs submit or cancel something.
+    The deque is changed in place: dropping a call may start a garbage collection, and a `__del__` may submit or cancel calls.
     """
     if waiting.ended <= _FEW or waiting.ended * 2 <= len(waiting.calls):
         return
@@ -106,7 +111,7 @@ def purge(waiting: Waiting[C]) -> None:
 
 
 class Lane(Generic[C, S]):
-    """The calls of one key that wait in one queue."""
+    """The waiting calls of one key in one queue."""
 
     __slots__ = ("calls", "ended", "is_listed", "key", "queue")
 
@@ -119,35 +124,35 @@ class Lane(Generic[C, S]):
 
 
 class Lanes(Generic[C, S]):
-    """The lanes of one queue: by worker, those of which a call may be sent."""
+    """The lanes of one queue. `by_seat` lists, for each worker, the lanes of which a call may be sent."""
 
     __slots__ = ("by_seat", "count", "lanes")
 
     def __init__(self) -> None:
         self.by_seat: defaultdict[S, deque[Lane[C, S]]] = defaultdict(deque)
         self.count = 0
-        """Calls in all lanes, listed or not; cancelled ones do not count."""
+        """Calls in all lanes, listed or not, without cancelled calls."""
         self.lanes: dict[Hashable, Lane[C, S]] = {}
 
 
 class Keys(Generic[C, S]):
-    """All keys of a runner with calls waiting or under way."""
+    """The keys of a runner: those with calls waiting or under way, and some idle ones."""
 
     def __init__(self, limit: int | None) -> None:
-        """`limit`: calls of one key that may be under way at once, over all workers."""
+        """`limit`: how many calls of one key may be under way at once; None: no limit."""
         self._limit = _WORD if limit is None else limit
         self._keys: dict[Hashable, Key[C, S]] = {}
         self._noted: deque[Key[C, S]] = deque()
-        """All idle keys, and some that were idle for a time."""
+        """All idle keys, and some that were idle once."""
         self._seats: list[S] = []
         self._round = 0
         self._queues: dict[Lanes[C, S], None] = {}
-        """Those that have lanes."""
+        """The queues that have lanes."""
         self.strays: deque[Lane[C, S]] = deque()
-        """Lanes that have to be listed anew. They count as listed."""
+        """Lanes that `settle` has to list again. They count as listed."""
 
     def __len__(self) -> int:
-        """Keys of which something waits or is under way."""
+        """Number of keys with calls waiting or under way."""
         return sum(not key.is_idle() for key in self._keys.values())
 
     def _home(self, name: Hashable) -> S | None:
@@ -158,7 +163,7 @@ class Keys(Generic[C, S]):
         return max(seats, key=lambda seat: weight(key_hash, seat.index))
 
     def _place(self, key: Key[C, S]) -> None:
-        """The workers have changed: find out where the key belongs. It moves if nothing of it is under way."""
+        """Assign the key again after the workers have changed. It moves only if none of its calls is under way."""
         home = self._home(key.name)
         if not key.running:
             key.seat = home
@@ -167,7 +172,7 @@ class Keys(Generic[C, S]):
         key.round = self._round
 
     def _lane(self, name: Hashable, queue: Lanes[C, S]) -> Lane[C, S]:
-        """Where calls of this key wait in this queue. It has to be used at once: an idle key may be dropped when user code runs."""
+        """Return the lane of this key in this queue. Use it at once: when user code runs, it may drop an idle key."""
         while True:
             try:
                 return queue.lanes[name]
@@ -182,13 +187,13 @@ class Keys(Generic[C, S]):
         self._queues[queue] = None
 
     def _note(self, key: Key[C, S]) -> None:
-        """This key may have become idle. Keys that have been so for long are dropped, if there are many."""
+        """Note a key that may have become idle. If there are many idle keys, drop those that became idle first."""
         if key.is_noted or not key.is_idle():
             return
         key.is_noted = True
         noted = self._noted
         noted.append(key)
-        # For each that is appended about one is taken out, so that this is done in pieces, too.
+        # About one key is removed for each one appended, so a single call never does much work.
         while len(noted) > KEPT and 2 * len(noted) > len(self._keys):
             oldest = noted.popleft()
             oldest.is_noted = False
@@ -201,10 +206,10 @@ class Keys(Generic[C, S]):
             queue.lanes.pop(key.name, None)
 
     def submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
-        """The worker that a new call goes to now, where it is under way from then on. None: it waits.
+        """Take a new call. Return the worker to send it to now, and count the call as under way; None if the call waits.
 
-        Calls of its key that wait in other queues do not hold it up: they may be of another kind. `places`: of a worker, for calls
-        of its kind.
+        Calls of the same key in other queues do not delay it, since they may be of another kind. `places`: how many calls of this
+        kind a worker can run at once.
         """
         name = call.key
         try:
@@ -214,7 +219,7 @@ class Keys(Generic[C, S]):
         if lane.key.round != self._round:
             self._place(lane.key)
             lane = self._lane(name, queue)
-        # From here on no user code runs before the key has a call: it could drop the key.
+        # No user code may run from here until the key has a call: it could drop the key.
         key = lane.key
         calls = lane.calls
         may_go = key.is_seated and key.running < self._limit
@@ -228,7 +233,7 @@ class Keys(Generic[C, S]):
         return None
 
     def returned(self, call: C, queue: Lanes[C, S]) -> None:
-        """A call that was sent and has not begun waits again, before the others of its key in its queue."""
+        """Put back a call that was sent and has not begun, before the other calls of its key in its queue."""
         lane = self._lane(call.key, queue)
         lane.calls.appendleft(call)
         queue.count += 1
@@ -237,21 +242,21 @@ class Keys(Generic[C, S]):
         self._list(lane)
 
     def _list(self, lane: Lane[C, S]) -> bool:
-        """List a lane in which something waits, if it may be sent. Whether it is listed now."""
+        """List a lane with waiting calls, if one of them may be sent. Return whether the lane is listed now."""
         key = lane.key
         if lane.is_listed or key.running >= self._limit:
             return lane.is_listed
         if key.is_seated:
             lane.is_listed = True
-            lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # where it is seated it has a worker
-        elif not key.running:  # there is no worker: it is listed when one comes
+            lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # a seated key has a worker
+        elif not key.running:  # there is no worker: the lane is listed when one is added
             lane.is_listed = True
             self.strays.append(lane)
             return False
         return lane.is_listed
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
-        """The next call of the queue for this worker, which is under way from now on; None: there is none."""
+        """Take the queue's next call for this worker and count it as under way. Return None if there is none."""
         lanes = queue.by_seat.get(seat)
         while lanes:
             lane = lanes.popleft()
@@ -276,7 +281,7 @@ class Keys(Generic[C, S]):
         return None
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
-        """A call that waits was cancelled. It is dropped when its turn comes, or when half of its lane is such."""
+        """Note that a waiting call was cancelled. It is dropped on its turn, or as soon as half of its lane is cancelled."""
         lane = queue.lanes[name]
         lane.ended += 1
         queue.count -= 1
@@ -285,7 +290,7 @@ class Keys(Generic[C, S]):
             self._note(lane.key)
 
     def remove(self, call: C, queue: Lanes[C, S]) -> None:
-        """Take out a call that may wait in this queue, or that no longer does."""
+        """Remove a call from this queue. Does nothing if it does not wait there."""
         key = self._keys.get(call.key)
         lane = None if key is None else key.lanes.get(queue)
         if lane is not None and call in lane.calls:
@@ -293,7 +298,7 @@ class Keys(Generic[C, S]):
             queue.count -= 1
 
     def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
-        """A call of this key is not under way any more. The queues of which a call may be sent by that."""
+        """Note that a call of this key is no longer under way. Return the queues of which a call may be sent now."""
         key = self._keys[name]
         if key.round != self._round:
             self._place(key)
@@ -305,7 +310,7 @@ class Keys(Generic[C, S]):
                     self._note(key)
                 return ()
         elif key.is_seated:
-            self._drop(key)  # its next call finds where it belongs
+            self._drop(key)  # its next call assigns it again
             return ()
         elif running > 1:
             return ()
@@ -318,7 +323,7 @@ class Keys(Generic[C, S]):
         return listed
 
     def forget(self, queue: Lanes[C, S]) -> list[C]:
-        """Take out everything that waits in this queue, which may be used again."""
+        """Remove all waiting calls from this queue and return those that are not cancelled. The queue may be used again."""
         calls: list[C] = []
         lanes = list(queue.lanes.values())
         queue.lanes.clear()
@@ -333,9 +338,10 @@ class Keys(Generic[C, S]):
         return calls
 
     def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
-        """The workers that take calls have changed. Keys with nothing under way move. The queues of which a call may be sent.
+        """Set the workers that take calls. Return the queues of which a call may be sent now.
 
-        Of the lanes that were listed only a piece is listed again by then: call `settle` while there are strays and workers.
+        Keys without calls under way move to their new workers. Only the first piece of the listed lanes is listed again here: call
+        `settle` until `is_settled` is true.
         """
         self._seats = list(seats)
         self._round += 1
@@ -346,11 +352,11 @@ class Keys(Generic[C, S]):
         return self.settle()
 
     def is_settled(self) -> bool:
-        """Whether `settle` has nothing to do, as long as the workers stay the same."""
+        """Whether `settle` has nothing to do until the workers change again."""
         return not (self.strays and self._seats)
 
     def settle(self) -> Iterable[Lanes[C, S]]:
-        """List a piece of the lanes that have to be listed anew. The queues of which a call may be sent by that."""
+        """List the next piece of the lanes that have to be listed again. Return the queues of which a call may be sent now."""
         listed: dict[Lanes[C, S], None] = {}
         for _ in range(min(PIECE, len(self.strays)) if self._seats else 0):
             if not self.strays:
