@@ -1,7 +1,7 @@
-"""The seam between the supervisor and whatever runs workers: protocols, nothing else.
+"""The interface between the supervisor and the engines that run workers. Only protocols live here.
 
-An engine starts workers and tells when one has ended; it decides nothing. Two exist: real processes (`_engines.process`) and, for
-tests, workers inside the supervisor's own loop.
+An engine starts workers and reports when one has ended; it makes no decisions. There are two engines: real processes
+(`_engines.process`) and, for tests, workers inside the supervisor's own loop.
 """
 
 import signal
@@ -15,13 +15,16 @@ class Process(Protocol):
     """One OS process."""
 
     pid: int | None
-    """None until known: a fork server answers a moment later."""
+    """The process id. None until known: a fork server answers a moment after the launch."""
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal, never by a remembered number. Once the process is gone: nothing. Before the pid is known: on arrival."""
+        """Send a signal, and never to a pid that another process may have got.
+
+        Once the process is gone, do nothing. Before the pid is known, send the signal as soon as the pid arrives.
+        """
 
     def spoke(self) -> None:
-        """It has said something through its memory: no other process may be given that."""
+        """Record that the process has sent a message through its shared memory. No other process may get that memory now."""
 
 
 class Launcher(Protocol):
@@ -30,18 +33,18 @@ class Launcher(Protocol):
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> Process:
         """Start `percore._worker.main.run(boot, fds)` in a new process, without blocking the loop.
 
-        `fds` stay the caller's. `on_exit` is called once, from the loop and never from inside this call, when the system has
-        reported the process dead, with its exit code as subprocess gives it, or None where unknown.
+        The caller still owns `fds` and closes them. The launcher calls `on_exit` once, from the loop and never during this call,
+        when the system has reported the process dead. Its argument is the exit code, as subprocess defines it, or None if unknown.
 
         Raises:
-            OSError: nothing could be started; nothing is left behind.
+            OSError: the process could not be started; nothing is left behind.
         """
 
     def helpers(self) -> dict[int, str]:
-        """The processes that it needs beside those it starts, by pid: the role of each."""
+        """The processes that the launcher needs beside those it launches: role by pid."""
 
     async def aclose(self) -> None:
-        """Let go of what is shared between launches. All processes must have ended."""
+        """Release the resources that launches share. All launched processes must have ended."""
 
 
 class Worker(Protocol):
@@ -56,30 +59,30 @@ class Worker(Protocol):
         """As Process.kill."""
 
     def spoke(self) -> None:
-        """As Process.spoke: it has told that it is ready."""
+        """As Process.spoke. The supervisor calls this when the worker has reported that it is ready."""
 
     def began(self, place: int, call_id: int) -> tuple[float, int] | None:
-        """When this call had begun, by `time.monotonic`, and how many items of it, if it is a batch; None: it had not.
+        """Return when this call began, by `time.monotonic`, and for a batch how many of its items have begun. None: it has not.
 
-        Asked before `close`. Of a worker that lives the answer may be out of date: it is good for a figure, not for a decision.
+        Call it before `close`. While the worker lives, the answer may be out of date: use it for statistics, not for decisions.
         """
 
     def close(self) -> None:
-        """Let go of the channel, the memory and every fd. Idempotent."""
+        """Release the channel, the memory and every fd. Idempotent."""
 
 
 class Engine(Protocol):
     """Starts workers."""
 
     def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> Worker:
-        """Start a worker. Returns at once; readiness arrives as a message. `on_exit` as in Launcher.launch.
+        """Start a worker and return at once. The worker reports that it is ready by a message. `on_exit` as in Launcher.launch.
 
         Raises:
-            OSError: it could not be started; nothing is left behind.
+            OSError: the worker could not be started; nothing is left behind.
         """
 
     def helpers(self) -> dict[int, str]:
         """As Launcher.helpers."""
 
     async def aclose(self) -> None:
-        """Let go of everything that workers shared. All workers must have ended and been closed."""
+        """Release everything that the workers shared. All workers must have ended and been closed."""

@@ -1,35 +1,38 @@
-"""The loop of an executor, on a thread of its own, over a Runner's workers.
+"""The portal of an executor: an event loop in a thread of its own, which runs a Runner for futures of the standard library.
 
     submit (any thread) ─▶ inbox ─▶ waiting ─▶ Intake.submit ─▶ workers
     Future              ◀─ outcomes           ◀─ Job              ◀─
 
 Guarantees:
-    A submitting thread appends to the inbox and wakes the loop unless that is due already; it takes no lock and waits for nothing.
-    A call *waits* until the workers have room for it, as they have for those that run and those that are queued ahead. Until then
-    cancelling its future withdraws it; from then on the future is running, as one in the call queue of the standard library's pool.
-    Its arguments are pickled at that moment.
-    Each future that was accepted ends, whatever becomes of the workers, of this thread and of the interpreter.
-    User code (callbacks of futures) runs between two turns, when everything is settled, and whatever it raises is logged.
+    A submitting thread appends to the inbox and wakes the loop unless a wake-up is already due. It takes no lock and never blocks,
+    except that the first `submit` starts the thread.
+    A call *waits* until the workers have room for it; the room includes the calls that are queued ahead in a worker. While a call
+    waits, cancelling its future withdraws it. When the portal hands it over, its arguments are pickled and its future is set
+    running, like a future in the call queue of ProcessPoolExecutor.
+    Every accepted future ends, even if the workers, this thread or the interpreter end first.
+    User code (callbacks of futures) runs between two turns of the loop, when the state is consistent. Its exceptions are logged.
 
-The inbox needs no lock:    1. a thread appends, then looks whether a wake-up is due   2. the loop clears that mark, then empties
-the inbox. Whichever comes first, either the loop sees the item or the thread sees no mark. After the end a thread finds the mark of
-the end, and ends what is left itself; each item is popped once.
+The inbox needs no lock. A thread first appends and then checks whether a wake-up is due; the loop first clears that mark and then
+empties the inbox. In every interleaving, either the loop sees the item or the thread finds the mark cleared and wakes the loop.
+After the end, a thread finds `_is_over` set and ends the remaining futures itself. Each item is popped once.
 
-How it ends. Each phase has one way out, so there is one decision, `_look`, and one closing of the runner:
+How the portal ends: each phase has one way out, so `_look` makes the only decision, and the runner is closed in one place:
 
     unused ──first submit──▶ starting ──workers ready──▶ running ──nothing to wait for──▶ closing ──workers gone──▶ over
                                 └──────the start failed───────────────────────────────────▲
 
-`thread`, `_is_started` and `_is_over` tell `unused`, `starting` and `over`; `_end` tells `closing`. There is nothing to wait for
-when the executor is broken, or when it is shut and every accepted future has its outcome. Users and workers only mark and signal:
+`thread`, `_is_started` and `_is_over` distinguish `unused`, `starting` and `over`; `_end` is done from `closing` on. There is
+nothing to wait for when the executor is broken, or when it is shut down and every accepted future has its outcome. Each event sets
+a mark, and the same steps follow in every phase:
 
-    event                                     mark                    what follows, in whatever phase
+    event                                     mark                    what follows
     shutdown, collected                       is_shut                 calls that wait here are cancelled, if asked for; `_look`
-    kill_workers, terminate_workers           is_shut, _is_killed     workers get the signal and are not replaced; calls that
-                                                                      none has begun end with the last of them; `_look`
+    kill_workers, terminate_workers           is_shut, _is_killed     workers get the signal and are not replaced; calls that no
+                                                                      worker has begun end with the last worker; `_look`
     a death in a pool, a failed initializer   broken                  every call ends; the supervisor kills its workers; `_look`
 
-The supervisor tells its one `Closing` of each end of a call or of a worker, and tells nobody else.
+The supervisor reports each end of a call or worker to the runner's one `Closing`. To the portal it reports ended calls (through
+their `Job`) and, in a pool, deaths of workers (`on_death`).
 """
 
 import asyncio
@@ -62,24 +65,24 @@ logger: Final = logging.getLogger("percore")
 
 Request: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
-"""The last of it: what keeps the function held, where something does."""
+"""A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
 
 ABRUPTLY: Final = "a worker process ended abruptly while the call was running or waiting; the pool is broken"
 
 AFTER_SHUTDOWN: Final = "cannot schedule new futures after shutdown"
 
 _portals: Final[set["Portal"]] = set()
-"""Those whose threads run."""
+"""The portals whose threads run."""
 
 _start_lock = threading.RLock()
-"""Held while an executor's thread is started. Reentrant: a `__del__` may submit in the midst of that."""
+"""Held while an executor's thread is started. Reentrant: a `__del__` that runs meanwhile in this thread may submit."""
 
 _numbers: Final = itertools.count()
 is_interpreter_ending = False
 
 
 class Held:
-    """A function that travels by value and is the same for many calls: it is pickled once, for as long as one of them needs it."""
+    """A function that is pickled by value and shared by many calls. It is pickled once, and forgotten when no call needs it."""
 
     __slots__ = ("_portal", "fn", "function")
 
@@ -87,7 +90,7 @@ class Held:
         self._portal = portal
         self.fn = fn
         self.function: Function | None = None
-        """The loop's."""
+        """Its registration with the supervisor. Only the loop's thread sets it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
@@ -98,14 +101,14 @@ class Held:
 
 
 class Job:
-    """One call, as the supervisor sees it. Its future is told at the end of the turn."""
+    """One call, with the interface that the supervisor expects of a call. Its future is resolved at the end of the turn."""
 
     __slots__ = ("_held", "_portal", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
     size: ClassVar[int] = 1
 
-    # Set by the supervisor, as those of a Call.
+    # The supervisor sets these, as it does for a Call.
     function: Function
     kind: int
     body: Any
@@ -134,19 +137,19 @@ class Job:
         self._portal.ended(self, None, error)
 
     def cut_off(self) -> None:
-        """Its workers are stopped. Why, the portal tells when they have ended."""
+        """End with the worker. The portal resolves the future, with the reason, when all workers have ended."""
         self._portal.cut_off(self)
 
 
 class Portal:
-    """Runs a runner on a thread, for futures of the standard library. Methods are the loop's unless they say otherwise."""
+    """Runs a runner in a thread, for futures of the standard library. Unless noted, call methods only from the loop's thread."""
 
     def __init__(self, runner: Runner, *, is_pool: bool) -> None:
-        """`is_pool`: the death of one worker breaks all of it."""
+        """`is_pool`: the death of one worker breaks the executor."""
         self.runner = runner
         self._is_pool = is_pool
         self._pid: int | None = None
-        """The process that uses it. None: nobody does yet, so a fork may."""
+        """The process that uses the portal. None: not used yet, so a fork may still use its copy."""
         self.thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor | None = None
@@ -161,22 +164,22 @@ class Portal:
         self._is_started = self._is_killed = False
         self._has_launched = threading.Event()
         self._asked: list[Callable[[], None]] = []
-        """What was asked for before there was a supervisor."""
+        """Requests made before the supervisor existed."""
         self._end: asyncio.Future[None]
         self.is_shut = False
         self.broken: str = ""
-        """Why no call is taken any more; empty: it works."""
+        """Why the executor takes no more calls. Empty: it is not broken."""
         self.reason: BaseException | None = None
-        """What broke it."""
+        """The exception that broke the executor."""
 
     # From any thread
 
     def check(self) -> None:
-        """That calls are taken.
+        """Check that the executor takes calls.
 
         Raises:
-            BrokenProcessPool: a worker could not be started, or died, and the executor does not go on without it.
-            RuntimeError: it is shut down, the interpreter ends, or this is a fork of the process that made it.
+            BrokenProcessPool: the executor is broken: a worker could not be started, or it died and is not replaced.
+            RuntimeError: the executor is shut down, the interpreter is ending, or this is a fork of the process that uses it.
         """
         if self.broken:
             raise BrokenProcessPool(self.broken) from self.reason
@@ -191,7 +194,7 @@ class Portal:
         return self._pid is not None and self._pid != os.getpid()
 
     def submit(self, request: Request) -> None:
-        """Take a call. Its future ends in any case."""
+        """Accept a call. Its future always ends."""
         if self.thread is None:
             self._start()
         self._inbox.append(request)
@@ -202,12 +205,12 @@ class Portal:
             self._empty_inbox()
 
     def wait_launched(self) -> None:
-        """Wait until the processes of the first workers are started, ready or not."""
+        """Wait until the processes of the first workers have been started, whether or not they are ready."""
         self._has_launched.wait()
 
     def shut(self, *, cancel: bool = False) -> None:
-        """Take no more calls, finish those that were accepted, and end. `cancel`: but none that waits."""
-        if self._is_of_another_process():  # the thread is not there
+        """Take no more calls, finish the accepted ones, and end. `cancel`: cancel the calls that wait instead."""
+        if self._is_of_another_process():  # the thread does not exist here
             self.is_shut = True
             return
         with _start_lock:
@@ -216,29 +219,29 @@ class Portal:
                 self._wake(lambda: self._shut(cancel))
 
     def kill(self, signum: int) -> None:
-        """Shut, cancel what waits, and send all workers this signal. They are not replaced."""
+        """Shut down, cancel the waiting calls, and send all workers this signal. They are not replaced."""
         self.shut(cancel=True)
         if self.thread is not None and os.getpid() == self._pid:
             self._wake(lambda: self._kill(signum))
 
     def join(self) -> None:
-        """Wait until the thread has ended, unless this is that thread."""
+        """Wait until the thread has ended. Return at once in that thread itself, and in a fork."""
         thread = self.thread
         if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
             thread.join()
 
     def release(self) -> None:
-        """Nobody has the executor any more. From any thread, in the midst of anything."""
+        """Shut down because the executor was garbage-collected. May be called from any thread, at any point of its code."""
         if not self.is_shut and not self._is_of_another_process():
             self.is_shut = True
             if self.thread is not None:
                 self._wake(lambda: self._shut(False))
 
     def forget(self, function: Function) -> None:
-        """No call needs this held function any more. From any thread, in the midst of anything."""
+        """Forget a held function that no call needs any more. May be called from any thread, at any point of its code."""
         supervisor = self._supervisor
         if supervisor is not None and os.getpid() == self._pid:
-            self._wake(lambda: supervisor.forget(function, ()))  # each call holds what holds the function
+            self._wake(lambda: supervisor.forget(function, ()))  # (): each call references its Held, so none is left
 
     def _start(self) -> None:
         with _start_lock:
@@ -247,7 +250,7 @@ class Portal:
             self.check()
             self._pid = os.getpid()
             loop = _new_loop()
-            # A daemon, and joined when the interpreter ends: so a third Ctrl-C gets past it.
+            # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
             thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
             self._loop = loop
             _portals.add(self)
@@ -260,11 +263,11 @@ class Portal:
             self.thread = thread
 
     def _wake(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it is over
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the portal is over
             self._loop.call_soon_threadsafe(callback)
 
     def _empty_inbox(self) -> None:
-        """After the end: nobody else will look at these."""
+        """End the calls that were submitted after the end, since the loop no longer reads the inbox."""
         while True:
             try:
                 future, *_ = self._inbox.popleft()
@@ -277,12 +280,12 @@ class Portal:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            for name in HALF:  # so that the first step of a start starts the processes
+            for name in HALF:  # imported now, so that the first step of `Runner.start` starts the processes
                 import_module(name)
             asyncio.set_event_loop(loop)
             loop.run_until_complete(self._main())
             loop.run_until_complete(loop.shutdown_asyncgens())
-        except BaseException as error:  # a fault of percore: nobody may wait for ever
+        except BaseException as error:  # a bug in percore: every future must end all the same
             logger.exception("percore: the thread of an executor failed")
             self.broken, self.reason = self.broken or f"its thread failed: {error!r}", self.reason or error
         finally:
@@ -297,10 +300,10 @@ class Portal:
         loop = self._loop
         self._end = loop.create_future()
         starting = loop.create_task(self.runner.start(), name="percore-start")
-        loop.call_soon(self._launched)  # after its first step, which starts the processes
+        loop.call_soon(self._launched)  # runs after the first step of `starting`, which starts the processes
         try:
             await starting
-        except Exception as error:  # StartupFailed, and what pickling the lifespan raised, or no memory
+        except Exception as error:  # StartupFailed, an error of pickling the lifespan, or no memory
             if not self.broken:
                 self._break(str(error), error)
         else:
@@ -312,7 +315,7 @@ class Portal:
     def _launched(self) -> None:
         self._has_launched.set()
         supervisor: Supervisor | None = getattr(self.runner, "_supervisor", None)
-        if supervisor is None:  # the start has failed before that
+        if supervisor is None:  # the start failed before it made one
             return
         self._supervisor = supervisor
         workers = len(supervisor.slots)
@@ -326,17 +329,17 @@ class Portal:
     # Calls
 
     def _take(self) -> None:
-        """Take what has been submitted."""
+        """Move submitted calls from the inbox to `_waiting`, and hand over as many as there is room for."""
         self._is_due = False
         supervisor = self._supervisor
-        if supervisor is None or self._end.done():  # `_launched` takes it, or it comes too late
+        if supervisor is None or self._end.done():  # `_launched` will take them, or `_end_all` will end them
             return
         known, of, inbox, waiting = supervisor.known, supervisor.functions.of, self._inbox, self._waiting
         for _ in range(len(inbox)):
             future, fn, args, kwargs = inbox.popleft()
             try:
                 function = known.get(id(fn)) or (self._hold(supervisor, fn) if type(fn) is Held else of(fn))
-            except BaseException as error:  # a generator function, or nothing that can be called
+            except BaseException as error:  # a generator function, or not callable
                 if begins(future):
                     self._tell(future, None, error)
             else:
@@ -349,11 +352,11 @@ class Portal:
         return held.function
 
     def _pump(self) -> None:
-        """Hand over what there is room for."""
+        """Hand over as many waiting calls as there is room for."""
         supervisor, room = self._supervisor, self._room
         if supervisor is None:
             return
-        if supervisor.is_closing:  # broken or killed: no worker will have room for what a thread submitted meanwhile
+        if supervisor.is_closing:  # broken or killed: no worker will have room for the calls that threads submitted meanwhile
             self._refuse_waiting()
             return
         submit = supervisor.intake.submit
@@ -368,7 +371,7 @@ class Portal:
                 room[kind] -= 1
                 try:
                     _ = submit(function, args, kwargs, None, None, cast("Call", job))
-                except BaseException as error:  # broken; or pickling has raised KeyboardInterrupt, which is this call's alone
+                except BaseException as error:  # broken; or pickling raised KeyboardInterrupt, which ends only this call
                     self.ended(job, None, error)
 
     def _refuse_waiting(self) -> None:
@@ -379,7 +382,7 @@ class Portal:
                     self._tell(future, None, self._last_word())
 
     def ended(self, job: Job, value: Any, error: BaseException | None) -> None:
-        """A call has ended so."""
+        """Record the outcome of a call. Its future is resolved in `_deliver`."""
         if job.is_done:
             return
         future = self._leave(job)
@@ -388,13 +391,13 @@ class Portal:
                 self._break("a thread_initializer failed", error)
                 error = self._last_word()
             elif self._is_pool and type(error) is RemoteError and not error.remote_traceback:
-                # Its result could not be read here.
+                # The result could not be unpickled in this process.
                 self._break(ABRUPTLY, error.__cause__ or error)
                 error = self._last_word()
         self._tell(future, value, error)
 
     def cut_off(self, job: Job) -> None:
-        """A call was stopped with its worker; its future is told when all have ended."""
+        """A call was stopped with its worker: keep its future until all workers have ended."""
         if not job.is_done:
             self._cut.append(self._leave(job))
             self._loop.call_soon(self._look)
@@ -413,9 +416,9 @@ class Portal:
         self._outcomes.append((future, value, error))
 
     def _deliver(self) -> None:
-        """Tell the futures. Runs user code: their callbacks."""
+        """Resolve the futures of the calls that have ended. Runs user code: their callbacks."""
         outcomes, self._outcomes = self._outcomes, []
-        self._pump()  # first the workers
+        self._pump()  # before the callbacks, so that no worker waits for them
         outcomes.reverse()
         while outcomes:
             resolve(*outcomes.pop())
@@ -424,7 +427,7 @@ class Portal:
     # Ending
 
     def _look(self) -> None:
-        """Whether there is nothing left to wait for."""
+        """Begin closing if there is nothing left to wait for."""
         if not self._is_started or self._end.done():
             return
         is_idle = not (self._jobs or self._waiting[0] or self._waiting[1] or self._inbox or self._outcomes)
@@ -444,7 +447,7 @@ class Portal:
                 while waiting:
                     future = waiting.popleft()[0]
                     if future.cancel():
-                        begins(future)  # which tells those who wait
+                        begins(future)  # notifies `concurrent.futures.wait` and `as_completed`
         self._look()
 
     def _kill(self, signum: int) -> None:
@@ -453,21 +456,21 @@ class Portal:
             self._asked.append(lambda: self._kill(signum))
             return
         self._is_killed = True
-        supervisor.signal_all(signum)  # with the last worker goes what none of them had begun
+        supervisor.signal_all(signum)  # calls that no worker has begun end with the last worker
 
     def _end_jobs(self, supervisor: "Supervisor") -> None:
         for job in list(self._jobs):
             self._tell(self._leave(job), None, self._last_word())
-            if job.member is None:  # it waits there
+            if job.member is None:  # it waits in the supervisor's queue
                 supervisor.cancelled(cast("Call", job))
 
     def _died(self, member: Member, exitcode: int | None, was_ready: bool) -> None:
-        """A worker has died, in a pool."""
+        """Break the executor: a worker of a pool has died. During the start, one that was not ready yet is left to the start."""
         if was_ready or self._is_started:
             self._break(ABRUPTLY, None)
 
     def _break(self, text: str, reason: BaseException | None) -> None:
-        """Take no more calls, end all there are, and all workers."""
+        """Take no more calls, end every call that was handed over, and kill all workers."""
         if self.broken:
             return
         self.reason = reason
@@ -480,7 +483,7 @@ class Portal:
         self._look()
 
     def _last_word(self) -> BaseException:
-        """What calls get that are not made any more."""
+        """Return the exception for calls that will not be run any more."""
         reason = self.reason
         if isinstance(reason, BrokenProcessPool):
             return reason
@@ -491,7 +494,7 @@ class Portal:
         return error
 
     def _end_all(self) -> None:
-        """At the end of the thread: whatever is left ends now."""
+        """End every future that is left, when the thread ends."""
         outcomes, self._outcomes = self._outcomes, []
         for outcome in outcomes:
             resolve(*outcome)
@@ -517,7 +520,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _at_exit() -> None:
-    """The interpreter ends: every executor finishes what it has accepted."""
+    """Shut down every executor when the interpreter ends, and wait until its accepted calls are finished."""
     global is_interpreter_ending
     is_interpreter_ending = True
     portals = list(_portals)
@@ -527,11 +530,11 @@ def _at_exit() -> None:
         portal.join()
 
 
-threading._register_atexit(_at_exit)  # type: ignore[attr-defined]  # as the standard library's: before threads are joined
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined]  # as concurrent.futures does: before threads are joined
 
 
 def _forget_all() -> None:
-    """In a fork the threads are gone, one of which may have held the lock."""
+    """Start anew in a fork: the portals' threads do not exist there, and one of them may have held the lock."""
     global _start_lock
     _start_lock = threading.RLock()
     _portals.clear()

@@ -1,12 +1,13 @@
-"""Start workers by percore's own fork server: one for all runners of this process, ended with the last of them.
+"""Start workers by percore's own fork server. All runners of this process share it, and it ends with the last of them.
 
-Every request carries an end of a socket of its own, and its answers come there: so the workers of several loops in
-several threads share nothing but the lock around sending a request.
+Every request carries one end of a socket pair made for it, and the fork server answers on that socket. So workers of
+several loops in several threads share only the lock around sending a request.
 
-A fork server that dies takes its workers along (it holds their lifelines). The next launch starts a new one; a request
-it had not answered is sent again unasked, once, unless its worker was heard of already (the fork server died between
-the fork and its answer). One that was started under another user, other limits or in another cgroup than now gets no
-more requests and lives on until its workers are gone.
+When a fork server dies, its workers die too, because it holds their lifelines. The next launch starts a new one. A
+request that the dead fork server had not answered is sent once more, automatically, unless its worker has already
+reported that it is ready (the fork server died between the fork and its answer). A fork server that was started under
+another user, other limits or another cgroup than the current ones gets no more requests, and ends when its workers
+have gone.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 
     from percore._engines.servers import Server
 
-_NOTHING_YET, _SILENCE = -1, -2  # beside the kinds of report: none came, none will come
-_ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without fork server: only then its code is told
-_ANSWER_PATIENCE = 1.0  # seconds a fork server may take to bear a worker that is to be killed anyway, or to reap one
+_NOTHING_YET, _SILENCE = -1, -2  # results beside the kinds of report: none has come yet; none will come
+_ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without a fork server: the exit code is known only then
+_ANSWER_PATIENCE = 1.0  # seconds that a fork server may take to fork a worker that is to be killed anyway, or to reap one
 
 
 class ForkServerLauncher:
-    """Starts workers as forks of the fork server of this process. Made by `open`."""
+    """Starts workers as forks of the fork server of this process. Create one with `open`."""
 
     def __init__(self, entry: str) -> None:
         self._entry = entry
@@ -55,10 +56,10 @@ class ForkServerLauncher:
 
     @classmethod
     def open(cls, entry: str = ENTRY) -> ForkServerLauncher:
-        """Take a share in the fork server, which is started by `warm_up` or the first launch, and ended with the last share.
+        """Take a share in the fork server. `warm_up` or the first launch starts it, and it ends with the last share.
 
         Raises:
-            RuntimeError: this system has no pidfds; or there is no interpreter to start it with.
+            RuntimeError: this system has no pidfds, or there is no interpreter to start the fork server with.
         """
         interpreter()
         if not HAS_PIDFD:
@@ -68,18 +69,18 @@ class ForkServerLauncher:
         return launcher
 
     def warm_up(self) -> None:
-        """Have the fork server come up before the first launch asks it for a worker.
+        """Start the fork server before the first launch needs it.
 
-        Where it cannot be started that is no error yet: the launch tries again, and tells.
+        A failure is ignored here: the launch tries again, and raises if that fails too.
         """
         with contextlib.suppress(OSError):
             servers.warm_up(self.preload)
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> ForkedProcess:
-        """Start a worker with the surroundings of this moment, from the running loop. See `percore._engine.Launcher`.
+        """Start a worker in the environment of this moment. Call it from the running loop. See `percore._engine.Launcher`.
 
         Raises:
-            OSError: nothing could be started; nothing is left behind.
+            OSError: the worker could not be started; nothing is left behind.
             RuntimeError: the launcher is closed.
         """
         if not self.is_open():
@@ -87,17 +88,17 @@ class ForkServerLauncher:
         return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)
 
     def helpers(self) -> dict[int, str]:
-        """The fork servers of this process, which its other runners use as well."""
+        """The fork servers of this process, which its other runners use too."""
         return dict.fromkeys(servers.pids(), "fork server")
 
     def is_open(self) -> bool:
         return servers.is_member(self)
 
     async def aclose(self) -> None:
-        """Give the share back. With the last one the fork server ends, and with it what workers it still has.
+        """Give the share back. With the last share, the fork server is killed, together with any workers that it still has.
 
-        Idempotent. When this returns it is reaped; cancelled, it is ended all the same, and reaped by the next launch
-        or close.
+        Idempotent. When this returns, the fork server is reaped. If this is cancelled, the fork server is killed all the
+        same, and the next launch or close reaps it.
         """
         ending = servers.leave(self)
         try:
@@ -118,9 +119,9 @@ async def _wait_dead(pidfd: Fd) -> None:
 
 
 class _Request:
-    """All that a worker is to get, kept until a fork server has answered: another one may have to be asked.
+    """The data and descriptors of one worker, kept until a fork server has answered, since it may have to be sent again.
 
-    `fds` go with the request, `lifeline` stays: its closing kills the worker.
+    `fds` are sent with the request. `lifeline` stays here: closing it kills the worker.
     """
 
     def __init__(self, entry: str, boot: bytes, fds: Sequence[int]) -> None:
@@ -128,7 +129,7 @@ class _Request:
         self.fds: list[Fd] = []
         try:
             self.fds.append(anonymous_file(world_for_fork(entry, boot).dump()))
-            # O_PATH: entering a directory asks for fewer rights than reading it.
+            # O_PATH: entering a directory requires fewer permissions than reading it.
             self.fds.append(open_file(".", os.O_PATH | os.O_DIRECTORY))
             for fd in (1, 2):
                 self.fds.append(duplicate(fd) if is_stream(fd) else open_file(os.devnull, os.O_RDWR))
@@ -144,7 +145,7 @@ class _Request:
 
 
 class ForkedProcess(Watched):
-    """A worker born from the fork server: asked for, then alive with a pid, then gone."""
+    """A worker forked by the fork server. Its states: requested, alive with a pid, gone."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class ForkedProcess(Watched):
         self._server: Server | None = None
         self._report: socket.socket | None = None
         self._asked = 0
-        self._wanted: int | None = None  # the signal of a kill that came before the pid
+        self._wanted: int | None = None  # the signal of a `kill` before the pid was known
         self._is_late = False
         self._has_spoken = False
         try:
@@ -170,26 +171,27 @@ class ForkedProcess(Watched):
             raise
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal. Once the process is gone: nothing. Before the pid is known: on arrival.
+        """Send a signal. Once the process is gone, do nothing. Before the pid is known, send it as soon as the pid arrives.
 
-        A fork server that does not answer then (somebody stopped it) is not waited for: the launch counts as ended, the
-        next one starts another fork server, and a worker that is born after all finds its lifeline cut.
+        After SIGKILL, the fork server has limited time to answer. If it does not (somebody may have stopped it), the
+        launch counts as ended, and the next launch starts another fork server. A worker that is forked after all finds
+        its lifeline closed, and dies.
         """
         if self.pid is not None or self._gone:
             super().kill(signum)
             return
-        self._wanted = signum  # the last one counts: what escalates ends with SIGKILL
+        self._wanted = signum  # the last signal counts: an escalation ends with SIGKILL
         if signum == signal.SIGKILL:
-            let_go(self._request.lifeline)  # where the loop is closed, nobody hears of a birth any more
+            let_go(self._request.lifeline)  # if the loop is closed, the report of the fork is never read
             if self._timer is None and not self._loop.is_closed():
                 self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
 
     def spoke(self) -> None:
-        """As Process.spoke: the request is not sent again, whatever becomes of its fork server."""
+        """As Process.spoke: the request is not sent again, even if its fork server dies."""
         self._has_spoken = True
 
     def _give_up(self) -> None:
-        # One that nobody has stopped is only slow, as when it comes up on a loaded machine: who closes then is told nothing.
+        # If it is not stopped, it is only slow, for example while it starts on a loaded machine: no warning then.
         level = logging.DEBUG if servers.will_answer(self._server) else logging.WARNING
         report(level, "the fork server does not answer; a new one is started for the next worker")
         servers.retire(self._server)
@@ -213,7 +215,7 @@ class ForkedProcess(Watched):
         if kind == BORN:
             self._on_birth(value, fds)
         elif kind == EXITED:
-            self._finish(value)  # reaped by its fork server: as dead as a pidfd could tell
+            self._finish(value)  # the fork server has reaped it, so there is no need to wait for the pidfd
         elif kind == FAILED:
             report(logging.WARNING, "the fork server could not start a worker: %s", os.strerror(value))
             self._finish(None)
@@ -226,8 +228,8 @@ class ForkedProcess(Watched):
             self._timer.cancel()
             self._timer = None
         if not fds:
-            # This process is out of fds and the kernel dropped the pidfd. A worker whose death could not be seen must
-            # not live; that it has ended is told by the fork server, or by its silence.
+            # This process is out of fds, so the kernel dropped the pidfd. The death of this worker could not be
+            # noticed, so it must not live. The fork server reports its end, or closes the socket by dying itself.
             self.pid = pid
             let_go(self._request.lifeline)
             return
@@ -236,14 +238,14 @@ class ForkedProcess(Watched):
             super().kill(self._wanted)
 
     def _on_silence(self) -> None:
-        """The fork server is dead. Its workers are dying: those with a pidfd are told dead by that."""
+        """The fork server is dead, and its workers are dying. A pidfd, where there is one, reports the death."""
         if self.pid is not None:
             if self._pidfd is None:
                 self._finish(None)
             return
-        # 1. the fork server dies  2. a request is sent to it  3. its sockets close: only now we know. Or a request
-        # kills fork servers: so once more, not for ever. And not where the worker has run, before its fork server could tell
-        # of it: another one would find its calls in the memory that is meant for it, and run them again.
+        # 1. the fork server dies  2. a request is sent to it  3. its sockets close, and only this reveals its death.
+        # Or the request itself kills fork servers, so it is repeated once only. It is not repeated if the worker has already
+        # run before its fork server could answer: another worker would find calls in the shared memory and run them again.
         if self._has_spoken or self._asked > 1 or not self._launcher.is_open():
             self._finish(None)
             return
@@ -277,7 +279,7 @@ class ForkedProcess(Watched):
         return _ORPHAN_PATIENCE if self._report is None else super()._patience()
 
     def _after_patience(self, pidfd: Fd) -> None:
-        """A fork server that is stopped tells no code for now; one that a loaded machine keeps waiting is given more time."""
+        """Give a fork server that is only slow one more period to report the exit code; a stopped one will not report it."""
         code = self._known_code(pidfd)
         if code is None and not self._is_late and self._report is not None and servers.will_answer(self._server):
             self._is_late = True

@@ -1,8 +1,9 @@
-"""What both ways to start a process share: the world of now, a fresh interpreter, the watch on a death.
+"""Code that the launchers share: capture the current environment, start a fresh interpreter, watch a process for its end.
 
-- A process is dead when its pidfd says so. Its number is used for nothing but telling it.
-- Our children are reaped by us alone, but others may be faster (SIGCHLD ignored, os.waitpid(-1) in the user's program):
-  then the kernel is asked, and where it does not know, the exit code is unknown, never 0.
+- A process is dead when its pidfd becomes readable. Its pid is only reported, never used to signal or wait for it, except
+  by `open_child` when it cannot open a pidfd.
+- This module reaps its own children. Something else may reap them first (SIGCHLD ignored, os.waitpid(-1) in the user's
+  program). The exit code then comes from the kernel by the pidfd; before Linux 6.15 it is unknown, never 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 ENTRY = "percore._worker.main:run"
 
-# sys.path first: percore may be importable only because the supervisor changed its own.
+# Sets sys.path first: percore may be importable only because the supervisor's program changed sys.path.
 _BOOT = """\
 import sys, marshal
 with open(int(sys.argv[1]), "rb") as file:
@@ -45,7 +46,7 @@ _INFO_SIZE, _INFO_EXIT_CODE = 64, 60  # bytes of struct pidfd_info, offset of it
 
 
 def is_stream(fd: int) -> bool:
-    """Whether a program started now would get this standard stream: open, and not closed by exec."""
+    """Whether a program started now would inherit this standard stream: it is open, and exec does not close it."""
     try:
         return os.get_inheritable(fd)
     except OSError:
@@ -53,51 +54,52 @@ def is_stream(fd: int) -> bool:
 
 
 def search_path() -> list[str]:
-    return [_exact(entry) for entry in list[object](sys.path) if isinstance(entry, str)]  # others are ignored there too
+    return [_exact(entry) for entry in list[object](sys.path) if isinstance(entry, str)]  # the import system ignores others too
 
 
 def world_for_exec(entry: str, boot: bytes) -> World:
-    """The world of now for a fresh interpreter: what exec does not bring."""
+    """Capture the part of the current environment that a fresh interpreter does not inherit by exec."""
     argv = [_exact(str(argument)) for argument in getattr(sys, "argv", [""])]  # a program may have put a Path there
     return World(search_path(), argv, None, None, None, entry, boot)
 
 
 def world_for_fork(entry: str, boot: bytes) -> World:
-    """The whole world of now, for a worker that is born from an older process."""
+    """Capture the whole current environment, for a worker that is forked from an older process."""
     return world_for_exec(entry, boot)._replace(
         environment=_environment(), umask=_umask(), affinity=sorted(os.sched_getaffinity(0))
     )
 
 
 def _exact(text: str) -> str:
-    return str.__str__(text)  # marshal takes no subclasses
+    return str.__str__(text)  # marshal rejects subclasses
 
 
 def _environment() -> dict[bytes, bytes]:
-    # Another thread may change it meanwhile: a name may be gone by the time its value is asked for.
+    # Another thread may change it meanwhile, so a name may be gone when its value is read.
     found = ((name, os.environb.get(name)) for name in list(os.environb))
     return {name: value for name, value in found if name and value is not None}
 
 
 def _umask() -> int | None:
-    # os.umask() can only be read by changing it, which other threads would notice in the files they create.
+    # os.umask() can only be read by changing it, which would affect files that other threads create.
     try:
         with open("/proc/self/status", "rb") as status:
             return next((int(line.split()[1], 8) for line in status if line.startswith(b"Umask:")), None)
     except OSError:
-        return None  # no /proc: the one the fork server was started with
+        return None  # no /proc: workers keep the umask that the fork server was started with
 
 
 def is_frozen() -> bool:
-    """Whether this program was made by PyInstaller or the like: `sys.executable` is the program then."""
+    """Whether PyInstaller or a similar tool built this program. `sys.executable` is then the program itself."""
     return bool(getattr(sys, "frozen", False))
 
 
 def interpreter() -> str:
-    """What to start helpers with, as multiprocessing finds it. Starts nothing.
+    """Return the path of the interpreter for helper processes, found as multiprocessing finds it. Starts nothing.
 
     Raises:
-        RuntimeError: it is no Python, and to start it might start this program again and again; or that has happened already.
+        RuntimeError: the executable is not a Python interpreter, so starting it might start this program again and again. Or
+            this is a frozen program that was started as a helper of itself and runs its own code instead.
     """
     executable: str | None = sys.executable
     of_multiprocessing = sys.modules.get("multiprocessing.spawn")
@@ -124,25 +126,26 @@ def _is_python(path: str) -> bool:
 
 
 def _is_second_program() -> bool:
-    """Whether a frozen program was started as a helper and runs its own code all the same: it does not call `freeze_support`."""
+    """Whether a frozen program was started as a helper but runs its own code, because it does not call `freeze_support`."""
     is_helper = _FORK_ARGUMENT in (*sys.argv[1:2], *sys.orig_argv[1:2])
     process = sys.modules.get("multiprocessing.process")
     return is_helper and not Helper.has_begun and (process is None or process.parent_process() is None)
 
 
 def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdout: bool) -> int:
-    """Run `function(data)` of "module:function" in a fresh interpreter with these fds, their numbers as arguments.
+    """Run `target`, a "module:function", as `function(data)` in a fresh interpreter, and return the pid. The caller reaps it.
 
-    Signals that a terminal sends to the whole group wait until the new process has its own way with them. Returns the
-    pid; the caller reaps it.
+    The new process inherits `fds` and gets their numbers as arguments. The signals that a terminal sends to the whole
+    process group (SIGINT, SIGTERM) stay blocked until the new process has handlers for them. `stdout`: whether it inherits
+    standard output.
 
     Raises:
-        OSError: it could not be started.
+        OSError: the process could not be started.
         RuntimeError: as `interpreter`.
     """
     executable = interpreter()
     if is_frozen():
-        # The program itself, whose `multiprocessing.freeze_support()` recognises this and reads two pickles from a descriptor.
+        # Start the program itself: its `multiprocessing.freeze_support()` recognises this and reads two pickles from a descriptor.
         file = anonymous_file(pickle.dumps({}) + pickle.dumps(Helper(target, tuple(data), list(fds))))
         command = [executable, _FORK_ARGUMENT, f"pipe_handle={file.number}"]
     else:
@@ -160,28 +163,28 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
             stdout=None if stdout and is_stream(1) else subprocess.DEVNULL,
             stderr=None if is_stream(2) else subprocess.DEVNULL,
             pass_fds=numbers,
-            env=_environment(),  # os.environ: the C library may know of more, of which Python code sees nothing
+            env=_environment(),  # os.environ: the C library's environment may have more, which Python code does not see
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         let_go(file)
-    process.returncode = 0  # tells Popen that there is nothing left to reap or to warn of: that is ours now
+    process.returncode = 0  # keeps Popen from reaping the process or warning about it: the caller reaps it
     return process.pid
 
 
 def open_child(pid: int) -> Fd:
-    """The pidfd of a child of ours that was started a moment ago. If that fails, the child is gone."""
+    """Open the pidfd of a child that was just started. If that fails, the child is killed and reaped before the error is raised."""
     try:
         return hold(Fd(above_streams(os.pidfd_open(pid))))
     except OSError:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD ignored: reaped by the kernel
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # with SIGCHLD ignored, the kernel has reaped it
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         raise
 
 
 def exit_code(pidfd: int) -> int | None:
-    """The exit code of a dead process, reaped here if it is a child of ours. None: not known, or not yet."""
+    """Return the exit code of a dead process, and reap it if it is a child of this process. None: not known, or not yet."""
     try:
         status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -205,7 +208,7 @@ def _exit_code_by_kernel(pidfd: int) -> int | None:
 
 
 class Watched:
-    """A process known by its pidfd, watched by one loop. To be used in that loop's thread only."""
+    """A process known by its pidfd and watched by one loop. Use it only in that loop's thread."""
 
     pid: int | None = None
 
@@ -217,11 +220,11 @@ class Watched:
         self._gone = False
 
     def spoke(self) -> None:
-        """As Process.spoke. A process that was started once is not started again."""
+        """As Process.spoke. Does nothing: this class never starts its process a second time."""
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal. Once the process is gone: nothing."""
-        # Closed already where the interpreter is about to end: so is the lifeline, which has killed the process.
+        """Send a signal. Once the process is gone, do nothing."""
+        # The pidfd is already closed when the interpreter is ending. So is the lifeline, which has killed the process.
         if self._pidfd is not None and self._pidfd.number >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd.number, signum)
@@ -245,11 +248,11 @@ class Watched:
         return exit_code(pidfd.number)
 
     def _patience(self) -> float:
-        """How long, in seconds, a dead process's exit code may stay away before it counts as unknown."""
+        """How many seconds to wait for the exit code of a dead process before it counts as unknown."""
         return _CODE_PATIENCE
 
     def _finish(self, code: int | None) -> None:
-        """Let go of everything, then tell. The first call counts."""
+        """Release everything, then call `on_exit`. Only the first call does anything."""
         if self._gone:
             return
         self._gone = True
