@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_core.lifecycle": WORDS,
     "_core.restart": WORDS,
     "_core.flow": WORDS,
-    "_core.keys": WORDS,
+    "_core.keys": WORDS | {"_core.names"},
     "_core.names": WORDS,
     "_core.batches": WORDS | {"_core.flow"},
     "_core.dispatch": WORDS | {"_core.batches", "_core.keys", "_core.names"},

@@ -19,6 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from percore._core.names import Name
+
 _WORD: Final = (1 << 64) - 1
 _FEW: Final = 64
 KEPT: Final = 1024
@@ -159,7 +161,7 @@ class Keys(Generic[C, S]):
         seats = self._seats
         if len(seats) < 2:
             return seats[0] if seats else None
-        key_hash = hash(name)
+        key_hash = name.key_hash if isinstance(name, Name) else hash(name)
         return max(seats, key=lambda seat: weight(key_hash, seat.index))
 
     def _place(self, key: Key[C, S]) -> None:

@@ -13,17 +13,14 @@ from weakref import ref
 class Name:
     """Stands for all keys that are equal to one. Two names are equal only if they are the same object."""
 
-    __slots__ = ("__weakref__", "_hash", "value")
+    __slots__ = ("__weakref__", "key_hash", "value")
 
     def __init__(self, value: Hashable, key_hash: int) -> None:
         self.value = value
-        self._hash = key_hash
+        self.key_hash = key_hash
+        """The hash of the key when it was given. An equal key that is given later, under a new name, finds the same worker by it.
 
-    def __hash__(self) -> int:
-        """That of the key when it was given: equal keys given later, under a new name, find the same worker."""
-        return self._hash
-
-    __eq__ = object.__eq__
+        The name itself is hashed by identity, as any object: a call looks its name up in several dicts."""
 
     def __repr__(self) -> str:
         return repr(self.value)
