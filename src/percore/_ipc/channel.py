@@ -1,25 +1,30 @@
-"""A channel: ring, slots, bell and loop become `send` and received messages.
+"""A channel sends messages to its peer and delivers the peer's messages, over two rings, two sets of slots, a bell and a loop.
 
-Both sides use this class. Theory of operation:
+The supervisor and the worker each hold one side of a channel, and both use this class. Theory of operation:
 
-Sending     A message to a peer that has read everything goes into the ring at once (latency), and so does the next one of an
-            iteration of the loop; what follows is queued, and `flush` moves it into the ring when the iteration ends, in few frames
-            and with one ring of the bell (throughput). Of many peers no more are rung at once than can run at once (`Haste`).
-            Threads of a worker use `send_from_thread`: whoever gets the try-lock publishes what everybody has queued, and nobody
-            ever waits for it.
-Full ring   What does not fit stays queued. Reading goes on, so both directions full at once cannot deadlock. No wake-up is lost:
-            1. a flusher finds the ring full; 2. the loop hears that the peer has read, and counts it before it tries to flush;
-            3. that try fails, because the flusher still holds the lock; 4. the flusher lets go of the lock and looks again whether
-            there is something to do, and now there is. The same holds for a ring that is due for positions alone.
-Consumed    What was read is told with the next ring. Where the other side routes by it (`prompt`), an iteration that sends nothing
-            rings for it alone; otherwise once a quarter of the ring is owed, which always leaves room for the largest frame.
-Payloads    A pickle too large for a frame lies in a slot. Where no slot is free it waits, in order, for the next one.
-Broken      Any exception between reading the bell and the last message (a broken peer, a KeyboardInterrupt) leaves positions or
-            messages lost for good: `on_broken` is called, nothing is delivered any more, and the exception goes on if it is not an
-            Exception. The owner ends the peer.
-Fork        A process that is forked from this one has a copy of every channel, of the loop with its readers, and of what is queued.
-            But the bell and the memory are not copied: a bell that the fork reads is lost here, a frame that it writes lies over
-            one of ours. So in a fork no channel is open, whatever the fork does.
+Sending     If the peer has read everything, a message goes into the ring at once, for latency. So does the second message of the
+            same iteration of the loop. Later messages are queued until the iteration ends. Then `flush` moves them into the ring in
+            few frames and rings the bell once, for throughput. `Haste` limits how many peers are rung at once to the number of
+            CPUs. Threads of a worker use `send_from_thread`. The thread that gets the try-lock publishes the messages of all
+            threads, and no thread ever waits for the lock.
+Full ring   Messages that do not fit stay queued. The channel goes on reading, so it cannot deadlock even if both rings are full. No
+            wake-up is lost:
+            1. a flusher finds the ring full;
+            2. the loop receives the peer's new position, and counts it before it tries to flush;
+            3. that try fails, because the flusher still holds the lock;
+            4. the flusher releases the lock, checks again for work, and now finds some.
+            The same holds for a ring of the bell that is due for positions alone.
+Consumed    The next ring of the bell also reports how many bytes were read. The supervisor routes calls by this number, so a worker
+            (`prompt`) rings for it alone after an iteration that sends nothing. The supervisor does so once it owes a quarter of
+            the ring, which always leaves room for the largest frame.
+Payloads    A pickle too large for a frame lies in a slot. If no slot is free, the message waits for one; waiting messages get slots
+            in order.
+Broken      An exception between reading the bell and delivering the last message (a broken peer, a KeyboardInterrupt) loses
+            positions or messages for good. The channel then delivers nothing more and calls `on_broken`, and the exception
+            propagates unless it is an Exception. The owner ends the peer.
+Fork        A forked child has a copy of every channel, of the loop with its readers, and of the queued messages. It shares the bell
+            and the memory with its parent: if it read the bell, the parent would miss a ring, and if it wrote a frame, the frame
+            would overwrite the parent's. So every channel is closed in the child right after the fork.
 """
 
 import asyncio
@@ -45,10 +50,10 @@ RING_SIZE = 1 << 19
 MAX_FRAME = RING_SIZE // 2
 """Bytes of a frame of several messages."""
 LARGEST_FRAME: Final = largest_frame(RING_SIZE)
-"""Bytes of a frame of one. `_messages` and its test tell how large each kind of message can be: none comes near."""
+"""Bytes of a frame of one message. No kind of message comes near this size; a test of `_messages` checks each."""
 _BATCH = 256
 _LAZY = 0.002
-"""How long a message nobody awaits may be held to share a wake-up, in seconds: a wake-up costs the peer more than reading it."""
+"""How long a message nobody awaits may be held to share a wake-up, in seconds. To the peer, waking costs more than reading."""
 _HEAVY = 1 << 17
 
 
@@ -57,10 +62,10 @@ def _ignore(_error: BaseException) -> None:
 
 
 def _checked(data: bytes, op: int) -> bytes:
-    """A frame that fits into the ring.
+    """Return `data`, the frame of a message of kind `op`, if it can ever fit into the ring.
 
     Raises:
-        ValueError: it never will. To wait for that would stop the channel without a word.
+        ValueError: it never can. Waiting for room would silently stop the channel.
     """
     if len(data) > LARGEST_FRAME:
         raise ValueError(f"a message ({op}) of {len(data)} bytes: the largest that fits into the ring has {LARGEST_FRAME}")
@@ -72,32 +77,39 @@ def _unheard(count: int) -> None:
 
 
 class Ticket(Protocol):
-    """Whose private pickle waits for a slot."""
+    """The owner of a pickle that waits for a slot."""
 
     def is_wanted(self) -> bool:
-        """Whether it still has to be sent."""
+        """Whether the pickle still has to be sent."""
 
     def stored(self, payload: int) -> bool:
-        """It lies in a slot now, which is the owner's to free once the other side has read it; False: it is not wanted any more."""
+        """Take over the slot of `payload`, which now holds the pickle. The owner frees it once the other side has read it.
+
+        Return False if the pickle is no longer wanted; the channel then frees the slot and sends nothing.
+        """
 
 
 class Haste:
-    """How many peers are rung at once, shared by the channels of a runner. Of each bell that is heard it begins anew.
+    """A limit on how many peers are rung between two reads of a bell. All channels of a runner share one.
 
-    To ring wakes a process, which is the dearest part of a message. Where no CPU is left for it to run on, it is better woken for
-    all that this iteration of the loop has for it.
+    Ringing wakes a process, which is the most expensive part of sending a message. If no CPU is free to run that process, it is
+    cheaper to wake it once, with all messages that this iteration of the loop sends to it.
     """
 
     __slots__ = ("limit", "rung")
 
     def __init__(self, limit: int) -> None:
-        """`limit`: the number of CPUs."""
+        """`limit` is the number of CPUs."""
         self.limit = limit
         self.rung = 0
 
 
 class Channel:
-    """One side of a channel. All methods are the loop's alone, except `send_from_thread`."""
+    """One side of a channel.
+
+    `send_from_thread`, `keep`, `flush`, and `send_payload` with one of the first two as its `send`, may be called from any thread.
+    All other methods may be called on the loop only.
+    """
 
     def __init__(
         self,
@@ -109,7 +121,7 @@ class Channel:
         prompt: bool,
         leases: int = 0,
     ) -> None:
-        """`leases`: slots of the other side that may go on being used after they were read."""
+        """`leases` is how many slots of the other side may stay in use after they were read."""
         self.loop = loop
         self.tx, self.rx = rings
         self.outgoing, self.incoming = slots
@@ -119,9 +131,9 @@ class Channel:
         self.on_broken: Callable[[BaseException], None] = _ignore
         self.on_batch: Callable[[], None] | None = None
         self.on_logged: Callable[[int], None] = _unheard
-        """Called with how many log records the peer has written, before the messages that it has sent after them."""
+        """Called with the number of log records the peer has written, before the messages that it sent after them."""
         self.haste = Haste(sys.maxsize)
-        """To be replaced where there are several peers."""
+        """Unlimited. A supervisor replaces it with one that the channels of all its workers share."""
         self.full_count = 0
         self._bell = bell
         self._prompt = prompt
@@ -132,7 +144,7 @@ class Channel:
         self._told = 0
         self._rung_at = self._lag = 0.0
         self.waits_since = 0.0
-        """While the peer has something to read: since when it has read nothing."""
+        """While the peer has unread messages, the time since which it has read nothing."""
         self._ends_turn = self._is_lazy = False
         self.is_open = False
         self._bell_waits = False
@@ -144,9 +156,10 @@ class Channel:
         on_broken: Callable[[BaseException], None],
         on_batch: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to receive. `on_frame` takes the messages of a frame, up to one that ends the channel.
+        """Begin to receive.
 
-        `on_batch` is called when all that had been published was delivered, or a full bell takes writes.
+        The channel calls `on_frame` with the messages of each frame, until a call stops the channel; `on_broken` with the exception
+        if the channel breaks; and `on_batch` after everything published was delivered, or when a full bell takes writes again.
         """
         self.on_frame = on_frame
         self.on_broken = on_broken
@@ -158,8 +171,8 @@ class Channel:
     # Sending
 
     def send(self, op: int, call_id: int, body: Body) -> None:
-        """Send a message; it is in the ring at the latest when this iteration of the loop ends, unless the ring is full."""
-        if self._ends_turn:  # in company, then
+        """Send a message. It is in the ring when this iteration of the loop ends, or earlier, unless the ring is full."""
+        if self._ends_turn:  # the flush at the end of the iteration sends it together with others
             self._queue.append((op, call_id, body))
             if type(body) is bytes:
                 self._heavy += len(body)
@@ -176,11 +189,11 @@ class Channel:
         ):
             self._send_in_turn(op, call_id, body)
             return
-        # The peer waits for us: nothing to gain by waiting for more. This is `flush` for one message, in as few calls as can be:
-        # after a wait every function is cold, and costs a microsecond.
+        # The peer is idle, so holding the message back gains nothing. This is `flush` for one message, in as few calls as possible:
+        # after a wait each call of a function costs a microsecond, because its code is no longer in the CPU's caches.
         try:
             data = encode([(op, call_id, body)])
-            if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled it since we looked
+            if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled the ring since the check
                 self._frame = _checked(data, op)
             else:
                 published = tx.write(data)
@@ -196,12 +209,12 @@ class Channel:
                 raise
         finally:
             self._lock.release()
-        if self._queue or self._is_ring_due:  # a thread may have tried meanwhile
+        if self._queue or self._is_ring_due:  # a thread may have tried to flush meanwhile
             self.flush()
 
     def _send_in_turn(self, op: int, call_id: int, body: Body) -> None:
         self.send_later(op, call_id, body)
-        if self.haste.rung < self.haste.limit or self.tx.written != self.tx.acknowledged:  # else it is not even awake
+        if self.haste.rung < self.haste.limit or self.tx.written != self.tx.acknowledged:  # else the peer is not even awake
             self.flush()
 
     def _enqueue(self, op: int, call_id: int, body: Body) -> None:
@@ -210,23 +223,26 @@ class Channel:
             self._heavy += len(body)
 
     def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
-        """As `send`, from any thread; the message is in the ring on return, unless another thread is about to do that."""
+        """Like `send`, from any thread.
+
+        On return the message is in the ring, unless the ring is full or another thread is about to publish it.
+        """
         self._enqueue(op, call_id, body)
         self.flush()
 
     def keep(self, op: int, call_id: int, body: Body) -> None:
-        """As `send_from_thread`, but the message travels with the next one that is sent, or with the next `flush`."""
+        """Like `send_from_thread`, but leave the message queued until the next one is sent or `flush` is called."""
         self._enqueue(op, call_id, body)
 
     def send_later(self, op: int, call_id: int, body: Body) -> None:
-        """As `send`, but together with what else this iteration of the loop sends."""
+        """Like `send`, but together with the other messages of this iteration of the loop."""
         self._enqueue(op, call_id, body)
         if not self._ends_turn:
             self._ends_turn = True
             self.loop.call_soon(self._end_turn)
 
     def send_lazily(self, op: int, call_id: int, body: Body) -> None:
-        """As `send`, but together with what is sent next, within two milliseconds."""
+        """Like `send`, but together with the next message that is sent, or alone after two milliseconds."""
         self._enqueue(op, call_id, body)
         if not self._is_lazy:
             self._is_lazy = True
@@ -244,7 +260,11 @@ class Channel:
         send: Callable[[int, int, Body], None] | None = None,
         ticket: Ticket | None = None,
     ) -> None:
-        """Send a message whose body may be a private pickle too large for a frame; that waits for a slot."""
+        """Send a message whose body may be a pickle too large for a frame.
+
+        Such a pickle is copied into a slot. If no slot is free, the message is sent once one is. `send` is the method that sends
+        it; the default is `Channel.send`. `ticket` is asked before a pickle that waited is sent, and takes over the slot.
+        """
         if type(body) is bytes and len(body) > INLINE_LIMIT:
             payload = self.outgoing.store(body)
             if payload is None:
@@ -261,7 +281,7 @@ class Channel:
     def _retry_payload(self, op: int, call_id: int, body: Body, ticket: Ticket | None) -> bool:
         if not self.is_open or (ticket is not None and not ticket.is_wanted()):
             return False
-        # In whatever thread gave the slot back.
+        # This runs in the thread that gave the slot back.
         self.send_payload(op, call_id, body, self.send_from_thread, ticket)
         return True
 
@@ -270,7 +290,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Move what is queued into the ring, as far as it fits, and ring."""
+        """Move the queued messages into the ring, as far as they fit, and ring the bell."""
         try:
             while self.is_open and (self._is_ring_due or self._has_work()) and self._lock.acquire(False):
                 try:
@@ -286,15 +306,15 @@ class Channel:
                 raise
 
     def is_flushed(self) -> bool:
-        """Whether all that was sent has been published. Asked on the loop, while no thread sends."""
+        """Whether everything sent has been published. Call it on the loop, while no thread sends."""
         return not (self._queue or self._frame is not None or self._bell_waits or self.outgoing.is_awaited())
 
     def has_read(self) -> bool:
-        """Whether the peer has read all that was sent. If it has not, a prompt peer tells when it has: `on_batch` is called."""
+        """Whether the peer has read everything sent. If not, and if the peer is prompt, `on_batch` is called when it has."""
         return self.tx.written == self.tx.acknowledged and not self._queue and self._frame is None
 
     def lag(self) -> float:
-        """Seconds from the last ring to the news that the peer has read what it was for; until now, where it has not."""
+        """Seconds the peer took to report that it had read the last frame, or, if it has not yet, at least the time since then."""
         return self._lag if self.tx.written == self.tx.acknowledged else max(self._lag, monotonic() - self._rung_at)
 
     def _has_work(self) -> bool:
@@ -340,12 +360,12 @@ class Channel:
             self.loop.call_soon_threadsafe(self._watch_bell)
 
     def _next_frame(self) -> bytes:
-        """One frame of what is queued: all of it where that is little, else as much as fits."""
+        """Take as many queued messages as fit into a frame, and return the frame."""
         queue = self._queue
         if self._heavy < _HEAVY:
             count = min(len(queue), _BATCH)
         else:
-            # By index: threads may append meanwhile, which an iterator would not survive.
+            # By index: an iterator would raise if a thread appended meanwhile.
             count, size = 0, 0
             while count < min(len(queue), _BATCH):
                 body = queue[count][2]
@@ -394,8 +414,8 @@ class Channel:
         self._is_ring_due = True
         self.flush()
 
-    def receive(self) -> None:  # noqa: C901, PLR0912  # one function, since each more costs every message a microsecond
-        """Read the bell once and deliver all that was published. Also for the last words of a peer that has died."""
+    def receive(self) -> None:  # noqa: C901, PLR0912  # each further function would cost every message a microsecond
+        """Read the bell once and deliver everything published. Also used for the last messages of a peer that has died."""
         if not self.is_open:
             return
         rx, tx = self.rx, self.tx
@@ -421,7 +441,7 @@ class Channel:
                     return
             while rx.read != rx.end:
                 self.on_frame(decode(rx.next()))
-                if not self.is_open:  # one of its messages, or what it made us send, has ended the channel
+                if not self.is_open:  # one of the messages, or sending a reply to it, has stopped the channel
                     return
             if self.on_batch is not None:
                 self.on_batch()
@@ -445,7 +465,7 @@ class Channel:
                     self.loop.remove_writer(self._bell.out_fileno())
 
     def close(self) -> None:
-        """Stop, and let go of bell and rings. Idempotent."""
+        """Stop, close the bell and release the rings. Idempotent."""
         self.stop()
         self._bell.close()
         self.tx.release()
@@ -453,9 +473,10 @@ class Channel:
         self._queue.clear()
 
     def disown(self) -> None:
-        """This is a fork of the process that opened it, which goes on using it: touch neither the bell nor the memory."""
+        """Close this copy in a forked child. The parent goes on using the channel, so touch neither the bell nor the memory."""
         self.is_open = False
-        # The copied loop shares one epoll with ours: ending, it would take descriptors out of it that it has open, too.
+        # The loops of parent and child share one epoll. At its end the child's loop removes the descriptors that the child still
+        # has open from it, for the parent as well. So close them here.
         self._bell.close()
         self.outgoing.disown()
 

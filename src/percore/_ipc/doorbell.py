@@ -1,16 +1,17 @@
-"""Bells that carry positions: how the two sides of a channel wake each other and hand bytes over.
+"""Bells: the two sides of a channel use them to wake each other, and to report the positions of their rings.
 
-Ringing tells how many bytes were published in one's own ring and how many were consumed of the other's, both since the last ring.
-The system call is also the memory barrier: see `ring`.
-A worker's bell tells of its log records, too. They have a ring of their own (`_worker.logs`), but one bell keeps the order: who
-hears of a message has heard of the records that were written before it.
+A ring of the bell carries two numbers: how many bytes this side has published in its own ring, and how many it has consumed from
+the other side's, both since the last ring. The system call is also the memory barrier (see the module `ring`). A worker's bell also
+counts its log records. These have a separate ring (`_worker.logs`), but share the bell, which keeps the order: a supervisor that
+receives a message has already been told of the records that were written before it.
 
-EventBell   an eventfd a direction. Its counter adds up, so rings coalesce in the kernel, it never fills (the sums are bounded by
-            the ring sizes), and what was rung stays readable after the ringer was killed. Reading empties the counter: an exception
-            between that and counting loses positions for good, so whoever reads must treat one as the end of the channel.
-SocketBell  where there is no eventfd: a datagram pair a direction, with cumulative positions. It can fill up; `ring` then says so,
-            and only the newest positions have to be sent once the socket takes some again. One pair for both directions would
-            lose the last words of a peer: a datagram to a dead one makes the kernel throw away what it had sent.
+EventBell   One eventfd per direction. Its counter adds up, so several rings become one in the kernel. It never overflows, since the
+            ring sizes bound the sums, and it stays readable after its writer was killed. Reading resets the counter. An exception
+            between reading and counting therefore loses positions for good, and the reader must then end the channel.
+SocketBell  For systems without eventfd: one datagram socket pair per direction, with cumulative positions. It can fill up. `ring`
+            then returns False, and only the newest positions have to be sent once the socket takes data again. A single pair for
+            both directions would lose the last messages of a peer: a datagram sent to a dead peer makes the kernel discard the data
+            that the peer had sent.
 """
 
 import errno
@@ -21,42 +22,48 @@ from typing import Protocol
 
 from percore._platform import HAS_EVENTFD
 
-# An eventfd's counter, from below: bytes published, bytes consumed, log records. None can run over: no ring holds as much.
+# The bits of an eventfd's counter, from the lowest: bytes published, bytes consumed, log records. No field can overflow, because no
+# ring holds that much.
 _PUBLISHED = (1 << 32) - 1
 _CONSUMED_AT, _CONSUMED = 32, (1 << 20) - 1
 _LOGGED_AT = 52
 
 
 class Bell(Protocol):
-    """One side's pair of bells."""
+    """One side's bell: it rings the other side, and reads what the other side rang."""
 
     def fileno(self) -> int:
-        """What becomes readable when the other side rings."""
+        """Return the descriptor that becomes readable when the other side rings."""
 
     def out_fileno(self) -> int:
-        """What becomes writable when `ring` can tell again what it could not."""
+        """Return the descriptor that becomes writable when `ring` can send again."""
 
     def ring(self, published: int, consumed: int) -> bool:
-        """Tell the other side. False: it could not be told everything now; call `ring(0, 0)` when the bell takes writes again."""
+        """Report `published` and `consumed` bytes more to the other side.
+
+        Return False if the bell is full; then call `ring(0, 0)` when it takes writes again.
+        """
 
     def log(self, count: int) -> bool:
-        """Tell the other side of so many log records more. False: not yet; call `log(0)` when the bell takes writes again.
+        """Report `count` log records more to the other side.
 
-        From any thread, one at a time; another one may ring meanwhile.
+        Return False if the bell is full; then call `log(0)` when it takes writes again. Any thread may call this, but only one at a
+        time. Another thread may call `ring` meanwhile.
         """
 
     def read(self) -> tuple[int, int, int]:
-        """Bytes published and consumed, and log records written by the other side since the last read.
+        """Return the numbers of bytes published, bytes consumed and log records that the other side has reported since the last
+        read.
 
         Raises:
-            BlockingIOError: nobody rang.
+            BlockingIOError: the other side has not rung since.
         """
 
     def close(self) -> None: ...
 
 
 class EventBell:
-    """One side of a pair of eventfds."""
+    """A bell of two eventfds, one for each direction."""
 
     __slots__ = ("in_fd", "out_fd")
 
@@ -90,12 +97,12 @@ class EventBell:
 
 
 class SocketBell:
-    """One side of a datagram socket pair."""
+    """A bell of two datagram socket pairs, one for each direction."""
 
     __slots__ = ("_consumed", "_in", "_logged", "_out", "_peer_consumed", "_peer_logged", "_peer_published", "_published", "_told")
 
     _RECORD = struct.Struct("<QQ")
-    _LOGGED = struct.Struct("<Q")  # on its own: `ring` and `log` are called side by side
+    _LOGGED = struct.Struct("<Q")  # a separate record, because two threads may call `ring` and `log` at once
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
         self._out = socket.socket(fileno=out_fd)
@@ -128,7 +135,7 @@ class SocketBell:
         try:
             self._out.send(record)
         except OSError as error:
-            # Else the other side is gone. Its death is reported elsewhere; there is nobody left to tell.
+            # Any other error means that the other side is gone. Its death is reported elsewhere, so ignore the error.
             return error.errno not in (errno.EAGAIN, errno.ENOBUFS)
         return True
 
@@ -136,7 +143,7 @@ class SocketBell:
         published, consumed, logged = self._peer_published, self._peer_consumed, self._peer_logged
         try:
             record = self._in.recv(self._RECORD.size)
-        except ConnectionResetError:  # how some systems say that the other side has died: its owner hears of that elsewhere
+        except ConnectionResetError:  # some systems raise this if the other side has died, which is reported elsewhere
             raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
         while record:
             if len(record) == self._RECORD.size:
@@ -155,10 +162,10 @@ class SocketBell:
 
 
 def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The descriptors of a new pair of bells: those of one side, those of the other.
+    """Create the descriptors of a pair of bells. Return those of one side and those of the other.
 
     Raises:
-        OSError: no descriptors left; nothing leaked.
+        OSError: no descriptors are left. Those already opened have been closed.
     """
     if not HAS_EVENTFD:
         down = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -181,5 +188,5 @@ def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def bell_of(fds: tuple[int, ...]) -> Bell:
-    """One side's bell over its descriptors, which it takes over."""
+    """Make one side's bell from its descriptors, and take them over."""
     return EventBell(*fds) if HAS_EVENTFD else SocketBell(*fds)

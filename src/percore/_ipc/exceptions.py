@@ -1,11 +1,12 @@
-"""The user's exceptions as bytes: each arrives as itself, or as a RemoteError that says what it was.
+"""Pickle and unpickle the user's exceptions. Each arrives as itself, or as a RemoteError that describes it.
 
-What travels is a flat list of *nodes*, one for each exception that can be reached by `__cause__` and by the members of
-groups, members before their group, and the traceback as text. Each node is pickled on its own and read back in the
-worker: one that does not survive becomes a RemoteError at its place, and costs the others nothing. Causes are indexes,
-so cycles of them need no care.
+The wire form is the traceback as text and a flat list of *nodes*: one for each exception that is reachable by `__cause__` or as a
+member of a group, with members before their group. The worker pickles each node separately and unpickles it again as a test. A node
+that fails this becomes a RemoteError in the same place, and the other nodes are not affected. Causes are indexes into the list, so
+cycles of causes need no special treatment.
 
-Nothing an exception's own code does (`__str__`, `__reduce__`, `__setstate__`, SystemExit in any of them) leaves here.
+No exception that the user's exception code raises (in `__str__`, `__reduce__`, `__setstate__`), not even SystemExit, leaves this
+module.
 """
 
 import asyncio
@@ -34,38 +35,38 @@ from percore._ipc.reducers import refresh
 
 F = TypeVar("F", bound=File)
 
-# Raised into the awaiting task these would end the caller's program, or be taken for its own cancellation.
+# In the awaiting task these would end the caller's program, or count as a cancellation of that task.
 _NEVER_ITSELF = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-# Without a bound, then with one: what is left of the traceback when `max_message` refused the exception.
+# How many characters of the traceback to keep, in turn, if the exception is larger than `max_message`.
 _SHORTER = (32768, 1024)
 _NO_NODE = -1
 
 
 class _Node(NamedTuple):
-    """One exception on the wire, as a plain tuple."""
+    """One exception on the wire, where it is a plain tuple."""
 
-    payload: bytes | None  # None: does not travel as itself
+    payload: bytes | None  # None: the exception arrives as a RemoteError
     type_name: str
     text: str
-    why: str  # why it does not travel as itself, where that needs saying
+    why: str  # why it does not arrive as itself, or empty if that is intended
     members: tuple[int, ...]
     cause: int
     suppress_context: bool
 
 
 class _Made(NamedTuple):
-    """An exception that is to travel and the members it is rebuilt from (none: its payload is the whole of it)."""
+    """An exception to send, and the members to rebuild it from. Without members its payload holds all of it."""
 
     exc: BaseException
     members: tuple[BaseException, ...]
 
 
 def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_value: bool, as_itself: bool = False) -> F:
-    """Write `exc`, the chain of its causes and its traceback to a new file, and return that.
+    """Write `exc`, the chain of its causes and its traceback to a file that `new_file` makes, and return the file.
 
-    What is too large for a file arrives as the error that `write` raised (PayloadTooLarge), with the end of the
-    traceback of `exc`. `as_itself`: so does one of a class that otherwise never does.
-    Never raises an Exception. Changes nothing of `exc`.
+    If the exception is too large for a file, the error that `write` raised (PayloadTooLarge) is sent instead, with the end of the
+    traceback of `exc`. With `as_itself`, `exc` arrives as itself even if it is of a class that otherwise becomes a RemoteError,
+    such as SystemExit. Never raises an Exception, and leaves `exc` unchanged.
     """
     text = format_traceback(exc)
     refused: Exception | None = None
@@ -75,18 +76,19 @@ def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_val
         file = new_file()
         try:
             pickle.Pickler(file, PROTOCOL).dump(wire)
-        except Exception as error:  # the file's: there is nothing of the user's left in the wire
+        except Exception as error:  # the file raised it: the wire form contains no objects of the user
             file.reset()
             refused = error
         else:
             return file
-    return new_file()  # not even a kilobyte: load_exception knows an empty one
+    return new_file()  # not even a kilobyte fits: `load_exception` recognises an empty file
 
 
 def load_exception(data: bytes | memoryview) -> BaseException:
-    """Make the exception that `data` tells of, its remote traceback at the end of its `__cause__` chain.
+    """Rebuild the exception from `data`, and put its remote traceback at the end of its `__cause__` chain.
 
-    Never raises: what cannot be made here (a class that only the worker has) becomes a RemoteError.
+    Never raises. An exception that cannot be rebuilt here, for example because only the worker has its class, becomes a
+    RemoteError.
     """
     if not len(data):
         return RemoteError("Exception", "the exception is larger than max_message and could not be sent")
@@ -96,7 +98,7 @@ def load_exception(data: bytes | memoryview) -> BaseException:
         made = _decode([_Node(*node) for node in nodes], text)
         _end_chain(made[root], RemoteTraceback(text))
         return made[root]
-    except BaseException as error:  # a bad frame, or no memory for it
+    except BaseException as error:  # damaged data, or too little memory
         return RemoteError(type_name_of(error), f"the exception could not be unpickled: {text_of(error)}", format_traceback(error))
 
 
@@ -106,13 +108,13 @@ def load_exception(data: bytes | memoryview) -> BaseException:
 def _encoded(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
     try:
         return _encode(root, main_by_value, as_itself)
-    except BaseException as error:  # its class fails at being asked what it is, or there are too many nodes for the memory
+    except BaseException as error:  # code of its class raised, or memory ran out over the nodes
         why = f"{type_name_of(error)}: {text_of(error)}"
         return 0, [tuple(_Node(None, type_name_of(root), text_of(root), why, (), _NO_NODE, suppress_context=False))]
 
 
 def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
-    # A future of asyncio refuses these; PEP 479 says what they become.
+    # An asyncio future does not accept these. They become a RuntimeError, as PEP 479 has it for generators.
     if not as_itself and isinstance(root, StopIteration | StopAsyncIteration):
         root, stop = RuntimeError(f"the call raised {type(root).__qualname__}"), root
         root.__cause__ = stop
@@ -137,7 +139,7 @@ def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[
 
 
 def _collect(root: BaseException) -> tuple[list[_Made], dict[int, int]]:
-    """Everything reachable, members before their group, each once. No recursion: chains and groups may be deep."""
+    """Collect each reachable exception once, members before their group. It does not recurse: chains and groups may be deep."""
     order: list[_Made] = []
     index: dict[int, int] = {}
     roots = [root]
@@ -165,7 +167,7 @@ def _members(exc: BaseException) -> tuple[BaseException, ...]:
 
 
 def _payload(exc: BaseException, members: tuple[BaseException, ...], main_by_value: bool) -> tuple[bytes | None, str]:
-    """The pickle of `exc` that gives it back, or None and the reason."""
+    """Return a pickle from which `exc` can be rebuilt and an empty reason, or None and the reason why there is none."""
     thing: object = (type(exc), GROUP_MESSAGE.__get__(exc), state_of(exc)) if members else exc
     try:
         payload = _dumps(thing, main_by_value)
@@ -185,7 +187,7 @@ def _dumps(thing: object, main_by_value: bool) -> bytes:
         pickler.dispatch_table = proxy_table()
         pickler.dump(thing)
     except (pickle.PicklingError, AttributeError, TypeError):
-        by_reference = None  # cloudpickle's turn; if it fails too, its error is the one that counts
+        by_reference = None  # try cloudpickle; if that fails too, its error is reported
     else:
         by_reference = buffer.getvalue()
     if by_reference is not None and not (main_by_value and b"__main__" in by_reference):
@@ -252,7 +254,7 @@ def _make(node: _Node, members: tuple[BaseException, ...], text: str) -> BaseExc
 
 
 def _end_chain(exc: BaseException, last: RemoteTraceback) -> None:
-    """Make `last` the end of the chain of causes; where the chain comes back to itself, it ends instead."""
+    """Append `last` to the chain of causes. If the chain is a cycle, break it and append `last` there."""
     seen = {id(exc)}
     while (cause := CAUSE.__get__(exc)) is not None and id(cause) not in seen:
         seen.add(id(cause))

@@ -1,8 +1,8 @@
-"""Leases: slots that the receiver goes on using after it has read them, because arrays lie there.
+"""Leases: slots that the receiver keeps using after it has read them, because arrays lie there.
 
-A buffer that arrives is a view of the slot it travelled in. The slot is leased until the last such view has gone; a finaliser knows
-that (`exports`), and the loop tells the writer. Leases are limited: a receiver that already holds as many as it may copies further
-buffers out, so that views that somebody keeps never stop the traffic.
+A large buffer arrives as a view of the slot it travelled in, without a copy. The receiver leases the slot until the last such view
+is freed. Then a finaliser (`exports`) schedules a callback in the loop, and the callback tells the writer. The number of leases is
+limited. A receiver at its limit copies further buffers out of their slots, so views that the user keeps never use up all slots.
 """
 
 import pickle
@@ -18,17 +18,17 @@ from percore._messages import SLOT_MASK, Payload
 
 
 class Received:
-    """A payload that has arrived, to be unpickled once.
+    """A payload that has arrived. It can be unpickled once.
 
     Attributes:
-        size: its bytes.
-        is_leased: whether its slot is in use for longer than the unpickling takes.
+        size: the size of the payload in bytes.
+        is_leased: whether its slot stays in use after the payload is unpickled.
     """
 
     __slots__ = ("_buffers", "_data", "_pickled", "is_leased", "size")
 
     def __init__(self, data: memoryview | bytes, pickled: int, buffers: Sequence[memoryview | bytes], *, is_leased: bool) -> None:
-        """`pickled`: bytes of the pickle in `data`. `buffers`: what travels beside it, to be copied unless it is leased."""
+        """The first `pickled` bytes of `data` are the pickle. `buffers` are those beside it, which `load` copies if not leased."""
         self.size = len(data)
         self.is_leased = is_leased
         self._data = data
@@ -36,11 +36,11 @@ class Received:
         self._buffers = buffers
 
     def load(self) -> Any:
-        """Unpickle it.
+        """Unpickle the payload and return the object.
 
         Raises:
-            MemoryError: there is too little for a copy of its buffers.
-            BaseException: whatever the user's objects raise.
+            MemoryError: there is too little memory to copy the buffers.
+            BaseException: any exception that the user's code raises in unpickling.
         """
         data, buffers = self._data, self._buffers
         self._data, self._buffers = b"", ()
@@ -56,25 +56,26 @@ class Received:
 
 
 class Leases:
-    """Reads what the other side has put into its slots. From any thread, but for its making."""
+    """Reads the payloads that the other side has put into its slots. All methods may be called from any thread."""
 
     def __init__(self, slots: SlotReader, endings: Endings, limit: int) -> None:
-        """At most `limit` slots are leased at a time."""
+        """Lease at most `limit` slots at a time. Call this in the thread of the loop."""
         self._slots = slots
         self._endings = endings
         self._limit = limit if slots.may_lease else 0
         self._lock = threading.Lock()  # for arithmetic alone
         self._leased: set[int] = set()
         self.on_end: Callable[[int], None]
-        """Called with the payload of each lease, in the loop, when it has ended."""
+        """Called in the loop with the payload of each lease that has ended."""
 
     def receive(self, payload: Payload) -> Received:
-        """A payload that the other side sent; its slot stays as it is until the other side is told otherwise.
+        """Read a payload that the other side sent. The other side leaves its slot alone until this side releases it.
 
-        Where it is leased the other side has to be told so before, and hears of its end from `on_end`.
+        If the result is leased, the caller must tell the other side so before it releases the slot. `on_end` then tells the other
+        side of the end of the lease.
 
         Raises:
-            BrokenFrame: it does not lie in a slot, or its buffers do not lie in it.
+            BrokenFrame: the payload does not lie in a slot, or a buffer does not lie in the payload.
         """
         data = self._slots.read(payload)
         if not has_buffers(data):
@@ -84,33 +85,36 @@ class Leases:
             return Received(data, pickled, [data[start:end] for start, end in places], is_leased=False)
         try:
             seen = export(self._slots.own(payload), self._endings, partial(self._end, payload))
-        except BaseException:  # no memory even for that: then there is no view whose end would be heard of
+        except BaseException:  # out of memory: there is no view, and so no end of a view
             self._give_up(payload & SLOT_MASK)
             raise
         return Received(data, pickled, parts_of(seen, places), is_leased=True)
 
     def receive_shared(self, payload: int, ended: Callable[[], None]) -> Received:
-        """A payload that others read as well: its buffers can only be read. `ended` is called when the last view has gone."""
+        """Read a payload that other processes read too. Its buffers are read-only.
+
+        `ended` is called in the loop when the last view of the payload is freed.
+        """
         data = self._slots.read(payload)
         assert isinstance(data, memoryview)
         pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
         if self._slots.may_lease:
             seen = export(self._slots.own(payload), self._endings, ended)[: len(data)].toreadonly()
-        else:  # what can only be read cannot be exported either
+        else:  # ctypes cannot export read-only memory
             seen = memoryview(bytes(data))
             self._endings.add(ended)
-        # All of it is read through that one view: its last use is the end, also where there are no buffers.
+        # The pickle is read through the exported view as well, so `ended` is called even if there are no buffers.
         return Received(seen, pickled, parts_of(seen, places, readonly=True), is_leased=True)
 
     @property
     def count(self) -> int:
-        """How many slots are leased."""
+        """The number of leased slots."""
         return len(self._leased)
 
     def _begin(self, slot: int) -> bool:
         with self._lock:
-            # One that is leased already (of an attempt before this one, or of a function that two threads unpickle at once) has
-            # been written to, and what is written now would be forgotten with that.
+            # The slot may be leased already: by an earlier attempt, or if two threads unpickle one function at once. Then its first
+            # holder may have written to it, and the end of the first lease would discard what a second holder writes.
             if len(self._leased) >= self._limit or slot in self._leased:
                 return False
             self._leased.add(slot)

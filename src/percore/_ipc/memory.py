@@ -1,7 +1,8 @@
-"""Shared memory without a name: sealed sparse memfds, or unlinked files where there is no memfd.
+"""Shared memory without a name: sealed, sparse memfds, or unlinked files on systems without memfd.
 
-Nothing here outlives its last descriptor and mapping, so a kill needs no clean-up. The size is fixed for good (sealed), which is
-what makes it safe to map: nobody can truncate it under a reader, who would get SIGBUS. Only pages that were touched take memory.
+The memory is freed with its last descriptor and mapping, so nothing needs cleaning up after a kill. Seals fix the size of a memfd
+for good. That makes it safe to map: no process can truncate it, which would kill its readers with SIGBUS. Only pages that were
+touched take memory.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL; required under vm.memfd_noexec=2, unknown
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _PAGE = mmap.PAGESIZE
 _FILLED = 16 << 20
-"""Bytes up to which a file is no hole: where the disk is full that is an error here, and SIGBUS for whoever writes to a hole."""
+"""Files of up to this many bytes are allocated at once. On a full disk that raises; writing to a hole would be a SIGBUS."""
 _LESSON = 31 << 20
 _TRACK = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
@@ -34,7 +35,7 @@ def _memfd() -> int:
 
 
 def _unlinked_file() -> tuple[int, int]:
-    """A file nobody else can open any more, opened for writing and, apart from that, for reading."""
+    """Create a file and remove its name. Return two descriptors, one for reading and writing and one for reading only."""
     import tempfile  # seldom needed, and not cheap to import
 
     fd, path = tempfile.mkstemp(prefix="percore-")
@@ -49,10 +50,10 @@ def _unlinked_file() -> tuple[int, int]:
 
 
 def anonymous_file() -> int:
-    """A new, empty file without a name.
+    """Create an empty file without a name, and return its descriptor.
 
     Raises:
-        OSError: no descriptor, or no place for it.
+        OSError: no descriptor or no space is left.
     """
     if HAS_MEMFD:
         return _memfd()
@@ -63,11 +64,11 @@ def anonymous_file() -> int:
 
 _CHUNK = 1 << 16
 _PRISTINE = frozenset({0, 0xA0, 0xA1})
-"""The highest byte of what is said of a page that is not mapped, or is one of a file (Linux, admin-guide/mm/pagemap)."""
+"""The highest byte of the pagemap entry of a page that is unmapped or belongs to a file (Linux, admin-guide/mm/pagemap)."""
 
 
 def _is_pristine(address: int, end: int) -> bool:
-    """Whether no page of this process in [address, end) was copied because somebody wrote to it. False also where nobody tells."""
+    """Whether no page of this process in [address, end) is a private copy made by a write. False if /proc does not say."""
     try:
         fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -85,18 +86,19 @@ def _is_pristine(address: int, end: int) -> bool:
 
 
 def keep_heap_warm() -> None:
-    """Have malloc keep what is freed at the end of its heap, up to 62 MiB, for the next message.
+    """Make glibc's malloc keep up to 62 MiB of freed memory at the end of its heap for the next message.
 
-    By default glibc gives it back with almost every free of a message of more than 128 KiB, and the next one finds fresh pages,
-    which cost ten times what copying does. It learns better from the first larger block that is freed: its limits are then that
-    block's size and twice that, as in any program that has used one (mallopt(3), M_MMAP_THRESHOLD). This block is never touched,
-    and just below the largest that counts. Elsewhere it does nothing.
+    By default glibc returns such memory to the system at almost every free of a message of more than 128 KiB. The next message then
+    takes fresh pages, which cost ten times as much as copying. glibc adapts to the first larger block that is freed: the size of
+    that block becomes its threshold for mmap, and twice the size its threshold for trimming (mallopt(3), M_MMAP_THRESHOLD). So this
+    function allocates and frees a block just below the largest size that counts, without touching it. With another malloc it has no
+    effect.
     """
     bytes(_LESSON)
 
 
 def _sized_file(size: int) -> tuple[int, int]:
-    """A file for memory of so many bytes: open for writing and, where that cannot be had later, for reading."""
+    """Create a file of `size` bytes. Return a descriptor for writing and one for reading only, which is -1 for a memfd."""
     fd, reader = (_memfd(), -1) if HAS_MEMFD else _unlinked_file()
     try:
         os.ftruncate(fd, size)
@@ -113,7 +115,7 @@ def _sized_file(size: int) -> tuple[int, int]:
 
 
 def has_address_space(size: int) -> bool:
-    """Whether this process could map `size` bytes more, now and in one piece. It costs two system calls, and no memory."""
+    """Whether this process could now map another `size` bytes in one piece. The test takes two system calls and no memory."""
     try:
         mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, 0).close()
     except (OSError, OverflowError):
@@ -122,21 +124,21 @@ def has_address_space(size: int) -> bool:
 
 
 class Memory:
-    """One mapped piece of shared memory and, at its creator, the descriptors to hand on."""
+    """A mapped piece of shared memory, with the descriptors that its creator passes to other processes."""
 
     __slots__ = ("_address", "_map", "_own", "_reader", "fd", "own", "size", "view")
 
     def __init__(self, fd: int, size: int, *, writable: bool, reader: int = -1) -> None:
-        """Map `size` bytes of `fd` and take both descriptors over.
+        """Map `size` bytes of `fd`, and take over both descriptors. `reader` is one for reading only, or -1.
 
         Raises:
-            OSError: the address space does not hold it (ENOMEM under a limit); the descriptors are closed then.
+            OSError: too little address space is left (ENOMEM under a limit). The descriptors have been closed.
         """
         self.fd = fd
         self._reader = reader
         self.size = size
         self._address: int | None = None
-        """Where it is mapped, if its pages are copied when they are written to here; 0: not asked for yet."""
+        """The address of `own` if a write copies its pages, else None. 0 if the address was not needed yet."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | _NORESERVE, protection, **_TRACK)
@@ -144,17 +146,18 @@ class Memory:
             self.close_fds()
             raise
         self.view = self.own = memoryview(self._map)
-        """`own`: what a receiver may go on using, and write to where that is not read-only."""
+        """`own` is the view that a receiver may keep using, and write to unless it is read-only."""
         self._own = self._map
 
     @classmethod
     def of_reader(cls, fd: int, size: int) -> Self:
-        """Memory of someone else, which stays as it is: what is written to `own` is seen there alone, until `forget_writes`.
+        """Map memory that another process writes.
 
-        Where the system does not take that (it counts all of it as if it were written) it can only be read.
+        Writes to `own` change private copies of the pages, which only `own` shows, until `forget_writes` drops them. `own` is
+        read-only if the system refuses such a mapping (it may count all of it as memory in use), and on systems other than Linux.
 
         Raises:
-            OSError: as for the other kinds.
+            OSError: too little address space is left. The descriptor has been closed.
         """
         memory = cls(fd, size, writable=False)
         if sys.platform == "linux":  # elsewhere MADV_DONTNEED does not bring the original back
@@ -165,19 +168,22 @@ class Memory:
         return memory
 
     def part(self, start: int, end: int) -> memoryview:
-        """A view of [start, end) that shares nothing with other views: each may be used and let go of in another thread.
+        """Return a view of [start, end) that shares no state with other views, so each may be used and released in another thread.
 
-        Views that are cut from one view count together how many they are, and without a GIL two threads may miscount: the view they
-        were cut from then counts as released while it is in use.
+        Slices of one view share a counter. Without the GIL two threads may miscount, and then the original view counts as released
+        while it is in use.
         """
         return memoryview(self._map)[start:end]
 
     def own_part(self, start: int, end: int) -> memoryview:
-        """As `part`, of what a receiver may go on using (see `own`)."""
+        """Like `part`, but a view of `own`."""
         return memoryview(self._own)[start:end]
 
     def forget_writes(self, start: int, end: int) -> None:
-        """What was written over memory of someone else in [start, end), which begins with a page, is gone."""
+        """Drop what this process wrote to `own` in [start, end), so that it shows the shared memory again.
+
+        `start` must be the start of a page. `end` is rounded up to the end of one.
+        """
         if self._address is None:
             return
         if not self._address:
@@ -190,20 +196,20 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """New memory of `size` bytes, all zero, none of it touched.
+        """Create memory of `size` bytes. It reads as zero, and takes no pages yet.
 
         Raises:
-            OSError: no descriptor, no address space, or larger than RLIMIT_FSIZE.
+            OSError: no descriptor or too little address space is left, or `size` exceeds RLIMIT_FSIZE.
         """
         fd, reader = _sized_file(size)
         return cls(fd, size, writable=True, reader=reader)
 
     @classmethod
     def create_for_writer(cls, size: int) -> Self:
-        """As `create`, but it is someone else who will write it, and this is the reader.
+        """Like `create`, but for memory that another process writes and this process reads (`of_reader`).
 
         Raises:
-            OSError: likewise.
+            OSError: as for `create`.
         """
         fd, reader = _sized_file(size)
         if reader >= 0:
@@ -211,24 +217,24 @@ class Memory:
         return cls.of_reader(fd, size)
 
     def reader_fd(self) -> int:
-        """A new descriptor through which this memory can only be read; the caller closes it."""
+        """Return a new descriptor that allows only reading. The caller closes it."""
         if self._reader >= 0:
             return os.dup(self._reader)
         try:
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # no /proc: the reader is then trusted to map it read-only
+        except FileNotFoundError:  # no /proc: trust the reader to map it read-only
             return os.dup(self.fd)
 
     def give_back(self, start: int, end: int) -> None:
-        """Return the pages that lie wholly in [start, end) to the system; they read as zero afterwards."""
+        """Return the pages that lie wholly in [start, end) to the system. They read as zero afterwards."""
         start = -(-start // _PAGE) * _PAGE
         end = end // _PAGE * _PAGE
         if end > start and hasattr(mmap, "MADV_REMOVE"):
-            with contextlib.suppress(OSError):  # a file system that cannot punch holes: the pages stay warm, nothing else
+            with contextlib.suppress(OSError):  # the file system cannot punch holes: the pages only stay in use
                 self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def close_fds(self) -> None:
-        """Close the descriptors; the mapping stays. For when all who need them have them."""
+        """Close the descriptors and keep the mapping. Call it when all processes that need a descriptor have one."""
         fd, self.fd = self.fd, -1
         reader, self._reader = self._reader, -1
         for open_fd in (fd, reader):
@@ -236,9 +242,9 @@ class Memory:
                 os.close(open_fd)
 
     def close(self) -> None:
-        """Close the descriptors and unmap. A view that somebody still holds keeps the mapping until it dies."""
+        """Close the descriptors and unmap the memory. While other views of it exist, the mapping stays."""
         self.close_fds()
-        self._address = None  # a lease may end behind this, and has nothing to forget then
+        self._address = None  # a lease may end later, and `forget_writes` must then do nothing
         for view, mapped in ((self.view, self._map), (self.own, self._own)):
             with contextlib.suppress(BufferError):
                 view.release()

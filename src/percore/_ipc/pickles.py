@@ -1,18 +1,18 @@
-"""The user's objects as bytes: how they are pickled, what can go by reference, which `__main__` this is.
+"""Pickle the user's objects, decide what can travel by reference, and find out which `__main__` this is.
 
-Three ways are tried, cheapest first:
+`dump` tries three picklers, cheapest first:
 
-1. the C pickler with a table in which some types fail that have to be sent with care (`reducers`): nothing of ours runs for an
-   ordinary object;
-2. after a TypeError, and only where multidict is loaded, the C pickler with multidict's proxies (aiohttp's headers) in
-   its dispatch table. Not tried first: a table of our own costs a failed look-up for each object that is not in it;
-3. the careful pickler, which is cloudpickle's: lambdas, closures, local classes, everything of a `__main__` and of other
-   modules that no worker can import, and the types that failed before.
+1. the fast pickler: C pickle with a dispatch table that fails for the types that need care (`reducers`). For ordinary objects, none
+   of percore's code runs;
+2. after a TypeError, and only if multidict is loaded: C pickle with multidict's proxies (aiohttp's headers) in its dispatch table.
+   It is not tried first, because a Python-level table costs a failed look-up for each object that is not in it;
+3. the careful pickler, a subclass of cloudpickle's: for lambdas, closures, local classes, everything in a `__main__` or another
+   module that workers cannot import, and the types that failed before.
 
-Pickle writes what lives in `__main__` by reference without asking whether the other side can import it. Where it cannot
-(`main_by_value`), the name `__main__` in the bytes sends the object on to way 3.
+Pickle writes functions and classes of `__main__` by reference, without checking that the other side can import them. If it cannot
+(`main_by_value`), `dump` looks for the name `__main__` in the pickle, and uses the careful pickler if it occurs.
 
-The functions here run user code (`__reduce__`, `__getstate__`): call them outside critical sections.
+The functions here run user code (`__reduce__`, `__getstate__`). Call them outside critical sections.
 """
 
 import functools
@@ -30,14 +30,14 @@ from percore._ipc.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 
 PROTOCOL = 5
 
-# What pickle says when it does not know how. Anything else comes from user code or from the file.
+# What pickle raises for an object it cannot pickle. Any other error comes from user code or from the file.
 CANNOT = (pickle.PicklingError, AttributeError, TypeError)
 GLOBAL = 0x93
-"""STACK_GLOBAL, the opcode for whatever is named by its module. A pickle without it is one of plain data: nothing can be wrong."""
+"""STACK_GLOBAL, the opcode for an object named by its module. A pickle without it holds plain data and needs no check."""
 
 
 class File(Protocol):
-    """What a pickler writes to."""
+    """The file that a pickler writes to."""
 
     def write(self, data: Any, /) -> object: ...
     def contains(self, needle: bytes) -> bool: ...
@@ -45,7 +45,7 @@ class File(Protocol):
 
 
 class Beside(Protocol):
-    """A file that takes large buffers beside the pickle."""
+    """A file that stores large buffers beside the pickle."""
 
     buffers: list[memoryview]
 
@@ -61,13 +61,13 @@ Keep = Callable[[PickleBuffer], bool]
 
 
 def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None = None) -> None:
-    """Pickle `obj` into `file`. `beside`: the same file, if large buffers are to go beside the pickle.
+    """Pickle `obj` into `file`. Pass the same file as `beside` to store large buffers beside the pickle.
+
+    After an error `file` has been reset.
 
     Raises:
-        PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle it.
-        BaseException: whatever user code on the way raises, and whatever `file.write` raises.
-
-    After an error the file has been reset.
+        PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle `obj`.
+        BaseException: any exception of the user code that pickling runs, and of `file.write`.
     """
     refresh()
     failed = _dump_fast(obj, file, None if beside is None else beside.keep)
@@ -75,7 +75,10 @@ def dump(obj: object, file: File, *, main_by_value: bool, beside: Beside | None 
 
 
 def _dump_fast(obj: object, file: File, keep: Keep | None) -> type[Exception] | None:
-    """What it has failed with. A class alone: the next error is not to be reported as one "during handling" of this one."""
+    """Pickle `obj` with the fast pickler. Return the class of its error, or None if it succeeded.
+
+    Only the class is returned: the traceback of a later error must not say that it occurred "during handling" of this one.
+    """
     try:
         FastPickler(file, PROTOCOL, buffer_callback=keep).dump(obj)
     except CANNOT as error:
@@ -87,18 +90,20 @@ def _dump_fast(obj: object, file: File, keep: Keep | None) -> type[Exception] | 
 
 
 def is_final(pickled: bytes, *, main_by_value: bool) -> bool:
-    """Whether a pickle of a FastPickler with `GLOBAL` in it can stay as it is. False: `finish` decides."""
+    """Whether a FastPickler's pickle that contains `GLOBAL` can stay as it is. If False, `finish` decides."""
     return is_current() and not (main_by_value and b"__main__" in pickled) and not any(map(pickled.__contains__, needles()))
 
 
 def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_value: bool, beside: Beside | None = None) -> None:
-    """What there is to do when a FastPickler has pickled `obj` into `file`, or has `failed` to.
+    """Complete what a FastPickler began: it has pickled `obj` into `file`, or `failed` is the class of its error.
+
+    Pickle `obj` again in another way if that is needed, and then append the buffers to `beside`.
 
     Raises:
-        BaseException: as `dump`.
+        BaseException: as for `dump`.
     """
     keep = None if beside is None else beside.keep
-    # Only what the older table may have got wrong is pickled again: that runs the user's `__reduce__` once more.
+    # Pickling again runs the user's `__reduce__` once more. So do it only if the older table may have been wrong for this object.
     suspects = refresh()
     if suspects and (failed is not None or any(map(file.contains, suspects))):
         file.reset()
@@ -116,7 +121,7 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
 
 
 def _has_by_value(file: File, main_by_value: bool) -> bool:
-    """Whether it names something that no worker can import."""
+    """Whether the pickle names something that workers cannot import."""
     return (main_by_value and file.contains(b"__main__")) or any(map(file.contains, needles()))
 
 
@@ -150,7 +155,7 @@ def _dump_with_proxies(obj: object, file: File, main_by_value: bool, keep: Keep 
 
 @functools.cache
 def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
-    """How multidict's proxies, which refuse to be pickled, travel: as a copy of what they show."""
+    """The reducers for multidict's proxies, which cannot be pickled: a proxy travels with a copy of its contents."""
     multidict = sys.modules["multidict"]
 
     def reduce_proxy(proxy: Any) -> tuple[Any, ...]:
@@ -160,7 +165,7 @@ def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
 
 
 def proxy_table() -> ChainMap[type, Callable[[Any], Any]]:
-    """The table of the fast pickler, with multidict's proxies above it once multidict is loaded."""
+    """Return the dispatch table of the fast pickler, extended by multidict's proxies once multidict is loaded."""
     own = _proxy_reducers() if "multidict" in sys.modules else {}
     return ChainMap(own, FAST)
 
@@ -171,11 +176,11 @@ def _proxy_pickler() -> type[Pickler]:
 
 
 def value_pickler(main_by_value: bool) -> type[Pickler]:
-    """cloudpickle's pickler; it is imported here, when it is first needed (some 20 ms)."""
+    """Return the careful pickler. The first call imports cloudpickle, which takes some 20 ms."""
     import cloudpickle
 
     for name, module in list(unimportable().items()):
-        if sys.modules.get(name) is module:  # else it is gone, which is known when others have come
+        if sys.modules.get(name) is module:  # else it was removed, and `unimportable` has not noticed yet
             cloudpickle.register_pickle_by_value(module)
     return _value_pickler(main_by_value, "multidict" in sys.modules)
 
@@ -187,18 +192,18 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
     proxies = _proxy_reducers() if with_proxies else {}
 
     class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
-        # What is registered with multiprocessing comes last: it may share what it sends, and is for what cannot be sent otherwise.
+        # Reducers registered with multiprocessing come last. They may share an object instead of copying it.
         dispatch_table: ClassVar[Any] = ChainMap(CAREFUL, proxies, cloudpickle.Pickler.dispatch_table, REGISTERED)
 
         def reducer_override(self, obj: Any) -> Any:
-            # pickle, and so cloudpickle, sends a function with a cache by its name, wherever that leads.
+            # pickle, and so cloudpickle, sends a function with a cache by its name, even if the other side cannot import that.
             if type(obj) is _Cached and not _is_known_by_name(obj, main_by_value):
                 return _with_cache, (obj.__wrapped__, obj.cache_parameters())
             return super().reducer_override(obj)
 
     class MainByReference(ValuePickler):
-        # A worker imports this `__main__`: a closure's helper functions and classes are then the worker's own, as
-        # everywhere else. By value they would be second copies, with globals and an identity of their own.
+        # A worker imports this `__main__`, so by reference the helper functions and classes of a closure are the ones in the
+        # worker's `__main__`. By value they would be second copies, with separate globals and another identity.
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type | FunctionType) and obj.__module__ in MAIN_NAMES and _is_found(obj):
                 return NotImplemented
@@ -211,12 +216,12 @@ _Cached: Any = type(functools.cache(lambda: None))
 
 
 def _with_cache(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """A function of functools.cache or functools.lru_cache, with a cache of its own."""
+    """Wrap `fn` in functools.lru_cache with these parameters and a new, empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
 def _is_known_by_name(obj: Any, main_by_value: bool) -> bool:
-    """Whether a worker can import it."""
+    """Whether a worker can import `obj`."""
     return _is_found(obj) and not is_by_value(obj.__module__) and not (main_by_value and obj.__module__ in MAIN_NAMES)
 
 
@@ -224,7 +229,7 @@ def _is_known_by_name(obj: Any, main_by_value: bool) -> bool:
 
 
 def qualified_name(fn: object) -> str:
-    """The `__qualname__` behind partials and bound methods, that of its class for a callable object. Never raises."""
+    """Return the `__qualname__` of the function behind partials, or of the class of a callable object. Never raises."""
     for _ in range(20):
         if not isinstance(fn, functools.partial):
             break
@@ -232,13 +237,13 @@ def qualified_name(fn: object) -> str:
     try:
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         return name if type(name) is str else type(fn).__qualname__
-    except Exception:  # a `__getattr__` of the user's: the class has a name in any case
+    except Exception:  # the user's `__getattr__` raised; the class always has a name
         return type(fn).__qualname__
 
 
 def is_by_reference(fn: object) -> bool:
-    """Whether pickling `fn` gives a mere name that a worker can import: nothing of it can change between two calls."""
-    if isinstance(fn, MethodType):  # a classmethod: as stateless as its class
+    """Whether `fn` is pickled as a mere name that workers can import, so that its pickle is the same for each call."""
+    if isinstance(fn, MethodType):  # a classmethod is by reference if its class is
         owner = fn.__self__
         return isinstance(owner, type) and is_by_reference(owner) and getattr(owner, fn.__name__, None) == fn
     if not isinstance(fn, FunctionType | BuiltinFunctionType | type) or not _is_found(fn):
@@ -253,16 +258,19 @@ def _is_found(obj: Any) -> bool:
         found: Any = sys.modules[obj.__module__]
         for part in obj.__qualname__.split("."):
             found = getattr(found, part)
-    except Exception:  # no such module or name, a `__module__` that is no string, a `__getattr__` that fails: not found
+    except Exception:  # no such module or name, a `__module__` that is no string, or a `__getattr__` that raises
         return False
     return found is obj
 
 
-# Which `__main__` is this
+# The `__main__` of this process
 
 
 class MainInfo(NamedTuple):
-    """What a worker needs to know of the supervisor's `__main__`; a plain tuple of strings for marshal (`as_tuple`)."""
+    """How a worker gets the supervisor's `__main__`.
+
+    `target` is the path of a script or the name of a module, and empty for the other kinds. marshal takes `as_tuple()`.
+    """
 
     kind: Literal["script", "module", "value", "none"]
     target: str
@@ -276,13 +284,13 @@ class MainInfo(NamedTuple):
 
 
 def main_info() -> MainInfo:
-    """Look at `__main__` as it is now: can a worker import it (a script, `-m module`), or does it go by value?"""
+    """Return how workers get the present `__main__`: by importing it (a script, `-m module`), or by value."""
     main = sys.modules.get("__main__")
     if main is None:
         return MainInfo("none", "")
     spec = getattr(main, "__spec__", None)
     if spec is not None:
-        # A zip app and a directory are "__main__"; running a package ends in ".__main__".
+        # The name is "__main__" for a zip app or a directory, and ends in ".__main__" for a package.
         name = str(spec.name)
         return MainInfo("value", "") if name.rpartition(".")[2] == "__main__" else MainInfo("module", name)
     return _script_info(main)
@@ -290,14 +298,14 @@ def main_info() -> MainInfo:
 
 def _script_info(main: ModuleType) -> MainInfo:
     path = getattr(main, "__file__", None)
-    if getattr(sys, "frozen", False):  # its files are packed into the program
+    if getattr(sys, "frozen", False):  # the program's modules are packed into its executable
         return MainInfo("value", "")
-    # A prompt after the script (`python -i`) defines names that the file does not have.
+    # `python -i` opens a prompt after the script, where the user may define names that the file does not have.
     if not isinstance(path, str) or hasattr(sys, "ps1") or not os.path.isfile(path):
         return MainInfo("value", "")
     return MainInfo("script", os.path.abspath(path))
 
 
 def alias_main() -> None:
-    """Let objects of a worker's imported main (`__mp_main__.X`) be found here, in `__main__`."""
+    """Make `__mp_main__` an alias of `__main__`: workers import the main module by that name, and their pickles contain it."""
     sys.modules.setdefault("__mp_main__", sys.modules["__main__"])

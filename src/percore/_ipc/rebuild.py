@@ -1,10 +1,9 @@
-"""One exception taken apart and made again, and what can be said about one that breaks.
+"""Take an exception apart and rebuild it, and format one whose own code may fail.
 
-An exception whose class leaves pickling to the standard library is made without calling its `__init__`: `args`,
-attributes, slots and the C fields (errno, UnicodeError.start) are put back as they were. The standard way calls
-`cls(*args)`, which fails for an `__init__` of two arguments that gives one to its base, and decorates twice the message
-of one that decorates it. A class with a `__reduce__`, `__reduce_ex__`, `__setstate__` or copyreg entry of its own is
-taken at its word.
+If an exception's class leaves pickling to the standard library, it is rebuilt without calling its `__init__`: `args`, attributes,
+slots and the C fields (errno, UnicodeError.start) are restored directly. The standard library calls `cls(*args)` instead. That
+fails if `__init__` takes two arguments and passes one to its base, and if `__init__` decorates the message, the message is
+decorated twice. If the class defines `__reduce__`, `__reduce_ex__` or `__setstate__`, or has a copyreg entry, that is used.
 """
 
 import copyreg
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, TracebackType
 from typing import Any, cast
 
-# The fields as the interpreter keeps them, whatever properties a user's class puts in front of them.
+# The interpreter's own descriptors of these fields, which a property of a user's class cannot hide.
 ARGS: Any = vars(BaseException)["args"]
 CAUSE: Any = vars(BaseException)["__cause__"]
 SUPPRESS_CONTEXT: Any = vars(BaseException)["__suppress_context__"]
@@ -27,28 +26,28 @@ GROUP_MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _WITHOUT_FIELDS = (object, BaseException, Exception, BaseExceptionGroup)
-# AttributeError.obj: the standard pickle leaves it behind too; it may be anything, a session for example.
+# The standard pickle omits AttributeError.obj too. It may be any object, such as a session.
 _NOT_FIELDS = ("__dict__", "__weakref__", "obj")
 
-# Where percore's own code lies, as frames name it: in a frozen program that is not where `__file__` says.
+# The folder of percore's code as frames name it. In a frozen program `__file__` may name another one.
 _OWN = os.path.join(os.path.dirname(os.path.dirname((lambda: None).__code__.co_filename)), "")
 
-# args (None: a group's are its message and members), fields, attributes
+# args (None for a group, whose args are its message and members), fields, attributes
 State = tuple[tuple[Any, ...] | None, list[tuple[int, str, object]], dict[str, Any]]
 
 
 def reduce(obj: Any) -> Any:
-    """A pickler's `reducer_override` for an exception and for what hangs on it (other exceptions, live things)."""
+    """Reduce an exception, or an object that an exception refers to. Picklers call this as their `reducer_override`."""
     if issubclass(type(obj), BaseException):
         if pickles_itself(type(obj)) or issubclass(type(obj), BaseExceptionGroup):
             return NotImplemented
-        # The args come with the state, when the pickler already knows the object: they may lead back to it.
+        # The args belong to the state, which is pickled after the object itself, because they may refer back to the object.
         return _new, (type(obj),), state_of(obj), None, None, set_state
     return _reduce_live(obj)
 
 
 def pickles_itself(cls: type[BaseException]) -> bool:
-    """Whether this class has a way of its own to be pickled, instead of the standard library's."""
+    """Whether `cls` defines how it is pickled, instead of leaving that to the standard library."""
     standard = _is_builtin(cls.__reduce__) and _is_builtin(cls.__reduce_ex__) and _is_builtin(cls.__setstate__)
     return not standard or cls in copyreg.dispatch_table
 
@@ -58,7 +57,7 @@ def _is_builtin(method: object) -> bool:
 
 
 def _new(cls: type[BaseException]) -> BaseException:
-    """An empty exception, made by its C class: no user code, and no arguments, which OSError would interpret."""
+    """Create an empty exception by the `__new__` of its C class. No user code runs, and OSError gets no arguments to interpret."""
     base: Any = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
     return cast("BaseException", base.__new__(cls))
 
@@ -68,7 +67,7 @@ def state_of(exc: BaseException) -> State:
 
 
 def _fields(exc: BaseException) -> Iterator[tuple[int, str, object]]:
-    """Slots of the user's classes and C fields of the builtin ones, each by the place of its class in the MRO."""
+    """Yield the slots of the user's classes and the C fields of the builtin ones: place of the class in the MRO, name, value."""
     for place, base in enumerate(type(exc).__mro__):
         if base in _WITHOUT_FIELDS:
             continue
@@ -79,7 +78,7 @@ def _fields(exc: BaseException) -> Iterator[tuple[int, str, object]]:
                 value = field.__get__(exc)
             except (AttributeError, TypeError):  # never set
                 continue
-            # A C field that was never set reads as None; setting None would show in OSError's str.
+            # A C field that was never set reads as None. Setting it to None would change OSError's str.
             if value is not None or base.__flags__ & _HEAP_TYPE:
                 yield place, name, value
 
@@ -90,19 +89,19 @@ def set_state(exc: BaseException, state: State) -> None:
         ARGS.__set__(exc, args)
     mro = type(exc).__mro__
     for place, name, value in fields:
-        # Not setattr: a property or a `__setattr__` of the user's may stand in front of it.
+        # Not setattr: a property or a `__setattr__` of the user's class would run.
         vars(mro[place])[name].__set__(exc, value)
     exc.__dict__.update(attributes)
 
 
-# Live things inside an exception
+# Live objects inside an exception
 
 
 def _reduce_live(obj: object) -> Any:
-    """How the live things that aiohttp hangs on its exceptions travel with them: as what can be read of them elsewhere.
+    """Reduce a live object that aiohttp attaches to its exceptions to the data that makes sense in another process.
 
-    A ClientResponse (in `history`) arrives closed and without its connection, session and body; an SSLContext arrives
-    as a new one that trusts nobody. Only in exceptions: a ClientResponse as a *result* is a mistake.
+    A ClientResponse (in `history`) arrives closed and without its connection, session and body. An SSLContext arrives as a new one
+    that trusts no certificate. This applies inside exceptions only: a ClientResponse as a *result* is a mistake of the caller.
     """
     response = getattr(sys.modules.get("aiohttp"), "ClientResponse", None)
     if response is not None and issubclass(type(obj), response):
@@ -124,7 +123,7 @@ _RESPONSE_FIELDS = frozenset(
 
 def _detached_response(cls: type, state: dict[str, Any]) -> object:
     response: Any = object.__new__(cls)
-    # The class's own defaults say "closed". `_cache` is where its lazy properties (url, headers) keep values.
+    # By the defaults of its class the response is closed. Its lazy properties (url, headers) store their values in `_cache`.
     vars(response).update(state, _cache={})
     return response
 
@@ -135,23 +134,23 @@ def _empty_ssl_context() -> object:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-# Words about an exception, whatever its own code does
+# Text about an exception, even if the exception's own code fails
 
 
 def format_traceback(exc: BaseException) -> str:
-    """The traceback as text, in the standard library's form, without percore's own frames. Never raises.
+    """Return the traceback as text, in the standard library's form. Never raises.
 
-    `PERCORE_TRACEBACKS=full` keeps them.
+    percore's own frames are left out, unless the environment has `PERCORE_TRACEBACKS=full`.
     """
     try:
         return format_parts(type(exc), exc, exc.__traceback__)
-    except BaseException as error:  # an exception that breaks the formatter itself
+    except BaseException as error:  # the exception's own code made the formatter fail
         said = f"{type_name_of(exc)}: {text_of(exc)}\n(its traceback could not be formatted: {type_name_of(error)})\n"
         return _format_frames(exc) + said
 
 
 def format_parts(kind: type[BaseException], exc: BaseException, frames: TracebackType | None) -> str:
-    """As `format_traceback`, of what `sys.exc_info()` gives. Raises what formatting it does."""
+    """Like `format_traceback`, for the parts that `sys.exc_info()` returns. Raises any exception that formatting raises."""
     told = traceback.TracebackException(kind, exc, frames, compact=True)
     if os.environ.get("PERCORE_TRACEBACKS") != "full":
         _leave_out_own_frames(told)
@@ -159,7 +158,10 @@ def format_parts(kind: type[BaseException], exc: BaseException, frames: Tracebac
 
 
 def _leave_out_own_frames(told: traceback.TracebackException) -> None:
-    """Of it, its causes and contexts and members of groups. Where all frames are percore's, the innermost one stays."""
+    """Remove percore's frames from `told`, its causes and contexts and the members of groups.
+
+    If all frames of a traceback are percore's, its innermost one stays.
+    """
     left = [told]
     seen: set[int] = set()
     while left:
@@ -174,12 +176,12 @@ def _leave_out_own_frames(told: traceback.TracebackException) -> None:
 def _format_frames(exc: BaseException) -> str:
     try:
         return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(_TRACEBACK.__get__(exc))])
-    except BaseException:  # what kept the traceback from being formatted lies deeper: no memory, perhaps
+    except BaseException:  # not even the frames can be formatted, perhaps for lack of memory
         return ""
 
 
 def text_of(exc: BaseException) -> str:
-    """`str(exc)`, always a plain string. Never raises."""
+    """Return `str(exc)`, always as a plain str. Never raises."""
     try:
         return "".join((str(exc),))  # also turns a subclass of str into a str
     except BaseException:
@@ -187,11 +189,11 @@ def text_of(exc: BaseException) -> str:
 
 
 def type_name_of(exc: BaseException) -> str:
-    """The class as a traceback names it. Never raises."""
+    """Return the name of the exception's class, as a traceback shows it. Never raises."""
     cls = type(exc)
     name: str = _QUALNAME.__get__(cls)
     try:
         module = _MODULE.__get__(cls)
-    except AttributeError:  # the class has none any more
+    except AttributeError:  # the class's `__module__` was deleted
         return name
     return name if type(module) is not str or module in ("builtins", "__main__", "__mp_main__") else f"{module}.{name}"

@@ -1,13 +1,14 @@
-"""Slots: where one large payload lies in shared memory while it travels.
+"""Slots: regions of shared memory, each of which holds one large payload while it travels.
 
-A map is sparse and cut into equal slots of `max_message` bytes, so nothing ever grows and no length has to be known before it is
-written: a pickler writes straight into a slot, one copy, and what does not fit is too large. The writer hands slots out, lowest
-free first so that pages stay warm; a slot comes back when the other side says that it has been read.
+A sparse map is cut into equal slots of `max_message` bytes. Nothing ever grows, and the length of a payload need not be known
+before it is written: a pickler writes straight into a slot, which is the only copy, and raises if the payload is larger than the
+slot. The writer hands out the lowest free slot first, so that the touched pages are reused. A slot is free again when the other
+side reports that it has read the payload.
 
-No slot free is no failure: the payload stays in private bytes and is copied in when one is.
+If no slot is free, the payload stays in private bytes and is copied into a slot once one is free.
 
-A slot may have several holders: the call whose arguments lie there, and each worker that has views of them. It is free when the
-last one has given it back.
+A slot may have several holders: the call whose arguments lie there, and each worker that has views of them. The slot is free when
+its last holder has given it back.
 """
 
 import heapq
@@ -24,29 +25,29 @@ from percore._ipc.room import MARGIN, room_left
 from percore._messages import SLOT_BITS, SLOT_MASK, Payload
 
 INLINE_LIMIT = 100_000
-"""Bytes of a pickle up to which it travels in a frame. Above it a slot is faster (malloc takes fresh pages from 128 KiB on)."""
+"""Pickles of up to this many bytes travel in a frame. Above it a slot is faster, as malloc takes fresh pages from 128 KiB on."""
 
 _FRAME_SIZE = 64 << 10
 _FRAME_STARTS = (b"\x95", b"\x80\x05\x95")
-"""A pickler writes its opcodes in frames of about 64 KiB, and bytes larger than that on their own, outside of any frame."""
+"""How frames begin. A pickler writes its opcodes in frames of about 64 KiB, and larger bytes objects outside of any frame."""
 
 WARM_LIMIT = 64 << 20
-"""Bytes of touched pages a map may keep when all its slots are free."""
+"""Bytes of touched pages that a map may keep while all its slots are free."""
 
 
 class SlotWriter:
     """The writing end of a map of slots. Slots may be taken and given back from any thread."""
 
     def __init__(self, memory: Memory, slot_size: int, limit: int) -> None:
-        """Cut `memory` into slots. `limit`: bytes of the largest payload, at most `slot_size`."""
+        """Cut `memory` into slots. `limit` is the size of the largest payload in bytes, at most `slot_size`."""
         self.slot_size = slot_size
         self.limit = limit
         self.count = min(memory.size // slot_size, SLOT_MASK + 1)
         assert self.count, "no slot: what needs one would wait for ever"
         assert limit <= slot_size, "what is written into a slot could reach into the next one"
         self._memory = memory
-        # Held for arithmetic only: never over user code, a system call, or a wait. Re-entrant all the same: from 3.12 on a garbage
-        # collection may begin behind any call, and a `__del__` that it runs may submit or cancel something.
+        # Held for arithmetic only: never over user code, a system call, or a wait. It is re-entrant all the same: from 3.12 on a
+        # garbage collection may start after any call, and a `__del__` that it runs may submit or cancel a call.
         self._lock = threading.RLock()
         self._freed: list[int] = []
         self._fresh = 0
@@ -58,7 +59,7 @@ class SlotWriter:
         self._waiters: deque[Callable[[], bool]] = deque()
 
     def take(self) -> int | None:
-        """The lowest free slot, or None."""
+        """Take the lowest free slot and return its number, or None if no slot is free."""
         with self._lock:
             if not self._is_ours:
                 return None
@@ -74,11 +75,11 @@ class SlotWriter:
             return slot
 
     def is_scarce(self) -> bool:
-        """Whether one slot more would be in use than half of them."""
+        """Whether more than half of the slots would be in use if one more were taken."""
         return (self.in_use + 1) * 2 > self.count
 
     def hold(self, payload: int) -> None:
-        """The slot of this payload has one holder more.
+        """Add a holder to the slot of `payload`.
 
         Raises:
             BrokenFrame: there is no such payload.
@@ -90,10 +91,10 @@ class SlotWriter:
             self._holders[slot] += 1
 
     def give(self, slot: int, used: int) -> None:
-        """A holder gives `slot` back, of which `used` bytes were written. It was the last: offer it to the waiters.
+        """Remove a holder from `slot`, of which `used` bytes were written. With the last one, free the slot and call the waiters.
 
         Raises:
-            BrokenFrame: it was not in use.
+            BrokenFrame: the slot was not in use.
         """
         with self._lock:
             if not self._is_ours:
@@ -107,7 +108,7 @@ class SlotWriter:
             self._touched[slot] = max(self._touched[slot], used)
             cooled = self._cool(slot) if self._warm > WARM_LIMIT else []
         for start, end in cooled:
-            # Before anyone can take these slots: what they write there would be given back as well.
+            # Before any thread can take these slots: giving the pages back would also discard a new payload.
             self._memory.give_back(start, end)
         with self._lock:
             for start, _ in cooled:
@@ -118,9 +119,10 @@ class SlotWriter:
         self._offer()
 
     def _cool(self, slot: int) -> list[tuple[int, int]]:
-        """Which pages are to go back, so that no more stay warm than may: those of higher free slots, used last, and of this one.
+        """Return the ranges of pages to give back, so that at most WARM_LIMIT bytes stay warm.
 
-        The slots are taken out of the free ones; what was warm at their beginning may stay so.
+        They come from free slots above `slot`, highest first because those are used least, and then from `slot` itself. The slots
+        are removed from the free ones meanwhile. A slot may keep the first of its warm pages.
         """
         cooled = []
         higher = sorted((other for other in self._freed if other > slot and self._touched[other]), reverse=True)
@@ -130,7 +132,7 @@ class SlotWriter:
             if other != slot:
                 try:
                     self._freed.remove(other)
-                except ValueError:  # taken just now, by a collection
+                except ValueError:  # a `__del__` that ran in a garbage collection has just taken it
                     continue
             touched = self._touched[other]
             keep = max(0, touched - (self._warm - WARM_LIMIT))
@@ -142,10 +144,13 @@ class SlotWriter:
         return cooled
 
     def wait(self, waiter: Callable[[], bool]) -> None:
-        """Have `waiter` called when a slot comes back, after those that wait already. It says whether it had a use for the slot.
+        """Have `waiter` called when a slot is given back, after the waiters that came before it.
 
-        No wake-up is lost: 1. a thread finds no slot free; 2. the last one in use comes back, and nobody waits; 3. the thread
-        waits, and looks again.
+        `waiter` returns whether it had a use for the slot; if not, the next waiter is called. It may be called in any thread, also
+        before `wait` returns.
+
+        No wake-up is lost: 1. a thread finds no slot free; 2. the last slot in use is given back while no waiter is registered; 3.
+        the thread registers its waiter, and then checks again for a free slot.
         """
         self._waiters.append(waiter)
         with self._lock:
@@ -154,35 +159,35 @@ class SlotWriter:
             self._offer()
 
     def disown(self) -> None:
-        """This is a fork of the process that made it, which goes on using the memory: hand out no slot, and give no page back."""
-        self._lock = threading.RLock()  # another thread may have held it at the fork
+        """Stop handing out slots and giving back pages: this is a copy in a forked child, and the parent uses the memory."""
+        self._lock = threading.RLock()  # another thread may have held the old lock at the fork
         self._is_ours = False
 
     def is_awaited(self) -> bool:
-        """Whether a payload waits for a slot."""
+        """Whether a waiter is registered."""
         return bool(self._waiters)
 
     def _offer(self) -> None:
-        """A slot is free: tell the waiters in order, until one has a use for it."""
+        """Call the waiters in order, because a slot is free, until one has a use for it."""
         while self._waiters:
             try:
                 waiter = self._waiters.popleft()
-            except IndexError:  # another thread was offering, too
+            except IndexError:  # another thread has just taken the last waiter
                 return
             if waiter():
                 return
 
     def warm(self, slot: int) -> int:
-        """Bytes at the beginning of a slot whose pages are there."""
+        """Return how many bytes at the beginning of `slot` lie in pages that were touched already."""
         return self._touched[slot]
 
     def view(self, slot: int) -> memoryview:
-        """The memory of one slot. A view of its own each time, as in `read`: see `Memory.part`."""
+        """Return the memory of one slot, as a new view each time; `Memory.part` says why."""
         start = slot * self.slot_size
         return self._memory.part(start, start + self.slot_size)
 
     def store(self, data: bytes) -> int | None:
-        """Copy `data` into a free slot: the payload that names it, or None when no slot is free."""
+        """Copy `data` into a free slot and return the payload that names it, or None if no slot is free."""
         assert len(data) <= self.slot_size, "it would reach into the next slot"
         slot = self.take()
         if slot is None:
@@ -192,24 +197,24 @@ class SlotWriter:
         return len(data) << SLOT_BITS | slot
 
     def read(self, payload: Payload) -> memoryview | bytes:
-        """The bytes of a payload of one's own."""
+        """Return the bytes of a payload that this side has written."""
         if isinstance(payload, bytes):
             return payload
         start = (payload & SLOT_MASK) * self.slot_size
         return self._memory.part(start, start + (payload >> SLOT_BITS))
 
     def reader(self) -> "SlotReader":
-        """The reading end, in this process."""
+        """Return a reading end of the same slots, for this process."""
         return SlotReader(self._memory, self.slot_size)
 
     def discard(self, payload: Payload) -> None:
-        """The payload is of no use any more: its slot, if it has one, is free."""
+        """Give the slot of `payload` back, if it has one."""
         if isinstance(payload, int):
             self.give(payload & SLOT_MASK, payload >> SLOT_BITS)
 
 
 class SlotReader:
-    """The reading end."""
+    """The reading end of a map of slots."""
 
     __slots__ = ("_memory", "_slot_size", "count")
 
@@ -220,19 +225,19 @@ class SlotReader:
 
     @property
     def may_lease(self) -> bool:
-        """Whether what lies there may be written to by whoever receives it."""
+        """Whether a receiver may write to the payloads in these slots."""
         return not self._memory.own.readonly
 
     def own(self, payload: int) -> memoryview:
-        """The whole slot of a payload that `read` has found, where it may be used for longer, and written to."""
+        """Return the whole slot of a payload that `read` has checked, as memory that may be kept for longer and written to."""
         start = (payload & SLOT_MASK) * self._slot_size
         return self._memory.own_part(start, start + self._slot_size)
 
     def read(self, payload: Payload) -> memoryview | bytes:
-        """The bytes of a payload that the other side sent.
+        """Return the bytes of a payload that the other side sent.
 
         Raises:
-            BrokenFrame: it names memory outside its slot.
+            BrokenFrame: the payload names memory outside its slot.
         """
         if isinstance(payload, bytes):
             return payload
@@ -243,16 +248,16 @@ class SlotReader:
         return self._memory.part(start, start + length)
 
     def forget(self, payload: int) -> None:
-        """Whatever was written here over a payload is gone: the next one in its slot will be seen."""
+        """Discard what this process wrote over `payload`, so that it sees the next payload in the slot."""
         start = (payload & SLOT_MASK) * self._slot_size
         self._memory.forget_writes(start, start + (payload >> SLOT_BITS))
 
 
 class Sink:
-    """The file a pickler writes to: small pickles become bytes, large ones go straight into a slot.
+    """The file that a pickler writes to. It turns small pickles into bytes, and writes large ones straight into a slot.
 
-    A pickler hands a small pickle over in one write, which is only kept; a second write, or a large one, means that a slot is
-    worth it. Where none may be taken the bytes stay private.
+    A pickler hands over a small pickle in a single write, and the sink only keeps those bytes. At a second write, or a large one,
+    the sink takes a slot. If it may not take one, or none is free, it keeps private bytes.
     """
 
     __slots__ = (
@@ -261,31 +266,31 @@ class Sink:
     )
 
     def __init__(self, slots: SlotWriter, *, private: bool = False, sparing: bool = False) -> None:
-        """With `private`, no slot is taken however large the pickle is; `sparing`: when slots are scarce, none is."""
+        """Take slots from `slots`: never with `private`, and with `sparing` only while `slots.is_scarce()` is false."""
         self._slots = slots
         self._limit = slots.limit
         self._small = min(INLINE_LIMIT, slots.limit)
         self._is_sparing = sparing
         self.head: bytes | None = None
-        """All that was written, as long as that is one small piece."""
+        """Everything written, as long as that is one small piece."""
         self._position = 0
         self._slot: int | None = None
         self._view: memoryview | None = None
         self._parts: list[bytes] | None = [] if private else None
         self._frames: list[tuple[int, int]] = []
         self.buffers: list[memoryview] = []
-        """What is to travel beside the pickle."""
+        """Large buffers that are to travel beside the pickle."""
         self._sure = self._limit
-        """How far may be written without a second look."""
+        """The position up to which `write` need not check whether there is room."""
         self.lacks_room = False
-        """Whether there was too little memory for what was written last."""
+        """Whether a write failed for lack of memory."""
 
     def write(self, data: bytes | bytearray | memoryview | PickleBuffer, /) -> None:
         """Append `data`.
 
         Raises:
-            PayloadTooLarge: it does not fit; `reset` must follow.
-            MemoryError: there is too little memory for it; likewise.
+            PayloadTooLarge: the pickle would exceed the limit; call `reset` then.
+            MemoryError: the system has too little memory left for it; call `reset` then.
         """
         if self._view is None and self._parts is None:
             if self.head is None and type(data) is bytes and len(data) <= self._small:
@@ -308,10 +313,10 @@ class Sink:
         self._position = end
 
     def keep(self, buffer: PickleBuffer) -> bool:
-        """For the pickler: whether this buffer is to be part of the pickle. If not, it is copied by `write_buffers`."""
+        """Return whether `buffer` is to be part of the pickle. If not, `write_buffers` copies it. The pickler calls this."""
         try:
             data = buffer.raw()
-        except BufferError:  # not contiguous, which the pickler says better
+        except BufferError:  # not contiguous: the pickler raises a better error
             return True
         if data.nbytes < BUFFER_LIMIT:
             return True
@@ -319,10 +324,10 @@ class Sink:
         return False
 
     def write_buffers(self) -> None:
-        """The pickle is complete: append what was kept beside it.
+        """Append the buffers that `keep` set aside, and the table that finds them. Call it once the pickle is complete.
 
         Raises:
-            PayloadTooLarge, MemoryError: as `write`.
+            PayloadTooLarge, MemoryError: as for `write`.
         """
         if self._view is None and self._parts is None:
             self._grow_large()
@@ -347,7 +352,7 @@ class Sink:
             self.write(head)
 
     def _reach(self, end: int) -> None:
-        """Make sure that there is room: whoever writes to pages that the system cannot give is killed, and all its process does."""
+        """Check that there is room up to `end`. If the system has no page left, writing to fresh memory kills the process."""
         if end > self._limit:
             raise PayloadTooLarge(self._limit)
         room, needed = room_left(), end - max(self._position, self._sure - MARGIN) + MARGIN
@@ -357,7 +362,7 @@ class Sink:
         self._sure = min(self._limit, end + MARGIN)
 
     def contains(self, needle: bytes) -> bool:
-        """Whether the pickle that was written has `needle` in its frames; large data outside of them is not looked at."""
+        """Return whether `needle` occurs in the frames of the pickle. Large data outside of frames is not searched."""
         if self.head is not None:
             return needle in self.head
         if self._parts is not None:
@@ -365,7 +370,7 @@ class Sink:
         return self._view is not None and any(needle in bytes(self._view[start:end]) for start, end in self._frames)
 
     def reset(self) -> None:
-        """Forget everything written; a slot that was taken is free again."""
+        """Forget everything written, and give back the slot if one was taken."""
         slot, used = self._slot, self._position
         private = self._parts is not None and slot is None and self.head is None
         self.head, self._view, self._slot, self._position = None, None, None, 0
@@ -377,7 +382,7 @@ class Sink:
             self._slots.give(slot, used)
 
     def payload(self) -> Payload:
-        """What was written, ready to travel: bytes, or the slot that holds it, which is then the caller's to discard."""
+        """Return what was written as a payload: bytes, or the slot that holds it, which the caller must then discard."""
         if self.head is not None:
             return self.head
         if self._slot is not None:
