@@ -1,4 +1,4 @@
-"""Further attempts: whether a call that failed is worth one, and the time between two."""
+"""Retries: whether a failed call gets another attempt, and the delay before it."""
 
 from typing import TYPE_CHECKING
 
@@ -13,16 +13,23 @@ if TYPE_CHECKING:
 
 
 class Attempts:
-    """Between two attempts a call belongs to nobody else, and holds no place."""
+    """Decides about retries and holds the calls that wait for their next attempt.
+
+    A call in `delayed` is in no queue and in no worker, so it takes no place.
+    """
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
         self.delayed: set[Awaited | Call | Item] = set()
 
     def next(self, call: Awaited | Call | Item | BatchItem, error: BaseException) -> tuple[float | None, BaseException]:
-        """Seconds to the next attempt after this error; None: there is none, and the call ends with the error given back.
+        """Decide what follows a failed attempt, with retry_on and backoff.
 
-        Runs user code: afterwards the call may have ended.
+        Runs user code, which may have ended the call on return.
+
+        Returns:
+            The seconds before the next attempt and `error`; or None and the error that the call must end with. That is `error`,
+            or the exception that retry_on or backoff raised.
         """
         plan = call.plan
         if plan is None and isinstance(call, Planned):
@@ -31,15 +38,15 @@ class Attempts:
             return None, error
         try:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
-        except BaseException as raised:  # the user's own retry_on or backoff failed: that is the call's outcome
+        except BaseException as raised:  # the user's retry_on or backoff failed: this becomes the call's outcome
             raised.__context__ = error
             return None, as_error(raised, "retry_on or backoff")
-        if (delay and self._supervisor.is_closing) or is_dropped(call):  # whoever waits for it ends when the runner closes
+        if (delay and self._supervisor.is_closing) or is_dropped(call):  # a closing runner ends calls between two attempts
             delay = None
         return delay, error
 
     def again(self, call: Awaited | Call | Item, delay: float) -> None:
-        """Attempt a call once more, after so many seconds. It has left its worker; its bytes are the original ones."""
+        """Attempt a call once more after `delay` seconds. The call has left its worker, and keeps its pickled arguments."""
         plan = call.plan
         assert plan is not None
         plan.failed += 1
@@ -48,7 +55,7 @@ class Attempts:
             call.flow.runs_alone(call)
         supervisor = self._supervisor
         if supervisor.is_over or (delay and supervisor.is_closing) or is_dropped(call):
-            # It was worth another attempt before that, and its thread has only ended now; or user code has cancelled it.
+            # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
             supervisor.refuse(call)
         elif delay:
             self.delayed.add(call)
@@ -64,7 +71,7 @@ class Attempts:
         self._supervisor.accept(call)
 
     def drop(self, call: Awaited | Call | Item) -> None:
-        """There will be no further attempt."""
+        """Remove a call from those that wait for an attempt, and cancel its timer. It may be one that does not wait."""
         self.delayed.discard(call)
         plan = call.plan
         if plan is not None and plan.timer is not None:
@@ -72,7 +79,7 @@ class Attempts:
             plan.timer = None
 
     def end(self) -> None:
-        """Calls between two attempts end now: the runner closes."""
+        """End all calls that wait for their next attempt, because the runner closes or is broken."""
         faults = Faults("calls between two attempts were ended")
         for call in list(self.delayed):
             with faults:

@@ -1,7 +1,7 @@
-"""Broadcasts: each of their calls is for one worker alone, and runs there beside all others.
+"""The calls of broadcasts: each is for one particular worker, and runs there in addition to the calls that its places limit.
 
-A worker holds few of them at once. One that does not answer (it is stopped, or its loop is blocked) keeps those that it has, also
-after their callers have given up: so what else is meant for it waits here, in order, until it has answered, or has gone.
+A worker holds at most `BESIDE` such calls. A worker that does not answer (it is stopped, or its loop is blocked) keeps them even
+after their callers have cancelled. So further calls for it wait here, in order, until the worker answers or takes no more calls.
 """
 
 from typing import TYPE_CHECKING
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Beside:
-    """The calls of broadcasts that wait for a place in their worker."""
+    """Sends the calls of broadcasts, and holds those that wait for a place in their worker."""
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
         self.waiting: dict[Member, dict[Call, None]] = {}
-        """By worker, in order. No worker is there without a call."""
+        """The waiting calls by worker, in order. A worker without waiting calls has no entry."""
         self._homes: dict[Call, Member] = {}
 
     def __len__(self) -> int:
-        """How many calls wait here."""
+        """Return the number of waiting calls."""
         return len(self._homes)
 
     def submit(self, call: Call, member: Member) -> None:
-        """Send a call to its worker, or let it wait until there is a place for it."""
+        """Send a call to its worker, or queue it until the worker has a place."""
         if member.load[Kind.BESIDE] < BESIDE and member not in self.waiting:
             self._send(call, member)
         else:
@@ -37,7 +37,7 @@ class Beside:
             self._homes[call] = member
 
     def remove(self, call: Call) -> None:
-        """The call waits no more. It may be one that did not."""
+        """Remove a call from those that wait. It may be one that does not wait."""
         member = self._homes.pop(call, None)
         if member is not None:
             calls = self.waiting[member]
@@ -46,7 +46,7 @@ class Beside:
                 del self.waiting[member]
 
     def advance(self) -> None:
-        """Workers may have answered, or take no more calls: send what has a place now, and end what will have none."""
+        """Send the calls whose workers have a place now, and end those whose workers take no more calls."""
         for member in list(self.waiting):
             is_seated = member in self._supervisor.dispatch.seats
             while member in self.waiting and (not is_seated or member.load[Kind.BESIDE] < BESIDE):
@@ -64,7 +64,7 @@ class Beside:
             self._supervisor.failed_with(call, error)
 
     def withdraw(self) -> list[Call]:
-        """Take everything that waits out."""
+        """Remove and return all waiting calls."""
         calls = list(self._homes)
         self._homes.clear()
         self.waiting.clear()

@@ -1,4 +1,4 @@
-"""What becomes of the calls of a dead worker: those that had begun fail, or are attempted again; the others go elsewhere."""
+"""Ends the calls of a dead worker: calls that had begun fail or are attempted again, the others go back to the queues."""
 
 import time
 from typing import TYPE_CHECKING
@@ -21,13 +21,13 @@ class Deaths:
         self._supervisor = supervisor
 
     def end_calls(self, member: Member, exitcode: int | None, faults: Faults) -> bool:
-        """Fail the calls that had begun, take back those that had not. Whether any had begun.
+        """Fail or retry the calls that had begun, and queue the others again. Return whether any call had begun.
 
-        Each by itself: one that percore fails to end so ends with that failure.
+        Each call is handled separately: if percore fails to handle one, that call ends with this failure.
         """
         now = time.monotonic()
         has_begun = False
-        # Until what becomes of it is settled, a call stays this worker's: retry_on and backoff may cancel any of them.
+        # A call stays with this worker until it is handled, because retry_on and backoff may cancel any of the calls.
         for call in list(member.calls.values()):
             with faults:
                 began = member.began(call)
@@ -51,7 +51,7 @@ class Deaths:
                 self._supervisor.attempts.again(call, delay)
 
     def _give_up(self, member: Member, call: Unit, exitcode: int | None, faults: Faults) -> None:
-        """End a call with which the last step has failed: its worker has died, and it may have begun."""
+        """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
         fault = failure = faults.last
         assert fault is not None
         with faults:
@@ -60,7 +60,10 @@ class Deaths:
         self._supervisor.give_up(call, failure or fault, faults)
 
     def _lost(self, member: Member, call: Awaited | Call | Item, exitcode: int | None, age: float) -> float | None:
-        """A call had begun in a worker that has died: it fails, or there is a delay to its next attempt."""
+        """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
+
+        `age`: seconds since the call began.
+        """
         supervisor = self._supervisor
         if supervisor.is_cut:
             supervisor.release(call)
@@ -69,7 +72,8 @@ class Deaths:
             attempts = 1 if call.plan is None else call.plan.failed + 1
             death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
             death.__cause__ = member.failure
-            # Its thread may have run for too long: then that is what has failed, and now the thread has ended.
+            # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
+            # only ends the thread.
             late = None if call.plan is None else call.plan.late
             delay, error = supervisor.attempts.next(call, death) if late is None else (None if is_dropped(call) else late, death)
             if delay is not None and not call.done():
@@ -83,8 +87,8 @@ class Deaths:
         return None
 
     def _lost_items(self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float, faults: Faults) -> None:
-        """As `_lost`, for the items of a batch, `items` of which had begun; the others go back."""
-        inner = Faults(faults.when)  # the other one tells what becomes of the batch
+        """As `_lost`, for the items of a batch: the first `items` had begun, the others go back to the queue."""
+        inner = Faults(faults.when)  # the caller reads `faults.last` for the batch as a whole
         for index in batch.began(items):
             item = batch.item(index)
             batch.settle(index)
@@ -104,7 +108,7 @@ class Deaths:
         inner.finish()
 
     def _return(self, member: Member, exitcode: int | None, faults: Faults) -> None:
-        """Calls that a dead worker had not begun go to another one, if one will come."""
+        """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
         supervisor = self._supervisor
         back: list[Unit] = []
         for call in list(member.calls.values()):
@@ -113,14 +117,14 @@ class Deaths:
                 back.append(call)
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
-        supervisor.loose.update(back)  # what ends one may cancel the others
+        supervisor.loose.update(back)  # the code that runs when one call ends may cancel the others
         for call in back:
             with faults:
                 self._refuse(member, call, exitcode)
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
         supervisor.loose.difference_update(back)
-        for call in reversed(back):  # the first one is to be the first again
+        for call in reversed(back):  # each goes to the head of its queue, so the first one goes last
             with faults:
                 if not call.done():
                     supervisor.dispatch.returned([(call, call.queue)])
@@ -128,8 +132,8 @@ class Deaths:
                 self._give_up(member, call, exitcode, faults)
 
     def _refuse(self, member: Member, call: Unit, exitcode: int | None) -> None:
-        """End a call that had not begun, where nobody will run it."""
-        assert not isinstance(call, Batch)  # of these the items have gone back
+        """End a call that had not begun, if no worker will run it."""
+        assert not isinstance(call, Batch)  # `_lost_items` has handled batches
         if call.done():
             self._supervisor.release(call)
         elif self._is_hopeless() or call.kind == Kind.BESIDE:
@@ -140,6 +144,6 @@ class Deaths:
             call.set_exception(death)
 
     def _is_hopeless(self) -> bool:
-        """Whether no worker will come to run what waits."""
+        """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""
         supervisor = self._supervisor
         return supervisor.broken is not None or (supervisor.is_closing and not supervisor.pool.is_expected())

@@ -1,4 +1,4 @@
-"""Faults of percore itself, or of what it stands on, where it has to go on all the same."""
+"""Isolation of internal errors (of percore or of the system) in sequences of steps that must all run."""
 
 import logging
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from percore._reports import report
 
 
 class Faults(AbstractContextManager[None]):
-    """Keeps steps apart: whatever one of them raises, the others are taken.
-
+    """Context manager that isolates steps from each other: an exception from one step does not prevent the others.
         faults = Faults("worker 1 was replaced")
         for call in calls:
             with faults:
                 end(call)
         faults.finish()
 
-    Each fault is logged with its traceback. One that is no Exception, such as a KeyboardInterrupt, is raised by `finish`.
+    Each Exception is logged with its traceback. `finish` raises the first exception that is no Exception, such as a
+    KeyboardInterrupt.
     """
 
     def __init__(self, when: str) -> None:
-        """`when`: what percore did, for the log: "while ..."."""
+        """`when`: completes the log message "an internal error while ..."."""
         self.when = when
         self._interrupt: BaseException | None = None
         self.last: BaseException | None = None
-        """What the last step has raised."""
+        """The exception of the last step; None if it raised none."""
 
     def __enter__(self) -> None:
         self.last = None
@@ -37,7 +37,7 @@ class Faults(AbstractContextManager[None]):
         return True
 
     def surely(self, step: Callable[[], object]) -> None:
-        """Take a step that can be taken again: once more, if it fails."""
+        """Run a step that may safely run twice, and run it again if it fails."""
         with self:
             step()
         if self.last is not None:
@@ -45,22 +45,22 @@ class Faults(AbstractContextManager[None]):
                 step()
 
     def note(self, error: BaseException) -> None:
-        """A step has raised this."""
+        """Log an exception that a step has raised, or keep it for `finish` if it is no Exception."""
         self.last = error
         if not isinstance(error, Exception):
             self._interrupt = self._interrupt or error
             return
         try:
             report(logging.ERROR, "an internal error while %s; percore goes on", self.when, exc_info=error)
-        except BaseException as other:  # an interrupt in the midst of a handler
+        except BaseException as other:  # such as a KeyboardInterrupt while a log handler runs
             self._interrupt = self._interrupt or other
 
     def finish(self) -> None:
-        """All steps were taken.
+        """Raise the first exception that is no Exception, if any. To be called after the last step.
 
         Raises:
-            BaseException: the first fault that is no Exception.
+            BaseException: that exception.
         """
-        interrupt, self._interrupt, self.last = self._interrupt, None, None  # whose traceback has the frame that has this object
+        interrupt, self._interrupt, self.last = self._interrupt, None, None  # break the reference cycle through its traceback
         if interrupt is not None:
             raise interrupt

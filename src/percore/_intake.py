@@ -1,4 +1,8 @@
-"""Where calls come in: what they carry is pickled, what they are run under is planned, and then they are sent or wait."""
+"""The intake of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
+
+`Intake.submit` takes the calls of `Runner.submit`, of broadcasts, of the executor and of runners with `max_pending`. `Intake.run`
+takes the other calls of `Runner.run`. Maps create their own items.
+"""
 
 import asyncio
 from asyncio import Future
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Accepts the single calls of a runner. Runs user code: pickling."""
+    """Accepts the single calls of a runner. Pickling runs user code."""
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
@@ -29,7 +33,7 @@ class Intake:
         self._contexts = supervisor.contexts
         self._shares = supervisor.shares
 
-    def submit(  # noqa: C901  # one function: each more costs every call
+    def submit(  # noqa: C901  # one function: a call would slow down every call
         self,
         function: Function,
         args: tuple[Any, ...],
@@ -38,13 +42,19 @@ class Intake:
         member: "Member | None" = None,
         call: Call | None = None,
     ) -> Call:
-        """Accept a call. What cannot be pickled fails the future. `member`: run it there, beside all others.
+        """Accept a call and return its future. A pickling error becomes the future's exception.
 
-        `call`: what is to be told of its outcome, where that is no future of this loop.
+        Args:
+            function: the function to call.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            policy: the call's options; None: the defaults.
+            member: the worker that must run the call, outside its limits (a broadcast); None: any worker.
+            call: the call object that takes the outcome; None: a new future of this loop.
 
         Raises:
             RunnerBroken: no worker can be started any more.
-            KeyboardInterrupt: pickling raised it; the call was never accepted.
+            KeyboardInterrupt: pickling raised it; the call was not accepted.
         """
         supervisor = self._supervisor
         if supervisor.broken is not None:
@@ -59,7 +69,7 @@ class Intake:
             if self._contexts is not None or member is not None:
                 if not self._plan(call, policy, member):
                     return call
-            elif policy is not None:  # as `_plan`, where no user code can have run
+            elif policy is not None:  # as `_plan`, but no user code has run, so the runner's state cannot have changed
                 call.key = policy.key
                 call.plan = Plan(policy) if policy.needs_plan else None
         elif not self._prepare(call, args, kwargs, policy, member):
@@ -73,14 +83,18 @@ class Intake:
             member = self._dispatch.submitted(call)
             if member is not None:
                 member.send(call)
-        except Exception as error:  # a fault of percore is this call's alone
+        except Exception as error:  # an internal error ends this call only
             supervisor.failed_with(call, error)
         return call
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
     ) -> Awaited | Call:
-        """As `submit`, for `run`: what it is to await. `Supervisor.withdraw` has to be told when that was cancelled.
+        """As `submit`, for `Runner.run`.
+
+        Returns:
+            Either an `Awaited`, whose `future` the caller awaits and for which it must call `Supervisor.withdraw` if the await is
+            cancelled, or a `Call`, which is a future itself.
 
         Raises:
             RunnerBroken, KeyboardInterrupt: as `submit`.
@@ -98,7 +112,7 @@ class Intake:
                 refused = self._call(function)
                 self._unpicklable(refused, error)
                 return refused
-            is_refused = supervisor.is_closing or supervisor.broken is not None  # by user code, in the midst of that
+            is_refused = supervisor.is_closing or supervisor.broken is not None  # the user code that pickling ran did this
             if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
                 return self._run_laden(function, body, met, policy)
         if policy is None:
@@ -120,12 +134,12 @@ class Intake:
             member = self._dispatch.submitted(call)
             if member is not None:
                 member.send(call)
-        except Exception as error:  # a fault of percore is this call's alone
+        except Exception as error:  # an internal error ends this call only
             supervisor.failed_with(call, error)
         return call
 
     def _call(self, function: Function) -> Call:
-        """A new call, that carries nothing yet."""
+        """Return a new call without arguments."""
         call = Call(loop=self._loop)
         call.owner = self._supervisor
         call.function = function
@@ -135,7 +149,7 @@ class Intake:
         return call
 
     def _run_laden(self, function: Function, body: Payload, met: list[Share], policy: Policy | None) -> Call:
-        """Accept a call for `run` that has to give something back when it has ended, or to be refused."""
+        """Accept a call of `run` that holds a slot or shared objects until it ends, or that is refused now."""
         call = self._call(function)
         call.body = body
         if met:
@@ -149,7 +163,7 @@ class Intake:
         return call
 
     def _plan(self, call: Call, policy: Policy | None, member: "Member | None") -> bool:
-        """What the call is to be run under. False: the call has ended instead."""
+        """Set the call's key and plan. Return False if the call has ended instead."""
         if policy is not None:
             call.key = policy.key
         try:
@@ -159,7 +173,7 @@ class Intake:
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
-        # Pickling has run user code, which may have closed the runner, or ended the worker that was meant.
+        # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
         if self._supervisor.is_closing or self._supervisor.broken is not None:
             self._supervisor.refuse(call)
             return False
@@ -171,7 +185,7 @@ class Intake:
     def _prepare(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None, member: "Member | None"
     ) -> bool:
-        """Pickle what the call is to carry. False: the call has ended instead."""
+        """Pickle the call's arguments and set its plan. Return False if the call has ended instead."""
         call.body = ()
         try:
             call.body, met = self._functions.pickle(call.function, args, kwargs)
@@ -186,6 +200,6 @@ class Intake:
         return True
 
     def _unpicklable(self, call: Call, error: BaseException) -> None:
-        if issubclass(type(error), KeyboardInterrupt):  # taken for the terminal's: the call was never accepted
+        if issubclass(type(error), KeyboardInterrupt):  # it may be the user's Ctrl-C: raise it, and do not accept the call
             raise error
         call.set_exception(as_error(error, "pickling"))

@@ -1,7 +1,7 @@
-"""Workers that begin so many calls and no more (`max_tasks_per_worker`).
+"""Workers with a limit on the calls they begin (`max_tasks_per_worker`).
 
-A call is counted when it is sent, and not any more when the worker has handed it back. Where the limit is reached the worker has no
-free place, by its load, so nothing else is sent to it. Broadcasts, which are for every worker, are not counted.
+A call counts from when it is sent, and no longer counts if the worker hands it back. When the limit is reached, a large number is
+added to the worker's load, so that it has no free place and gets no more calls. Broadcasts go to every worker and do not count.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _EIGHTH: Final = 8
 class Limited(Member):
     """A worker with a limit on the calls that it begins."""
 
-    def __init__(  # noqa: PLR0913, PLR0917  # those of a member, and what a limit needs
+    def __init__(  # noqa: PLR0913, PLR0917  # the arguments of Member, and three for the limit
         self,
         index: int,
         generation: int,
@@ -30,10 +30,11 @@ class Limited(Member):
         low: Callable[["Limited"], object],
         refused: Callable[[Unit], object],
     ) -> None:
-        """`low` is called when few calls are left, and when none is. `refused` takes back a call for which there is no place."""
+        """`low` is called when few calls are left, and when none is. `refused` is called with a call that exceeds the limit."""
         super().__init__(index, generation, dispatch, turn)
         self.tickets = limit
-        # Its replacement starts before the last ones: as many as can be sent at once, but after most of its life.
+        # The replacement starts when this many calls are left: an eighth of the limit (at least 1), and at most as many as the
+        # worker can hold at once.
         self._few = min(max(1, limit // _EIGHTH), dispatch.room)
         self._low = low
         self._refused = refused
@@ -43,7 +44,10 @@ class Limited(Member):
         return not self.tickets
 
     def send(self, call: Unit) -> None:
-        """As there. A call for which no place is left is taken back: a `__del__` may have taken the last one in this moment."""
+        """As `Member.send`, but give a call that exceeds the limit back through `refused`.
+
+        That happens if a `__del__` sends a call between the choice of this worker and the sending.
+        """
         if call.kind == Kind.BESIDE:
             super().send(call)
             return
@@ -57,7 +61,7 @@ class Limited(Member):
             self._low(self)
 
     def unbegun(self, calls: int) -> None:
-        """So many calls came back."""
+        """Uncount the calls that the worker handed back."""
         self._count(-calls)
         self._lowered()
 
@@ -74,6 +78,6 @@ class Limited(Member):
         return self._held()[1] + self._batched
 
     def _held(self) -> tuple[int, int]:
-        # The remainder, and no look at the tickets: another thread may ask while these and the load change.
+        # Take the remainder instead of checking `tickets`: another thread may read `load` and `tickets` while they change.
         tasks, plain = super()._held()
         return tasks % ROOM_OF_NONE, plain % ROOM_OF_NONE

@@ -1,4 +1,4 @@
-"""The lives of the workers of a pool, with the deadlines that the life-cycle table gives to their states."""
+"""The life cycles of a pool's workers, and the timers for the deadlines that the life-cycle table gives to their states."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,30 +9,30 @@ from percore._patience import Patience
 
 
 class Lives:
-    """Advances the life of each worker, and keeps the deadline of its state."""
+    """Advances the life cycle of each worker, and runs the timer for the deadline of its state."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, seconds: dict[Deadline, float], overdue: Callable[[Member], object]
     ) -> None:
-        """`seconds`: how long START and END are. `overdue` is called when a worker has missed its deadline, `member.deadline`."""
+        """`seconds`: the lengths of START and END. `overdue` is called with a worker that has missed `member.deadline`."""
         self._loop = loop
         self._seconds = seconds
         self._overdue = overdue
         self.draining: set[Member] = set()
-        """Those that drain and have calls: their deadline begins when the last of these has ended."""
+        """Draining workers that still have calls. Their deadline begins when the last of these calls has ended."""
 
     def advance(self, member: Member, event: Event) -> State:
-        """Take an event of a worker's life, and return its new state. A life must not go on in any other way.
+        """Apply an event to a worker's life cycle and return the new state. Nothing else may call `Life.advance`.
 
         Raises:
-            IllegalEvent: it cannot happen in this state.
+            IllegalEvent: the event cannot happen in this state.
         """
         state = member.life.advance(event)
         self.look(member)
         return state
 
     def look(self, member: Member) -> None:
-        """Let the deadline of a worker follow its state and its calls."""
+        """Start, replace or stop a worker's timer, by its state and its calls."""
         has_calls = bool(member.calls)
         if has_calls and member.life.state is State.DRAINING:
             self.draining.add(member)
@@ -47,6 +47,6 @@ class Lives:
             member.timer = Patience(self._loop, self._seconds[deadline], lambda: self._overdue(member))
 
     def look_drained(self) -> None:
-        """Calls have ended: look whether they were the last ones of draining workers."""
+        """Check whether draining workers have no calls left, and start their deadlines. To be called when calls have ended."""
         for member in list(self.draining):
             self.look(member)

@@ -1,4 +1,8 @@
-"""One worker as the supervisor keeps it: its life, what it was sent, what it has done."""
+"""One worker as the supervisor sees it: its state, the calls it holds and its counts.
+
+The pool creates a member for each worker it starts. Each call in `Member.calls` holds one place in the worker until the worker
+reports an outcome, hands the call back or dies.
+"""
 
 import asyncio
 import sys
@@ -23,16 +27,16 @@ if TYPE_CHECKING:
 
 
 Unit: TypeAlias = Awaited | Call | Item | Batch
-"""What is sent to a worker, and takes one of its places."""
+"""A call or batch that is sent to a worker and takes one of its places."""
 
 _LATE: Final = 0.005
-"""Seconds without reading anything after which a worker with something to read is behind. Reading takes far less."""
+"""Seconds after which a worker that has messages but reads none counts as behind. Reading takes far less."""
 
 
 class Turn:
-    """The time at which this iteration of the loop began to be looked at, the same until the iteration ends.
+    """The time of the current iteration of the loop: read once, then the same until the iteration ends.
 
-    What workers say is heard between two iterations: however long one takes, in it nobody is silent any longer.
+    The loop reads the workers' messages between iterations only, so a long iteration must not make workers look silent.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,7 +44,7 @@ class Turn:
         self._time: float | None = None
 
     def time(self) -> float:
-        """As `loop.time()`, frozen."""
+        """Return `loop.time()` as of the first request in this iteration."""
         if self._time is None:
             self._time = self.loop.time()
             self.loop.call_soon(self._end)
@@ -51,10 +55,10 @@ class Turn:
 
 
 class Member:
-    """A worker of a slot, from its start to its end."""
+    """One worker of a pool slot, from its start to its end."""
 
     tickets = sys.maxsize
-    """Calls that it may still begin."""
+    """Number of calls that the worker may still begin."""
 
     def __init__(self, index: int, generation: int, dispatch: "Dispatch[Any, Member]", turn: "Turn") -> None:
         self.index = index
@@ -65,10 +69,10 @@ class Member:
         self._send: Callable[[int, int, Body], None]
         self.calls: dict[int, Unit] = {}
         self.parked: set[int] = set()
-        """Ids of calls that wait for a slot for their arguments, and so have not been sent after all."""
+        """Ids of calls that wait for a payload slot for their arguments. The worker has not been sent these calls yet."""
         self.defined: set[int] = set()
         self.leases: list[int] = []
-        """Payloads whose slots its arrays lie in. It holds a few at most."""
+        """Payloads whose slots back arrays in this worker. There are a few at most."""
         self.load = [0, 0, 0]
         self._batched = 0
         self.recalling = self.gave_back = False
@@ -83,57 +87,57 @@ class Member:
         self.killed_why = ""
         self.was_ready = False
         self.failure: BaseException | None = None
-        """Why its start or its lifespan has failed."""
+        """The error by which the worker's start or lifespan failed."""
         self.is_interrupted = False
         self.deadline: Deadline | None = None
         self.timer: Patience | None = None
-        """While a deadline runs."""
-        # An id is a place and how often it was used. So it names the place of its start mark, and comes again only after
-        # 2**48 / stride uses of one place.
+        """The timer of `deadline`; None if no deadline runs."""
+        # A call id combines a place (id % stride) with a use count (id // stride). So the id gives the place of the call's start
+        # mark, and an id repeats only after 2**48 / stride uses of one place.
         self.stride = places_for(dispatch.room)
         self.free = [place + self.stride for place in reversed(range(self.stride))]
 
     @property
     def pid(self) -> int | None:
-        # A worker may be ready before its launcher has heard of its birth; then its own word counts.
+        # A worker may report that it is ready before its launcher knows the pid. Until then, use the pid that the worker sent.
         return self.told_pid if self.worker.pid is None else self.worker.pid
 
     def attach(self, worker: "Worker") -> None:
-        """The worker runs."""
+        """Attach the worker that the engine has started."""
         self.worker = worker
         self._tx = worker.channel.tx
         self._send = worker.channel.send
 
     def silence(self) -> int:
-        """For how long the worker has read nothing, while there was something to read: 0 when that is not worth mentioning.
+        """Return how long the worker has had messages but read none, in coarse steps; 0 if that is negligible.
 
-        Above it, the worker's loop may be blocked. A step is twice as long as the one before, so that of two workers that read
-        equally late the less loaded one gets the next call.
+        From 1 on, the worker's loop may be blocked. Each step is twice as long as the previous one. So two workers that are about
+        equally late get the same step, and the less loaded one gets the next call.
         """
         tx = self._tx
         if tx.written == tx.acknowledged:
             return 0
         seconds = self._turn.time() - self.worker.channel.waits_since
-        if seconds <= 0:  # it was sent later than this iteration of the loop began, so nothing can have been heard of it yet
+        if seconds <= 0:  # sent after this iteration's time was taken: the loop cannot have read an answer yet
             return 0
         return max(0, frexp(seconds / _LATE)[1])
 
     def has_read(self) -> bool:
-        """Whether the worker has read all that it was sent. If it has not, `advance` is called when it has."""
+        """Return whether the worker has read all it was sent. If not, the channel calls `Supervisor.advance` once it has."""
         return self.worker.channel.has_read()
 
     @property
     def items(self) -> int:
-        """Plain calls sent and not ended, those in batches counted one by one."""
+        """Number of plain calls sent and not ended. Each item of a batch counts."""
         return self.load[Kind.THREAD] + self._batched
 
     def send(self, call: Unit) -> None:
-        """Send a call or a batch. The worker must have room."""
+        """Send a call or a batch. The worker must have a free place."""
         number = call.function.number
         if number not in self.defined:
             number = self._define(call.function)
         call_id = self.free.pop()
-        if call_id > ID_MASK:  # the bits above it are for the numbers of items
+        if call_id > ID_MASK:  # the bits above ID_MASK hold the numbers of items
             call_id = call_id % self.stride + self.stride
         call.call_id = call_id
         call.member = self
@@ -145,15 +149,18 @@ class Member:
         if call.plan is not None and call.plan.terms is not None:
             self._send(TERMS, call_id, call.plan.terms)
         if body is None:
-            self._send(BATCH, call_id, call.message())  # type: ignore[union-attr]  # no other has none
+            self._send(BATCH, call_id, call.message())  # type: ignore[union-attr]  # only a batch has no body
         elif type(body) is bytes and len(body) > INLINE_LIMIT:
             self.parked.add(call_id)
-            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))  # type: ignore[arg-type]  # no batch
+            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))  # type: ignore[arg-type]  # not a batch
         else:
             self._send(number, call_id, body)
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
-        """Ask for so many calls that have not begun. Those with a key stay: their key is here."""
+        """Ask the worker to hand back up to `wanted` plain calls that have not begun.
+
+        Calls with a key stay, since their key is bound to this worker. `times_ahead`: `Dispatch.times_ahead` at this moment.
+        """
         self.recalling = True
         self.asked_at = times_ahead
         calls = self.calls.items()
@@ -161,11 +168,14 @@ class Member:
         self.worker.channel.send(RECALL, wanted, array("I", stay).tobytes())
 
     def shrink(self, items: int) -> None:
-        """So many items of a batch have ended or come back."""
+        """Note that this many items of a batch have ended or were handed back."""
         self._batched -= items
 
     def _define(self, function: Function) -> int:
-        """How to name the function: by its number, told now, or not at all, since it travels with the call."""
+        """Return the op that calls the function.
+
+        A function with a number is sent to the worker first. One without a number travels with each call, under an op of its kind.
+        """
         if not function.number:
             return ONCE_OPS[function.kind]
         self.defined.add(function.number)
@@ -173,16 +183,16 @@ class Member:
         return function.number
 
     def take(self, call_id: int) -> Unit:
-        """The call of that id, which the worker is done with; its place is free.
+        """Remove and return the call of that id, and free its place. The worker is done with the call.
 
         Raises:
-            KeyError: it has no such call.
+            KeyError: the worker has no such call.
         """
         call = self.calls.pop(call_id)
         if call_id in self.parked:
             self.parked.discard(call_id)
             if call.plan is not None and call.plan.terms is not None:
-                self._send(TERMS, call_id, None)  # the call they were for will not come
+                self._send(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         self._lowered()
@@ -195,29 +205,29 @@ class Member:
         return call
 
     def give_up(self, call: Unit) -> None:
-        """Take a call of which the worker may not have heard, and let it forget what it was told of it."""
+        """Remove a call that the worker may not have been sent, and withdraw the terms sent for it."""
         if call.plan is not None and call.plan.terms is not None and call.call_id not in self.parked:
             self._send(TERMS, call.call_id, None)
         self.take(call.call_id)
 
     def began(self, call: Unit) -> tuple[float, int] | None:
-        """When a call had begun here, by `time.monotonic`, and how many of its items; None: it had not.
+        """Return when the call began (`time.monotonic`) and, for a batch, how many of its items began; None if it had not begun.
 
-        A decision needs a dead worker: the marks of one that lives may be out of date.
+        Decide by the answer only after the worker's death: the start marks of a live worker may be out of date.
         """
         return self.worker.began(call.call_id % self.stride, call.call_id)
 
     def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
-        """Calls running and calls queued ahead, as far as the supervisor knows.
+        """Return the numbers of running calls and of calls queued ahead, as far as the supervisor knows.
 
-        A worker that has not read all it was sent, since its loop is blocked or only busy, runs what its start marks say.
-        `may_look`: whether they may be read, which another thread without a GIL must not.
+        If the worker has not read all messages (its loop is busy or blocked), the numbers come from its start marks.
+        `may_look`: whether the caller may read the marks. Without a GIL, only the loop's thread may.
         """
         if may_look and (self.parked or not self.has_read()):
             ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
             try:
                 running = sum(self.worker.began(call_id % self.stride, call_id) is not None for call_id in ids)
-            except ValueError:  # the marks are released: the loop's thread has buried it while another one was asking
+            except ValueError:  # the marks are released: the worker died, and the loop's thread closed it during this call
                 return 0, 0
             return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
@@ -225,19 +235,19 @@ class Member:
         return running, max(0, plain - threads) + self._batched
 
     def _held(self) -> tuple[int, int]:
-        """The coroutines and the plain calls that it has."""
+        """Return the numbers of coroutine calls and of plain calls (a batch counts once) in the worker."""
         return self.load[Kind.TASK], self.load[Kind.THREAD]
 
     @property
     def is_spent(self) -> bool:
-        """Whether it has been sent all the calls that it may begin."""
+        """Whether the worker has been sent all the calls it may begin."""
         return False
 
     def unbegun(self, calls: int) -> None:
-        """So many calls came back that it had not begun."""
+        """Note that the worker handed back this many calls that it had not begun."""
 
     def stop_timer(self) -> None:
-        """No deadline runs any more. Idempotent."""
+        """Stop the running deadline, if any. Idempotent."""
         self.deadline = None
         if self.timer is not None:
             self.timer.cancel()
@@ -249,7 +259,7 @@ class Member:
 
 
 class _Parked:
-    """A call whose arguments wait for a slot: the worker does not know of it yet."""
+    """The channel's ticket for a call whose arguments wait for a slot. The worker has not been sent the call yet."""
 
     __slots__ = ("_call", "_call_id", "_member")
 
@@ -263,9 +273,9 @@ class _Parked:
 
     def stored(self, payload: int) -> bool:
         parked = self._member.parked
-        if self._call_id not in parked:  # a `__del__`, run by a collection while it was stored, has cancelled the call
+        if self._call_id not in parked:  # a `__del__`, run by a garbage collection during the storing, cancelled the call
             return False
-        # The slot is the call's from now on, as if it had been pickled there.
+        # From now on the call owns the slot, as if its arguments had been pickled into it.
         self._call.body = payload
         parked.discard(self._call_id)
         return True

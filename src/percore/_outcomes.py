@@ -1,4 +1,8 @@
-"""What workers say, and what becomes of it: outcomes to futures, places to the next call."""
+"""Handlers for the messages of workers: they end calls, free places and report changes of a worker's state to the pool.
+
+The pool opens each channel with `Outcomes.receiver`. A call stays its worker's until it is done. So if anything breaks the channel
+before that, the call ends when the supervisor processes the worker's death.
+"""
 
 import marshal
 from collections.abc import Callable
@@ -47,13 +51,16 @@ if TYPE_CHECKING:
 
 
 class Outcomes:
-    """Receives the messages of all workers of a supervisor."""
+    """Handles the messages of all workers of a supervisor."""
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
 
-    def receiver(self, slot: "Slot", member: Member) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # that of what it makes
-        """What to call with the messages of one worker. Raises whatever a broken worker deserves: the channel then breaks."""
+    def receiver(self, slot: "Slot", member: Member) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
+        """Return the function that the channel calls with the messages of one worker.
+
+        It raises for a message that no healthy worker sends. The channel then breaks, and the pool kills the worker.
+        """
         handlers: dict[int, Callable[[int, Any], None]] = {
             VALUE: lambda call_id, body: self._value(member, call_id, body),
             VALUES: lambda call_id, body: self._values(member, call_id, body),
@@ -79,9 +86,9 @@ class Outcomes:
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
 
-        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: each more costs every outcome
+        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
             for op, call_id, body in messages:
-                # As `_value` and `_result`, without the calls: this is the path of most outcomes.
+                # The same as `_value` and `_result`, inlined: most outcomes take this path.
                 call = calls.get(call_id)
                 try:
                     if (type(call) is Awaited or (type(call) is Planned and call.plan is None)) and (
@@ -115,7 +122,7 @@ class Outcomes:
                         and type(call) is not Batch
                     ):
                         if not call.done():
-                            call.set_result(body)  # type: ignore[union-attr]  # no batch
+                            call.set_result(body)  # type: ignore[union-attr]  # not a batch
                         del calls[call_id]
                         free.append(call_id + stride)
                         load_of[call.kind] -= 1
@@ -123,7 +130,7 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
-                        if type(call.body) is not tuple:  # a future may be held for long, its arguments need not
+                        if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
                             self._supervisor.release(call)
                         if POINTS:
                             point("supervisor.outcome.delivered")
@@ -135,17 +142,17 @@ class Outcomes:
                     raise
                 except Exception as error:
                     self._isolate(call, error)
-                if not channel.is_open:  # user code, or what it made us send, has ended it
+                if not channel.is_open:  # user code, or a message sent because of it, closed the channel
                     return
             lowered()
 
         return receive
 
     def _isolate(self, call: Unit | None, error: Exception) -> None:
-        """A message was right, and to do what it asks for has raised this: that costs its call alone.
+        """End only this call: its message was valid, but handling the message raised this error.
 
         Raises:
-            Exception: it is about no single call; then it breaks the channel.
+            Exception: `error` itself, if the message is not about a single call. It breaks the channel.
         """
         if call is None or isinstance(call, Batch):
             raise error
@@ -161,20 +168,20 @@ class Outcomes:
         self._supervisor.pool.unready(member, error, _text(error))
 
     def _failed(self, member: Member, payload: Payload | None) -> None:
-        """Its lifespan has failed. First that it has, then by which error."""
+        """The worker's lifespan failed. The first message has no payload, the second one carries the exception."""
         self._supervisor.pool.failing(member)
         if payload is not None:
             error = load_exception(self._bytes(member, payload))
             self._supervisor.pool.failed(member, error, _text(error))
 
     def _unpickled(self, member: Member, call_id: int) -> None:
-        """The arguments have been read from their slot: it is free, unless arrays lie there, or for another attempt."""
+        """The worker has read the arguments: free their slot, unless arrays use it or another attempt may need it."""
         call = member.calls[call_id]
         if call.plan is None or not call.plan.policy.retries:
             self._supervisor.unpickled(call)
 
     def _leased(self, member: Member, payload: Any) -> None:
-        """Arrays in the worker lie in this slot: it stays as it is until they have gone, or the worker has."""
+        """Arrays in the worker use this slot: hold it until the worker has dropped them or has died."""
         if type(payload) is not int:
             raise BrokenFrame(f"{type(payload).__name__} was leased, which is no slot")
         self._supervisor.arena.hold(payload)
@@ -194,15 +201,16 @@ class Outcomes:
             if POINTS:
                 point("supervisor.slot.released")
             channel, slot = member.worker.channel, payload & SLOT_MASK
-            # They are taken from the lowest on, so by its number the worker has enough of them, or needs this one.
+            # Workers take the lowest free slot. A low number means that the worker has enough free slots; a high one, that it
+            # may need this slot soon.
             send = channel.send_lazily if slot < channel.incoming.count // 4 else channel.send_later
             send(RELEASE, slot, payload >> SLOT_BITS)
 
     def _target(self, member: Member, call_id: int) -> Awaited | Call | Item | BatchItem:
-        """Whose outcome this is.
+        """Return the call or the item of a batch that this outcome is for.
 
         Raises:
-            KeyError, BrokenFrame: nobody's.
+            KeyError, BrokenFrame: the worker has no such call or item.
         """
         if call_id <= ID_MASK:
             call = member.calls[call_id]
@@ -214,8 +222,7 @@ class Outcomes:
             raise BrokenFrame(f"an outcome of an item of {call_id & ID_MASK}, which is no batch")
         return batch.item((call_id >> ITEM_SHIFT) - 1)
 
-    # Until it is done a call stays its worker's: whatever breaks the channel before that, it ends when the worker does.
-
+    # Outcomes of calls
     def _value(self, member: Member, call_id: int, value: object) -> None:
         target = self._target(member, call_id)
         if self._is_late(member, call_id, target):
@@ -225,7 +232,7 @@ class Outcomes:
         self._ended(member, call_id)
 
     def _values(self, member: Member, call_id: int, body: bytes) -> None:
-        """Results of a batch, all at once."""
+        """Take the results of several items of a batch."""
         batch = member.calls[call_id]
         if type(batch) is not Batch:
             raise BrokenFrame(f"results of batch {call_id}, which is none")
@@ -251,7 +258,7 @@ class Outcomes:
         target = self._target(member, call_id)
         if is_dropped(target):
             target.is_over = True
-        if target.done():  # cancelled: nobody will look at it, and unpickling would run user code for nothing
+        if target.done():  # cancelled: do not run user code (unpickling) for a result that is dropped
             self._release(member, payload)
             self._ended(member, call_id)
             return
@@ -267,16 +274,16 @@ class Outcomes:
         if not is_leased:
             self._release(member, payload)
         self._ended(member, call_id, failed=failure is not None)
-        # Taken for the terminal's: to swallow that would be worse than one worker less.
+        # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
             raise failure
 
     def _not_loaded(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, error: BaseException) -> None:
-        """Unpickling a result has raised this."""
+        """End a call whose result could not be unpickled."""
         if not target.done():
             target.set_exception(_unloadable(error))
         self._ended(member, call_id, failed=True)
-        # Taken for the terminal's: to swallow that would be worse than one worker less.
+        # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if issubclass(type(error), KeyboardInterrupt):
             raise error
 
@@ -291,7 +298,7 @@ class Outcomes:
             return
         if not target.done():
             delay, error = self._supervisor.attempts.next(target, error)
-            if not target.done():  # user code may have cancelled it just now
+            if not target.done():  # retry_on or backoff may have cancelled the call
                 if delay is not None:
                     self._try_again(member, call_id, target, delay)
                     return
@@ -299,7 +306,7 @@ class Outcomes:
         self._ended(member, call_id, failed=True)
 
     def _is_late(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem) -> bool:
-        """Whether a thread has ended, too late, a call that is to be attempted once more; now it is."""
+        """Start the next attempt if this call timed out earlier and its thread has only now ended. Return whether it did."""
         plan = target.plan
         if plan is None or plan.late is None or target.done() or is_dropped(target):
             return False
@@ -320,10 +327,10 @@ class Outcomes:
             self._supervisor.failed_with(call, error)
 
     def _timed_out(self, member: Member, call_id: int) -> None:
-        """A plain function has run for too long. Its thread runs on, and no other attempt begins before that has ended."""
+        """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
         call = member.calls.get(call_id)
         if call is None or call.done() or call.plan is None or isinstance(call, Batch):
-            return  # its outcome was on the way already
+            return  # the call has ended meanwhile, or was cancelled
         delay, error = self._supervisor.attempts.next(call, TimeoutError())
         if call.done():
             return
@@ -337,15 +344,15 @@ class Outcomes:
     def _cancelled(self, member: Member, call_id: int) -> None:
         target = self._target(member, call_id)
         if not target.done():
-            # Not by its caller (the future would be done): by closing.
+            # Its caller did not cancel it, or the future would be done. The runner's closing did.
             target.cut_off()
         self._ended(member, call_id)
 
     def _returned(self, member: Member, call_id: int, count: int | None) -> None:
         supervisor = self._supervisor
-        if call_id == 0:  # a recall has been answered in full
+        if call_id == 0:  # the end of the answer to a recall
             member.recalling = False
-            if not member.gave_back:  # what it holds may wait for a slot: asking again would go on for ever
+            if not member.gave_back:  # its calls may wait for payload slots; without this note it would be asked again for ever
                 supervisor.dispatch.gave_nothing(member, member.asked_at)
             member.gave_back = False
             return
@@ -378,7 +385,7 @@ class Outcomes:
             self._supervisor.put_back(batch.flow, run)
 
     def _settle(self, member: Member, call_id: int) -> None:
-        """An item of a batch is done with."""
+        """Note that an item of a batch has ended, and free the batch's place if it was the last one."""
         batch = member.calls[call_id & ID_MASK]
         assert type(batch) is Batch
         batch.settle((call_id >> ITEM_SHIFT) - 1)
@@ -400,30 +407,34 @@ class Outcomes:
 
 
 def _load(member: Member, payload: Payload) -> tuple[Any, BaseException | None, int, bool]:
-    """Unpickle a result: it, or its failure; its bytes; whether its slot is in use from now on. Runs user code.
+    """Unpickle a result. Runs user code.
+
+    Returns:
+        The result, the exception that unpickling raised (or None), the size of the pickle in bytes, and whether arrays in this
+        process use the payload's slot from now on.
 
     Raises:
         BrokenFrame: there is no such payload.
     """
     try:
-        if type(payload) is bytes and payload[-1:] == b".":  # most of them: small, and no buffers
+        if type(payload) is bytes and payload[-1:] == b".":  # most results: a small pickle without buffers
             return load(payload), None, len(payload), False
-    except BaseException as error:  # whatever it raises is this call's, converted
+    except BaseException as error:  # any exception becomes the outcome of this call
         return None, error, 0, False
     received = member.worker.channel.leases.receive(payload)
     try:
         return received.load(), None, received.size, received.is_leased
-    except BaseException as error:  # likewise
+    except BaseException as error:  # as above
         return None, error, received.size, received.is_leased
 
 
 def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
-    """Unpickle these results in their places; the failures, by place. Runs user code."""
+    """Unpickle the results in these places of the list, and return the failures by place. Runs user code."""
     failures: dict[int, Exception] = {}
     for place in places:
         try:
             results[place] = load(results[place])
-        except KeyboardInterrupt:  # taken for the terminal's: worth a worker, as for a single call
+        except KeyboardInterrupt:  # maybe the user's Ctrl-C: raise it, as for a single call
             raise
         except BaseException as error:
             failures[place] = _unloadable(error)
@@ -431,7 +442,7 @@ def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
 
 
 def _unloadable(error: BaseException) -> Exception:
-    """What a caller gets whose result could not be unpickled here."""
+    """Return the exception for a caller whose result could not be unpickled in this process."""
     failure = RemoteError(type_name_of(error), f"the result could not be unpickled here: {shown(error)}")
     failure.__cause__ = error if issubclass(type(error), Exception) else None
     return failure

@@ -1,18 +1,18 @@
-"""Deadlines after which somebody is killed: time in which this process did not run itself does not count against others."""
+"""Timers for deadlines after which a worker is killed. Time in which this process itself did not run does not count."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Final
 
 _LATENESS: Final = 1.0
-"""Seconds by which only a loop that was stopped, or held up by its user, is late."""
+"""Seconds of lateness from which on the loop must have been stopped, or blocked by user code."""
 
 
 class Patience:
-    """Calls back after so many seconds, once, unless it is cancelled before.
+    """Calls `callback` once after `seconds`, unless it is cancelled before.
 
-    If that moment itself comes late, then whoever is waited for was probably stopped as well, or their news have not been read
-    yet: they are given the same time again, once.
+    If the loop runs the timer late, the worker was probably stopped as well, or the loop has not read the worker's messages yet.
+    The timer then starts again with the same time, once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> None:

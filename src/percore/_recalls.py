@@ -1,4 +1,7 @@
-"""When a worker is asked to hand back what it has not begun: as soon as it is worth two messages, and no sooner."""
+"""Decides when a worker is asked to hand back calls that it has not begun, so that an idle worker can run them.
+
+A recall costs two messages. So a worker that will soon be done with all it holds, by measured times, is not asked at once.
+"""
 
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
@@ -11,31 +14,35 @@ if TYPE_CHECKING:
     from percore._member import Member
 
 ANSWERS: Final = 0.01
-"""Seconds in which a worker answers, or counts as silent: others are asked then."""
+"""Seconds after a recall until the next look. A worker that has not answered by then counts as silent, and others are asked."""
 
 BRIEF: Final = 0.003
-"""Seconds of work that are over before what is handed back could begin elsewhere."""
+"""Seconds of work below which a recall does not pay: the work ends before the calls could begin in another worker."""
 
 
 class Recalls:
-    """Looks whom to ask, after the maps have had their chance to pull: then nobody need be asked."""
+    """Recalls calls from full workers while others are idle.
+
+    Each look is deferred to the next iteration of the loop, because open maps may pull more inputs until then. In that case no
+    recall is needed.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: "Dispatch[Any, Member]") -> None:
         self._loop = loop
         self._dispatch = dispatch
         self._next: asyncio.Handle | None = None
         self._seen: tuple[Member, int] | None = None
-        """Who was left alone, and how much it had done by then."""
+        """The worker that was not asked because it has little to do, and its count of ended calls at that time."""
         self._again: asyncio.Handle | None = None
         self._is_over = False
 
     def look(self) -> None:
-        """Something has ended or begun."""
+        """Schedule a look, if nothing waits while workers hold calls queued ahead. To be called when calls have ended or begun."""
         if self._next is None and not self._is_over and self._dispatch.is_dry():
             self._next = self._loop.call_soon(self._look)
 
     def stop(self) -> None:
-        """Nobody is to be asked any more, whatever still ends. Idempotent."""
+        """Ask no worker from now on. Idempotent."""
         self._is_over = True
         self._seen = None
         for handle in (self._next, self._again):
@@ -51,7 +58,7 @@ class Recalls:
             return
         seen = (recall.seat, recall.seat.done)
         if seen != self._seen and _seconds(recall.seat) < BRIEF:
-            # What was measured may be wrong: whoever has done nothing by then is asked after all.
+            # The measured times may be wrong: if the worker has ended no call after BRIEF seconds, it is asked after all.
             self._seen = seen
             self._next = self._loop.call_later(BRIEF, self._look)
             return
@@ -66,7 +73,7 @@ class Recalls:
 
 
 def _seconds(member: "Member") -> float:
-    """What it has been sent will keep it busy for so long, as far as that has been measured; infinity: it has not."""
+    """Return how long the worker's plain calls will take in total, by measured times; infinity if a time is unknown."""
     seconds = 0.0
     for call in list(member.calls.values()):
         if call.kind != Kind.THREAD:

@@ -1,4 +1,4 @@
-"""percore's own words, at the logger `percore`."""
+"""percore's log messages, written to the logger `percore`."""
 
 import logging
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 _logger: Final = logging.getLogger("percore")
 _reporter: Final = logging.NullHandler()
 PREFIX: Final = "percore: "
-"""Logging that nobody has configured writes the text alone: it must say by itself who is speaking."""
+"""Prefix of each message. Without configuration, `logging` writes only the text, which must name its source."""
 
 
 def report(level: int, text: str, *args: object, exc_info: BaseException | None = None) -> None:
-    """Log, whatever the user's handlers and filters do.
+    """Log a message. An Exception from the user's handlers or filters is not raised, since supervision must go on.
 
-    They are called in the midst of supervision, which has to go on: what they raise is told as `logging` tells errors of handlers.
+    It is reported in the way `logging` reports errors of handlers.
     """
     text = PREFIX + text
     try:
