@@ -1,9 +1,10 @@
-"""Batches: items of one function that one thread runs, one after the other.
+"""Batches: items of one function that one thread runs one after the other.
 
-The thread takes items from the left and the worker's loop from the right, when they are recalled or not wanted any more. Taking is
-atomic on both sides, so each item either begins here or goes back.
-Results are sent together, but not kept for longer than a few milliseconds. This is the path of millions of tiny calls: what the
-loop of `run` does for each of them counts.
+The thread takes items from the left. The worker's loop takes items from the right when they are recalled or no longer wanted. Both
+operations are atomic, so each item either begins here or goes back.
+
+Results are sent together, but kept for a few milliseconds at most. Millions of tiny calls may take this path, so every operation in
+the inner loop of `run` counts.
 """
 
 import marshal
@@ -26,25 +27,25 @@ from percore._worker.answers import Answers, Function, Send
 from percore._worker.terms import Terms
 
 KEEP: Final = 0.003
-"""Seconds that a result may wait for others."""
+"""Seconds that a result may wait for other results."""
 
 _KEEP_BYTES: Final = 32_768
 _STEPS: Final = 32
 _LONGEST_STEP: Final = 32
-"""A batch is made for a millisecond, and run in so many steps: between two of them one looks at the clock, and marks what begins,
-which both cost as much as a tiny call."""
+"""A batch is sized to take a millisecond, and runs in `_STEPS` steps of up to `_LONGEST_STEP` items. Only between steps does the
+thread check the clock and write the start mark, since each costs as much as a tiny call."""
 
 _MARSHAL: Final = 2
 _SCALARS: Final = frozenset({int, float, bool, type(None)})
 
 
 def item_id(call_id: int, index: int) -> int:
-    """The id of an item of a batch."""
+    """Return the id of an item of a batch."""
     return (index + 1) << ITEM_SHIFT | call_id
 
 
 class Batch:
-    """The items that are left, and how they are called."""
+    """The remaining items of a batch, their function and their terms."""
 
     __slots__ = ("begun", "begun_at", "end", "function", "is_bare", "items", "results", "terms")
 
@@ -55,13 +56,13 @@ class Batch:
         self.terms = terms
         self.end = len(bodies)
         self.begun = 0
-        """Items that the thread has taken, step by step."""
+        """How many items the thread has taken, in whole steps."""
         self.begun_at: float | None = None
         self.results: Results | None = None
-        """While it runs."""
+        """Its results while it runs, else None."""
 
     def give_up(self, most: int) -> int:
-        """Take up to `most` items out that have not begun, the last ones. From the loop alone."""
+        """Remove up to `most` items that have not begun, from the end. Return how many. Only from the loop."""
         count = 0
         while count < most:
             try:
@@ -73,7 +74,10 @@ class Batch:
         return count
 
     def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
-        """Run what is left, in this thread. This word tells how many have begun, those of a step all at once. Never raises."""
+        """Run the remaining items in this thread. Never raises.
+
+        Before each step, set `marks[word]` to the number of items begun, including all items of the step.
+        """
         self.results = results
         call = fn if self.is_bare and not POINTS else partial(_call, fn, self.is_bare)
         step = min(_LONGEST_STEP, max(1, self.end // _STEPS))
@@ -85,7 +89,7 @@ class Batch:
         results.flush()
 
     def _run_some(self, begun: int, results: "Results", call: Callable[[Any], Any]) -> bool:
-        """Run the items up to this number. Whether there were so many."""
+        """Run the items up to number `begun`. Return False if there were fewer."""
         keep = results.values.append
         left = repeat((), begun - self.begun)
         try:
@@ -98,7 +102,7 @@ class Batch:
                         results.add(begun - 1 - length_hint(left), result)
                 except BaseException as error:
                     results.fail(begun - 1 - length_hint(left), error)
-        except IndexError:  # of popleft: that was all, or the loop has taken the rest
+        except IndexError:  # from popleft: no items are left, or the loop has taken the rest
             return False
         self.begun = begun
         return True
@@ -120,7 +124,7 @@ def _call(fn: Callable[..., Any], is_bare: bool, body: Any) -> Any:
 
 
 class Results:
-    """Results of a batch that wait to be sent together: of consecutive items. The thread's, but for `flush_kept`."""
+    """Results of consecutive items of a batch, kept to be sent together. The thread calls the methods, except `flush_kept`."""
 
     __slots__ = ("_answers", "_call_id", "_first", "_hand_over", "_lock", "_pickled", "_send", "_since", "_size", "values")
 
@@ -133,18 +137,18 @@ class Results:
         self._first = 0
         self._size = 0
         self._lock = threading.Lock()
-        """Held while they are sent: they arrive in order. Meanwhile the thread may append to the lists, never take out."""
+        """Held while results are sent, so that they arrive in order. Meanwhile the thread may append to the lists, never remove."""
         self.values: list[Any] = []
-        """Scalars, and pickles where that is noted."""
+        """Scalars, and pickles (see `_pickled`)."""
         self._pickled: list[int] = []
-        """Items whose results are pickles."""
+        """Indexes of the items whose results are pickles."""
 
     def add(self, index: int, value: object) -> None:
-        """Of any kind. Runs user code."""
+        """Add a result of any type. Runs user code."""
         if is_inline_value(value):
             self.values.append(value)
             self._size += len(value) if isinstance(value, str | bytes) else 0
-        elif hasattr(type(value), "__await__"):  # a metaclass may have its say
+        elif hasattr(type(value), "__await__"):  # may run code of a metaclass
             self.flush()
             self._first = index + 1
             self._hand_over(item_id(self._call_id, index), value, None)
@@ -161,28 +165,28 @@ class Results:
             self.flush()
 
     def fail(self, index: int, error: BaseException) -> None:
-        """An item has raised this."""
+        """Send the exception that an item has raised."""
         self.flush()
         self._first = index + 1
         self._answers.error(item_id(self._call_id, index), error, self._send)
 
     def look(self) -> None:
-        """Send what has been kept for long."""
+        """Send the kept results if `KEEP` is over."""
         if time.perf_counter() - self._since > KEEP:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is kept."""
+        """Send the kept results."""
         now = time.perf_counter()
         with self._lock:
             self._send_all(now - self._since)
         self._since = now
 
     def flush_kept(self) -> None:
-        """Send what has been kept for long, while the thread is in an item that takes its time. From the loop."""
+        """Send the kept results if `KEEP` is over, while the thread runs a slow item. From the loop."""
         if self.values and time.perf_counter() - self._since > KEEP and self._lock.acquire(blocking=False):
             try:
-                self._send_all(-1.0)  # which of that time they have taken is not known
+                self._send_all(-1.0)  # how long these items took is not known
             finally:
                 self._lock.release()
 
@@ -194,7 +198,7 @@ class Results:
             point("worker.outcome.ready")
         end = first + len(values)
         pickled = [index - first for index in self._pickled if index < end]
-        # Taken out before they are sent: `_first` is right for whatever the thread appends from now on.
+        # Remove them before they are sent: `_first` is then right for results that the thread appends from now on.
         self._first, self._size = end, 0
         del self.values[: len(values)], self._pickled[: len(pickled)]
         message = marshal.dumps((first, seconds, values, pickled), _MARSHAL)
@@ -204,7 +208,7 @@ class Results:
             self._send_one_by_one(first, values, pickled)
 
     def _send_one_by_one(self, first: int, values: list[Any], pickled: list[int]) -> None:
-        """There are huge ints among them, whose size nobody has looked at."""
+        """Send each result in its own message: huge ints, whose size is not counted, have made the message too large."""
         for place, value in enumerate(values):
             call_id = item_id(self._call_id, first + place)
             if place in pickled:
@@ -213,6 +217,6 @@ class Results:
                 self._answers.result(call_id, value, self._send)
 
     def _flush_then_send(self, op: int, call_id: int, body: Body) -> None:
-        """Send these, and then a message."""
+        """Send the kept results, then a message."""
         self.flush()
         self._send(op, call_id, body)

@@ -1,15 +1,15 @@
-"""The fork server: a small process that has everything imported and turns into workers, one fork each.
+"""The fork server: a small process with all modules imported, which forks once per worker.
 
     supervisor  -- ctl (SEQPACKET): a request with the worker's fds -->  fork server  -- fork -->  worker
          ^                                                                  |
          +--------- report (SEQPACKET, one per request): pid + pidfd, later the exit code
 
-What must stay true:
+Invariants:
 
-- One thread, and it never runs user code: it always answers, and a fork copies no lock that somebody holds.
-- It ends when the supervisor ends (its pidfd), when `ctl` is closed, and when its own lifeline is cut (then even while
-  it is stopped). Its end cuts the lifeline of each of its workers: they end too.
-- A worker keeps no fd of it: a write end of a sibling's lifeline would keep that sibling alive.
+- It has one thread and never runs user code after the preload. So it always answers, and no other thread holds a lock at a fork.
+- It ends when the supervisor ends (it polls the supervisor's pidfd), when `ctl` is closed, and when its own lifeline is cut. The
+  lifeline works even while it is stopped. When it ends, the lifelines of its workers are cut, and they end, too.
+- A worker closes all inherited fds of the fork server: an open write end of a sibling's lifeline would keep that sibling alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Birth(NamedTuple):
-    """What a worker has right after the fork: its fds as the supervisor sent them, and the lifeline from here."""
+    """The fds of a worker right after the fork: those from the supervisor, and the lifeline to the fork server."""
 
     fds: list[int]
     lifeline: int
@@ -61,7 +61,7 @@ class Child(NamedTuple):
 
 
 class ForkServer:
-    """The loop of the fork server. Holds socket objects only where both sides of a fork close them by name."""
+    """The loop of the fork server. It may hold a socket object only if both sides of a fork close it explicitly."""
 
     def __init__(self, ctl: int, supervisor: int) -> None:
         self._ctl = _socket(ctl)
@@ -72,7 +72,7 @@ class ForkServer:
         self._poller.register(supervisor, select.POLLIN)
 
     def serve(self) -> Birth:
-        """Answer requests for ever. Comes back only in a new worker, after each fork once."""
+        """Answer requests for ever. Returns only in a new worker, once after each fork."""
         while True:
             for fd, _ in self._poller.poll():
                 if fd == self._supervisor:
@@ -88,7 +88,7 @@ class ForkServer:
             os._exit(0)
         if POINTS:
             point("forkserver.request")
-        if len(fds) < REQUEST.unpack(data)[0]:  # this process is out of fds: the kernel dropped the rest
+        if len(fds) < REQUEST.unpack(data)[0]:  # this process has too many open fds: the kernel dropped the rest
             self._refuse(fds, errno.EMFILE)
             return None
         try:
@@ -99,7 +99,8 @@ class ForkServer:
         return self._fork(fds, *lifeline)
 
     def _fork(self, fds: list[int], lifeline: int, write_end: int) -> Birth | None:
-        # A worker that is told to end before it has handlers of its own does so once it has: here the signals are ignored.
+        # The fork server ignores these signals. They stay blocked until the worker has set its own handlers, so that a signal sent
+        # to the worker earlier is delivered then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             pid = _fork_process()
@@ -122,7 +123,7 @@ class ForkServer:
         try:
             pidfd = os.pidfd_open(child.pid)
         except OSError as error:
-            os.kill(child.pid, signal.SIGKILL)  # ours and not reaped: the number cannot mean anybody else
+            os.kill(child.pid, signal.SIGKILL)  # our child, not reaped yet: no other process can have this pid
             os.waitpid(child.pid, 0)
             _tell(child.report, FAILED, error.errno or errno.EMFILE)
             child.report.close()
@@ -131,7 +132,7 @@ class ForkServer:
         self._children[pidfd] = child
         self._poller.register(pidfd, select.POLLIN)
         if not _tell(child.report, BORN, child.pid, [pidfd]):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # nobody waits for it any more
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the supervisor no longer waits for it
         if POINTS:
             point("forkserver.born")
 
@@ -146,28 +147,28 @@ class ForkServer:
         _close((pidfd, child.lifeline))
 
     def _refuse(self, fds: list[int], code: int) -> None:
-        """End a request without a worker. Where not even the report came through, its end (EOF) is the answer."""
+        """Answer a request with an error. If the fd of the report did not arrive either, the supervisor reads EOF instead."""
         if fds:
             with _socket(fds[0]) as report:
                 _tell(report, FAILED, code)
         _close(fds[1:])
 
     def _forget(self) -> None:
-        """In a new worker: close what is open as an object: its finaliser would close a number that is new by then."""
+        """In a new worker, close the socket objects. Their finalizers would later close fds that have been reused by then."""
         self._ctl.close()
         for child in self._children.values():
             child.report.close()
 
 
 def main(data: tuple[list[str], list[str]]) -> None:
-    """First function of percore in the fork server: `python -c BOOT data ctl supervisor lifeline`."""
+    """Run the fork server. Called first there: `python -c BOOT data ctl supervisor lifeline`."""
     ctl, supervisor, lifeline = map(int, sys.argv[2:])
     for fd in (ctl, supervisor, lifeline):
         os.set_inheritable(fd, False)
-    # The signals of a terminal or a service manager go to the whole group; this process ends with its supervisor.
+    # A terminal or a service manager signals the whole process group. This process ignores the signal and ends with its supervisor.
     for signum in HELD_BACK:
         signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored (it comes through exec), all exit codes would be lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored (inherited through exec), all exit codes would be lost
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
     _preload(data[1])
@@ -176,14 +177,14 @@ def main(data: tuple[list[str], list[str]]) -> None:
 
 
 def _preload(modules: Iterable[str]) -> None:
-    gc.disable()  # the user waits for this; what imports leave is little (some 70 kB), and frozen with the rest
+    gc.disable()  # the user waits for the imports; their garbage is small (about 70 kB), and is frozen with the rest
     for name in modules:
         importlib.import_module(name)
     if uvloop_wanted():
-        with contextlib.suppress(ModuleNotFoundError):  # wanted where installed
+        with contextlib.suppress(ModuleNotFoundError):  # used only if it is installed
             importlib.import_module("uvloop")
-    # Up to here a traceback reached the user's stderr. From here on no pipe, no terminal and no mount is kept busy, and
-    # what an import printed must not be in a buffer that every worker would flush.
+    # Up to here a traceback reaches the user's stderr. From here on this process keeps no pipe, terminal or mount point open. Flush
+    # first: otherwise every worker would flush the buffered output of the imports.
     sys.stdout.flush()
     if sys.stderr is not None:
         sys.stderr.flush()
@@ -193,7 +194,8 @@ def _preload(modules: Iterable[str]) -> None:
     if null > 2:
         os.close(null)
     os.chdir("/")
-    # Each worker drops this (`world.enter`), and to write to pages that it has in common with this process costs it a copy of each.
+    # Each worker clears this cache (`world.enter`). Clear it here first, so that workers do not write to pages shared with this
+    # process, which would copy each page.
     sys.path_importer_cache.clear()
     gc.freeze()
     gc.enable()
@@ -215,33 +217,36 @@ def _become_worker(birth: Birth) -> None:
 
 def _close_all_but(keep: Collection[int]) -> None:
     """Close every fd but the standard streams and these."""
-    # The highest open number bounds the work: where Python was built without close_range(2), closerange() up to the
-    # limit of open files is a million system calls in some containers.
+    # Stop at the highest open fd. If Python was built without close_range(2), closerange() up to the limit of open files would make
+    # a million system calls in some containers.
     try:
         highest = max(map(int, os.listdir("/proc/self/fd")))
     except OSError:
         highest = os.sysconf("SC_OPEN_MAX")
     low = 3
     for fd in sorted(keep):
-        if low < fd:  # an empty range is not asked for: closerange(0, 0) closes everything
+        if low < fd:  # skip empty ranges: closerange(0, 0) closes everything
             os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, highest + 1)
 
 
 def _fork_process() -> int:
-    """As os.fork(), which warns of threads. There is one where F_SETSIG is not to be had: it waits in poll and holds no lock."""
+    """Call os.fork() without its warning about threads.
+
+    On systems without F_SETSIG there is one other thread (the lifeline's). It waits in poll and holds no lock.
+    """
     if HAS_SETSIG:
         return os.fork()
     import warnings
 
-    with warnings.catch_warnings():  # left on both sides of the fork: what user code does in a worker is warned of
+    with warnings.catch_warnings():  # both sides of the fork leave this block: user code in a worker is warned as usual
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _tell(report: socket.socket, kind: int, value: int, fds: Collection[int] = ()) -> bool:
-    """Whether somebody is there to hear it. Two messages at most go through one report: it is never full."""
+    """Send a report. Return False if the supervisor has closed its end. It never blocks: a report gets at most two messages."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         socket.send_fds(report, [REPORT.pack(kind, value)], list(fds))
         return True

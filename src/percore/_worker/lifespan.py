@@ -1,12 +1,12 @@
-"""What surrounds the serving of a worker: its lifespan, readiness, and the tasks that calls have left behind.
+"""The main task of a worker: it enters the lifespan, reports readiness, waits for the end, and cancels the tasks left behind.
 
-The lifespan is entered and left in one task, the worker's main one, as task groups and cancel scopes demand.
-A task belongs to the calls if its context says so (`context.of_call`): a call has made it, or a task or a callback that a call has
-made. All other tasks are the lifespan's. So the lifespan keeps what works for it until it is left:
+The main task both enters and leaves the lifespan, as task groups and cancel scopes require. A task belongs to the calls if
+`context.of_call` is set in its context: a call created it, or a task or callback that a call created. All other tasks belong to the
+lifespan. They keep running until the lifespan has been left:
 
     last call ends ─▶ tasks of calls are cancelled ─▶ the lifespan is left ─▶ tasks that are still there are cancelled
 
-Nothing is asked for this while calls run: contexts are copied anyway, and a task factory of the user's stays as it is.
+This costs nothing while calls run: asyncio copies contexts anyway. It does not touch the user's task factory either.
 """
 
 import asyncio
@@ -38,10 +38,11 @@ async def serve_until_finished(
     main_by_value: bool,
     tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks,
 ) -> int:
-    """Enter the lifespan, serve until asked to end, leave it: the exit code.
+    """Enter the lifespan, serve until asked to end, and leave the lifespan. Return the exit code.
 
-    `lifespan` unpickles the user's factory, or gives None. What fails before the worker is ready is told to the supervisor; what
-    fails afterwards is logged. `tasks` gives this worker's: all of the loop, unless workers share one.
+    `lifespan` unpickles and returns the user's factory, or returns None. An exception before the worker is ready goes to the
+    supervisor, as does one that ends the lifespan while calls run. An exception at the lifespan's exit is logged. `tasks` returns
+    the tasks of this worker: all tasks of the loop, unless several workers share the loop.
     """
     stack = _Entered(context)
     try:
@@ -63,7 +64,7 @@ async def serve_until_finished(
             point("worker.finished")
         await _cancel([task for task in tasks() if _is_of_call(task)], "a task that a call left behind")
     except asyncio.CancelledError as error:
-        if not channel.is_open:  # the worker itself is ended, by a test's engine
+        if not channel.is_open:  # a test's engine ends the worker itself
             raise
         await _fail(channel, server, stack, error, main_by_value=main_by_value)
         await _cancel(tasks(), "a task of a worker whose lifespan failed")
@@ -79,7 +80,7 @@ async def serve_until_finished(
 
 
 async def _unseen(future: "asyncio.Future[None]") -> None:
-    """Wait, in a task that `asyncio.all_tasks` does not show meanwhile: a call that cancels all tasks must not end its worker."""
+    """Wait for `future` while `asyncio.all_tasks` omits this task: a call that cancels all tasks must not end its worker."""
     me = asyncio.current_task()
     assert me is not None
     asyncio._unregister_task(me)
@@ -90,10 +91,10 @@ async def _unseen(future: "asyncio.Future[None]") -> None:
 
 
 async def _fail(channel: Channel, server: Server, stack: "_Entered", error: asyncio.CancelledError, *, main_by_value: bool) -> None:
-    """The lifespan has cancelled the task that it was entered in: one of its tasks has failed, or its time is over.
+    """Handle the failure of a lifespan, which has cancelled the main task: one of its tasks has failed, or it has timed out.
 
-    Its body is left at once, by that cancellation, as its task groups and cancel scopes demand. The supervisor is told the error
-    that comes out. Calls that had begun have no outcome of their own: they end with the worker, by that reason.
+    The cancellation is thrown into the lifespan at once, as task groups and cancel scopes require. The supervisor receives the
+    exception that comes out. Running calls are not answered: the supervisor fails them, for that reason, when the worker ends.
     """
     channel.send(FAILED, 0, None)
     server.abandon()
@@ -137,7 +138,7 @@ class _Entered:
                 self._context.leave()
 
     async def leave_by(self, error: asyncio.CancelledError) -> BaseException:
-        """Leave the body by this error. The error that comes out of it."""
+        """Throw `error` into the lifespan. Return the exception that comes out."""
         failure: BaseException = RuntimeError("the task that runs the lifespan was cancelled while the worker served")
         failure.__cause__ = error
         if self._manager is None:
@@ -145,7 +146,7 @@ class _Entered:
         try:
             await self._manager.__aexit__(type(error), error, error.__traceback__)
         except asyncio.CancelledError:
-            """It let it through, and says no more."""
+            """The lifespan let the cancellation through."""
         except BaseException as raised:
             failure = raised
         finally:
@@ -160,23 +161,23 @@ async def _as_async(manager: Any) -> AsyncGenerator[Any]:
 
 
 def _is_of_call(task: asyncio.Task[Any]) -> bool:
-    """Whether a call has made this task, or something that a call has made."""
+    """Whether a call created this task, directly or through its tasks and callbacks."""
     context = _context_of(task)
     return context is not None and context.get(of_call, False)
 
 
 def _context_of(task: Any) -> Context | None:
-    """The context that a task runs in. None: it does not say; a task factory may make tasks of its own kind."""
+    """Return the context that a task runs in. None if the task, made by a custom task factory, does not expose it."""
     if sys.version_info >= (3, 12):
         get_context = getattr(task, "get_context", None)
         return None if get_context is None else get_context()
-    # Python 3.11 has no `Task.get_context`. The first context that a task refers to is the one it runs in: the other ones are those
-    # of its callbacks, which are of its base class.
+    # Python 3.11 has no `Task.get_context`. A task refers to its own context first. The contexts of its callbacks come later, as
+    # they belong to its base class.
     return next((found for found in gc.get_referents(task) if type(found) is Context), None)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]], what: str) -> None:
-    """Cancel these tasks but the current one, and wait for their ends. Their errors are logged."""
+    """Cancel these tasks, except the current one, wait until they have ended, and log their errors."""
     me = asyncio.current_task()
     others = [task for task in tasks if task is not me]
     for task in others:

@@ -1,21 +1,21 @@
-"""What a worker logs goes to the supervisor.
+"""Log records of a worker are sent to the supervisor.
 
-Theory of operation:
-
-Way         Records have a ring of their own, apart from the channel's; the channel's bell tells of them, too. A record is in the
-            ring, and the supervisor told of it, when the call that logged it returns. So what was logged before a crash arrives,
-            what was logged before a message was sent is handled before it, and at the worker's end nothing is left to be sent.
-Order       One lock, held while a record is copied into the ring. So records arrive in the order in which they were logged, by
-            whatever threads.
-Pressure    Where the ring is full, who logs waits until the supervisor has read, the loop's thread included; others wait for the
-            lock. That is all that holds a worker back which logs faster than the supervisor can handle, and all that is kept.
-            What has been read is told through a pipe, from which only who waits reads. (Where a bell is a socket, that can be full
-            as well, and is waited for in the same way.)
-No deadlock Who waits, waits for the supervisor alone: no loop, no lock and no thread of this process is needed for it to go on. The
-            supervisor's reading waits for nothing of a worker. A supervisor that has died takes its workers along.
-Re-entrance A signal handler or a `__del__` may log while its thread holds the lock. Such a record is kept, and follows the one that
-            is being written.
-Forks       A process that user code forks here shares the ring and must not write to it: it gets its logging back as it was.
+Transport   Log records have their own ring, separate from the channel's rings. The channel's bell announces them, too. When a
+            logging call returns, its record is in the ring and the supervisor has been notified. So records logged before a crash
+            arrive. The supervisor handles a record before any message that the worker sent after it. At the worker's end no record
+            is left to be sent.
+Order       One lock is held while a record is copied into the ring. So records arrive in the order in which they were logged,
+            whichever threads log them.
+Pressure    While the ring is full, a thread that logs waits until the supervisor has read records. This includes the loop's thread.
+            Other threads that log wait for the lock. This is the only throttle on a worker that logs faster than the supervisor
+            reads, and the ring is the only buffer. The supervisor reports its read position through a pipe; only a waiting thread
+            reads from it. (If the bell is a socket, it can be full as well. The thread waits for it in the same way.)
+No deadlock A waiting thread needs only the supervisor to go on: it needs no loop, lock or thread of this process. The supervisor
+            never waits for a worker when it reads records. If the supervisor dies, its workers die with it.
+Re-entrance A signal handler or a `__del__` may log while its thread holds the lock. Its record is queued and written after the
+            current one.
+Forks       A process that user code forks here shares the ring and must not write to it. So the fork drops the handler and logs as
+            an unconfigured process does.
 """
 
 import logging
@@ -33,26 +33,26 @@ from percore._ipc.records import RECORD_LIMIT, pack
 from percore._ipc.ring import HEADER_SIZE, RingWriter, largest_frame
 
 LOG_RING_SIZE: Final = 2 * RECORD_LIMIT
-"""Bytes of a worker's ring for records."""
+"""Size of a worker's ring for log records, in bytes."""
 
 MAIN_THERE: Final = "__mp_main__"
-"""`__name__` of the program's script in a worker."""
+"""`__name__` of the program's main module in a worker that imports it."""
 
 POSITION: Final = struct.Struct("<Q")
-"""What goes through the pipe: all bytes that were ever read."""
+"""A message through the pipe: how many bytes of the ring the supervisor has read since the start."""
 
 Levels: TypeAlias = tuple[int, tuple[tuple[str, int, bool], ...]]
-"""What `logging.disable` was given; and of each logger that has a level of its own or is disabled: name, level, disabled."""
+"""The argument of `logging.disable`, and (name, level, disabled) of each logger that has its own level or is disabled."""
 
 logger: Final = logging.getLogger("percore")
 _real_showwarning = warnings.showwarning
 
 
 class LogWriter:
-    """The writing end of a worker's records."""
+    """The writing end of a worker's ring for log records."""
 
     def __init__(self, ring: RingWriter, bell: Bell, pipe: int) -> None:
-        """`bell`: of the channel. `pipe`: where the supervisor tells what it has read."""
+        """`bell` is the channel's. The supervisor writes its read position to `pipe`."""
         self._ring = ring
         self._bell = bell
         self._pipe = pipe
@@ -64,13 +64,13 @@ class LogWriter:
         """Publish one record. From any thread; waits while the ring is full.
 
         Raises:
-            ValueError: it might wait for room for ever.
+            ValueError: the record may never fit into the ring.
         """
         if len(data) > largest_frame(self._ring.size):
             raise ValueError(f"a log record of {len(data)} bytes")
         with self._lock:
             self._waiting.append(data)
-            if self._is_writing:  # this very thread, further down the stack, which takes it next
+            if self._is_writing:  # this thread is writing further down the stack, and writes this record next
                 return
             self._is_writing = True
             try:
@@ -91,7 +91,7 @@ class LogWriter:
     def _hear(self) -> None:
         """Wait until the supervisor has read more."""
         told = os.read(self._pipe, POSITION.size * 512)
-        if not told:  # the supervisor is gone, and this process with it
+        if not told:  # the supervisor has ended, and its end is about to kill this process: wait
             select.poll().poll()
         position: int = POSITION.unpack(told[-POSITION.size :])[0]
         self._ring.acknowledge(position - self._ring.acknowledged)
@@ -106,7 +106,8 @@ def _wait_to_write(fd: int) -> None:
 class Forwarder(logging.Handler):
     """The handler of a worker's root logger.
 
-    It has no lock: whoever waits for room in the ring would keep the others from being told so, and there is nothing to protect.
+    It has no lock of its own: the handler has no state, and `LogWriter` locks the ring. So while one thread waits for room in the
+    ring, other threads can still filter and pickle their records.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -117,7 +118,7 @@ class Forwarder(logging.Handler):
         self.lock = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        passed: Any = self.filter(record)  # since 3.12 it may be another record
+        passed: Any = self.filter(record)  # since 3.12 a filter may return another record
         if passed:
             self.emit(passed if isinstance(passed, logging.LogRecord) else record)
         return bool(passed)
@@ -130,16 +131,17 @@ class Forwarder(logging.Handler):
 
 
 def forward(write: Callable[[bytes], None], levels: Levels) -> None:
-    """From now on hand what this process logs or warns of, and errors that end its threads, to `write`. For a worker's start.
+    """From now on pass the log records of this process, its warnings, and exceptions that end its threads, to `write`.
 
-    The root logger has a handler then, so that a plain `logging.basicConfig()` of a module imported here does nothing, as in any
-    program whose logging is set up.
+    A worker calls this at its start. The root logger then has a handler, so a plain `logging.basicConfig()` in a module imported
+    later does nothing, as in any program whose logging is already configured.
     """
     disabled, loggers = levels
     logging.disable(disabled)
     for name, level, is_disabled in loggers:
         first, dot, rest = name.partition(".")
-        # The script's loggers have another name if a worker imports the script, and the same one if its functions come by value.
+        # The loggers of the program's main module are named `__mp_main__` if the worker imports that module, and `__main__` if its
+        # functions are pickled by value.
         for known in (name, f"{MAIN_THERE}{dot}{rest}") if first == "__main__" else (name,):
             one = logging.getLogger(known)
             one.setLevel(level)
@@ -152,7 +154,7 @@ def forward(write: Callable[[bytes], None], levels: Levels) -> None:
 
 
 def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
-    """An exception has ended a thread that a call, or the lifespan, has started."""
+    """Log an exception that has ended a thread which a call or the lifespan had started."""
     if args.exc_type is SystemExit:
         return
     error = args.exc_value or args.exc_type()
@@ -163,7 +165,7 @@ def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
 ) -> None:
-    """As `logging.captureWarnings`, but the record tells where the warning is from."""
+    """Log a warning as `logging.captureWarnings` does, but with the file and line of the warning in the record."""
     if file is not None:
         _real_showwarning(message, category, filename, lineno, file, line)
         return
@@ -174,7 +176,7 @@ def _show_warning(
 
 
 def _stop(handler: Forwarder) -> None:
-    """In a fork of the worker: log, also what is warned of, as a process does that nobody has set up."""
+    """In a fork of the worker, stop forwarding: log, also warnings, as a process does that has not configured logging."""
     logging.getLogger().removeHandler(handler)
     if threading.excepthook is _thread_failed:
         threading.excepthook = threading.__excepthook__

@@ -1,4 +1,4 @@
-"""Where a worker's process begins, once its launcher has given it the world of the supervisor."""
+"""The entry point of a worker process, called once its launcher has set up the supervisor's environment (`world`)."""
 
 import asyncio
 import atexit
@@ -34,7 +34,7 @@ from percore._worker.world import lifelines
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What the supervisor tells a worker before there is a channel. Plain values alone, and the user's objects as pickles."""
+    """What the supervisor sends to a worker before the channel exists: plain values, and the user's objects as pickles."""
 
     index: int
     generation: int
@@ -53,40 +53,43 @@ class Boot:
     contextvars: tuple[tuple[str, str], ...]
     levels: Levels
     manners: tuple[Any, ...] | None = None
-    """Of a worker of an executor."""
+    """The fields of `Manners`, if the worker belongs to an executor."""
     authkey: bytes = b""
-    """multiprocessing's key of the program."""
+    """multiprocessing's authentication key in the program."""
     has_tracker: bool = False
-    """Whether the last descriptor is that of multiprocessing's resource tracker of the program."""
+    """Whether the last descriptor is the one of the program's multiprocessing resource tracker."""
 
     def pack(self) -> bytes:
-        """As bytes for the launcher."""
+        """Return this as bytes, for the launcher."""
         return pickle.dumps(astuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Boot":
-        """What `pack` packed."""
+        """Return the `Boot` that `pack` packed."""
         return cls(*pickle.loads(data))
 
 
 def cell_size(places: int) -> int:
-    """Bytes of a worker's cell: a ring down, a ring up, and a start mark a place."""
+    """Return the size of a worker's cell in bytes: a ring to the worker, a ring to the supervisor, and one start mark per place."""
     return 2 * RING_SIZE + places * MARK_WORDS * 8
 
 
 def marks_of(cell: Memory, places: int) -> memoryview:
-    """The start marks of a cell."""
+    """Return the start marks in a cell."""
     return cell.view[2 * RING_SIZE : 2 * RING_SIZE + places * MARK_WORDS * 8].cast("Q")
 
 
 def unpickler(pickled: bytes) -> "Callable[[], Callable[[], Any]] | None":
-    """What unpickles a function of the user's: not before it is needed, and where its failure has an owner. None: there is none."""
+    """Return a function that unpickles the user's function later, where a failure can be reported. None if there is none."""
     return (lambda: cast("Callable[[], Any]", load(pickled))) if pickled else None
 
 
 def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
-    """Be a worker. `fds`: cell, arena (to be read), results, this side's bell; the ring for log records, and what is read of it;
-    multiprocessing's resource tracker, where the program has one."""
+    """Run a worker, until the process exits.
+
+    `fds`: the cell; the arena (read-only); the results; this side's bell, two fds; the ring for log records; the pipe telling how
+    much of that ring the supervisor has read; multiprocessing's resource tracker, if the program has one.
+    """
     exitcode = 1
     try:
         exitcode = _run(Boot.unpack(boot), fds)
@@ -106,12 +109,12 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     reducers.become_worker()
     forks.withhold([*memory_fds, log_fd], [pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
-    _forward_logs(log_fd, bell, pipe, boot.levels)  # before anything of the user's runs
+    _forward_logs(log_fd, bell, pipe, boot.levels)  # before any user code runs
     main = MainInfo(*boot.main)
     manners = Manners(*boot.manners) if boot.manners is not None else None
     if manners is None or not manners.has_main:
         mainmodule.install(main)
-        siblings.take_over(boot.authkey, tracker)  # as multiprocessing does for processes that it starts
+        siblings.take_over(boot.authkey, tracker)  # as multiprocessing does for the processes that it starts
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.index, boot.generation, os.getpid()))
     worker_context.of_process = context
@@ -205,29 +208,29 @@ def _lifespan(boot: Boot, failure: BaseException | None) -> Callable[[], Any] | 
 
 
 def _broken(error: BaseException) -> None:
-    """The channel is lost, and with it every reason to live."""
+    """End the process: its channel is broken."""
     sys.excepthook(type(error), error, error.__traceback__)
     os._exit(70)  # EX_SOFTWARE
 
 
 def _ignore_interrupt(_signum: int, _frame: object) -> None:
-    """Ctrl-C is the supervisor's to handle. A handler, because SIG_IGN would be inherited by the user's subprocesses."""
+    """Ignore SIGINT: the supervisor handles Ctrl-C. This is a handler because the user's subprocesses would inherit SIG_IGN."""
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(loop.shutdown_asyncgens())
-    gc.collect()  # tasks that failed, and that nobody asked, tell so when they go: this process has no other occasion
+    gc.collect()  # failed tasks whose exception was never retrieved log it when they are freed: this is the last chance
     asyncio.set_event_loop(None)
-    # Not closed: threads of calls may still use it, and the process is about to end.
+    # Do not close the loop: threads of calls may still use it, and the process is about to end.
 
 
 def _leave(exitcode: int) -> NoReturn:
-    """End in order, but without waiting for anybody's threads."""
+    """Run the exit functions, flush the streams and exit, without waiting for threads."""
     try:
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or gone: there is nothing left to say and nobody to tell
+            with contextlib.suppress(Exception):  # closed or broken: nothing can be reported any more
                 stream.flush()
         if POINTS:
             point("worker.bye")

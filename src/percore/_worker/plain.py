@@ -1,8 +1,11 @@
 """Plain functions in a worker: calls and batches on threads.
 
-What a worker has not begun it hands back when it is recalled: waiting calls first, then parts of batches that take too long.
-Results go when they are there. But where two calls a thread wait, those of calls that have taken long go with the loop's timer: one
-wake-up of the supervisor for several of them, and one of this loop for what is sent in their place.
+When the supervisor recalls calls, the worker hands back calls that have not begun: waiting calls first, then parts of batches that
+take too long.
+
+A result is sent as soon as it exists, with one exception. While more than two calls per thread wait, the results of slow calls are
+collected, and a timer of the loop sends them. The supervisor then wakes up once for several results, and so does this loop for the
+calls that the supervisor sends in their place.
 """
 
 import threading
@@ -25,33 +28,33 @@ if TYPE_CHECKING:
     import asyncio
 
 MARK_WORDS: Final = 3
-"""64-bit words of a start mark: the id of the call, the monotonic ns at which it began, how many of its items have begun."""
+"""64-bit words of a start mark: the call id, when it began (monotonic ns), how many of its items have begun."""
 
 SPLIT_AFTER: Final = 0.002
-"""Seconds that a batch may run before items of it are handed back: it was made to take one millisecond."""
+"""Seconds that a batch may run before a recall takes items from it. Batches are sized to take one millisecond."""
 
 _KEEP_RESULTS: Final = 0.01
-"""Seconds that a call's result may wait for others: alone, it costs the supervisor a wake-up."""
+"""Seconds that the result of a slow call may wait for other results. Sent alone, it would cost the supervisor a wake-up."""
 
 _SLOW_NS: Final = 20_000_000
-"""Nanoseconds that the call must have taken for that."""
+"""Nanoseconds after which a call counts as slow."""
 
 _LATE_NS: Final = 100_000_000
-"""After so many without a word from the timer the loop must be blocked: results wait for it no longer."""
+"""Nanoseconds without a tick of the timer after which the loop counts as blocked. The threads then send results themselves."""
 
 _IDLE: Final = 1.0
-"""Seconds after which threads that have had nothing to do end, in a Python without a GIL.
+"""Seconds after which idle threads end, in a Python without a GIL.
 
-There an object that one thread has made is freed, where another thread lets go of it last, when the first one next runs: what calls
-have made (large results, views of shared memory, shared objects) would be kept for as long as a thread of the pool sleeps. A thread
-that has ended keeps nothing.
+There, if one thread has created an object and another thread drops the last reference, the object is freed only when the first
+thread next runs. So a sleeping thread of the pool would keep alive what its calls created: large results, views of shared memory,
+shared objects. A thread that has ended keeps nothing alive.
 """
 
 Item = tuple[Function | None, Body, Terms | None]
 
 
 class Plain:
-    """Runs plain functions. Methods are the loop's unless they say otherwise."""
+    """Runs plain functions. The loop calls the methods, unless their docstring says otherwise."""
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of one worker, put together in one place
         self,
@@ -63,8 +66,10 @@ class Plain:
         variables: Variables,
         hand_over: Callable[[int, Any, float | None], None],
     ) -> None:
-        """`initializer` unpickles the user's. `hand_over` takes an awaitable that a function has returned, from its
-        thread, and the time by which it has to be done."""
+        """`initializer` unpickles and returns the user's thread initializer.
+
+        If a plain function returns an awaitable, its thread calls `hand_over(call_id, awaitable, deadline)`.
+        """
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
         self._answers = answers
@@ -83,7 +88,7 @@ class Plain:
         self.threads = Threads(threads, self._run, copy_context())
         self._idles: asyncio.TimerHandle | None = None
         self._begun = 0
-        """Calls that the pool had begun when it was looked at last."""
+        """How many calls the pool had begun at the last check for idle threads."""
         if IS_FREE_THREADED:
             self.threads.on_start = self._watch_idle
 
@@ -91,7 +96,7 @@ class Plain:
         """Queue a call or a batch.
 
         Raises:
-            RuntimeError: no thread can be started, and there is none.
+            RuntimeError: the pool has no thread and cannot start one.
         """
         terms = item.terms if isinstance(item, Batch) else item[2]
         if terms is not None and terms.is_beside:
@@ -108,25 +113,25 @@ class Plain:
             self._idles = self._loop.call_later(_IDLE, self._end_idle)
 
     def _end_idle(self) -> None:
-        """End threads that have begun nothing for a while, and look again while there are any."""
+        """End the idle threads if no call has begun since the last check, and check again later while threads are left."""
         self._idles = None
         before, self._begun = self._begun, self.threads.begun
         if self._begun != before or self.threads.end_idle():
             self._watch_idle()
 
     def _keep_results(self) -> None:
-        """Where calls enough wait here, results may wait, too, for one another: nobody runs dry meanwhile."""
+        """Set the timer that sends collected results, if enough calls wait here to keep the threads busy in the meantime."""
         is_enough = len(self.threads.waiting) > self._enough
         self._keeps_results = self._loop.call_later(_KEEP_RESULTS, self._send_results) if is_enough else None
 
     def _send_results(self) -> None:
-        # In this order: a thread that still finds calls enough has kept its result before this goes, or there is a next time.
+        # Set the timer before the flush: if a thread still finds enough calls, its result is flushed here, or by the next timer.
         self._keep_results()
         self._sent_at = time.monotonic_ns()
         self._channel.flush()
 
     def _send_result(self, op: int, call_id: int, body: Body) -> None:
-        """From a thread: the result of a call. If that took its time, it may travel with others."""
+        """Send the result of a call, or keep it for the timer if the call was slow. From a thread."""
         waiting = self.threads.waiting
         began = self._marks[(call_id & self._mask) * MARK_WORDS + 1]
         if len(waiting) > self._enough and (now := time.monotonic_ns()) - began > _SLOW_NS:
@@ -139,7 +144,7 @@ class Plain:
             self._channel.send_from_thread(op, call_id, body)
 
     def stop(self) -> None:
-        """Let go of the threads. All results have gone by then, or nobody waits for them."""
+        """Stop the timers and the threads. All results have been sent by then, or no call waits for them."""
         if self._keeps_results is not None:
             self._keeps_results.cancel()
         if self._idles is not None:
@@ -147,19 +152,19 @@ class Plain:
         self.threads.stop()
 
     def _put_batch(self, call_id: int, batch: Batch) -> None:
-        # Known from now on: at no moment may one be out of reach because a thread is about to begin it.
+        # Register it first, so that `cancel` and `recall` reach the batch at all times, also while a thread begins it.
         self._batches[call_id] = batch
         try:
             self.threads.put(call_id, batch)
         except RuntimeError:
             del self._batches[call_id]
             raise
-        if not self._keeps_watch and batch.end > 1:  # the result of a single one goes when it is there
+        if not self._keeps_watch and batch.end > 1:  # the result of a single item is sent at once
             self._keeps_watch = True
             self._loop.call_later(KEEP, self._send_kept)
 
     def _send_kept(self) -> None:
-        """Results must not wait for an item behind them that takes its time. Their thread is in there, so it falls to the loop."""
+        """Send results that wait behind a slow item. Their thread is busy with that item, so the loop does this."""
         self._keeps_watch = False
         for batch in list(self._batches.values()):
             if batch.end > 1:
@@ -170,14 +175,14 @@ class Plain:
             self._loop.call_later(KEEP, self._send_kept)
 
     def cancel(self, call_id: int, wanted: int | None) -> bool:
-        """Do not begin this call; of a batch, the items from `wanted` on. Whether it was a call that had not begun."""
+        """Cancel a call that has not begun; of a batch, the items from `wanted` on. True if a whole call was cancelled."""
         if wanted is None:
             return self.threads.take_back(call_id) is not None
         batch = self._batches.get(call_id)
         if batch is None:
             return False
         if wanted == 0 and batch.begun_at is None:
-            # It must not begin empty: its id, and the place of its start mark, are another call's soon.
+            # An empty batch must not begin: another call will soon have its id and the place of its start mark.
             self._take_back(call_id)
         elif count := batch.give_up(batch.end - wanted):
             self._channel.send(RETURNED, call_id, count)
@@ -186,14 +191,14 @@ class Plain:
     # Handing back
 
     def recall(self, count: int, stay: Collection[int]) -> None:
-        """Hand back about so many calls that have not begun, but none in the places that `stay`, and say when that is all."""
+        """Hand back about `count` calls that have not begun, except those in the places `stay`, then send RETURNED with id 0."""
         if self._give_back(count, stay):
             self._channel.send(RETURNED, 0, None)
         else:
             self._split(count)
 
     def give_back_all(self) -> None:
-        """Hand back everything that has not begun."""
+        """Hand back all calls and items that have not begun."""
         for call_id in reversed(list(self.threads.waiting)):
             self._take_back(call_id)
         for call_id, batch in list(self._batches.items()):
@@ -201,9 +206,12 @@ class Plain:
                 self._channel.send(RETURNED, call_id, count)
 
     def _give_back(self, most: int, stay: Collection[int] | None) -> int:
-        """Hand back calls that wait for a thread. `stay`: None: all but batches, since calls that came later may have a key."""
+        """Hand back up to `most` waiting calls, except those in the places `stay`. Return how many calls or items that were.
+
+        With `stay=None` hand back batches only: calls that came after the recall may have a key.
+        """
         given = 0
-        # What a free thread is about to begin would only come back here, and be asked for again, and again.
+        # Leave the calls that free threads are about to begin. The supervisor would only send them back here and recall them again.
         waiting = [item for item in list(self.threads.waiting.items()) if not self._is_beside(item[1])][self.threads.free() :]
         for call_id, item in reversed(waiting):
             if given >= most:
@@ -216,7 +224,7 @@ class Plain:
         return type(item) is tuple and item[2] is not None and item[2].is_beside
 
     def _take_back(self, call_id: int) -> int:
-        """Hand back a call, or a batch as a whole: how many; 0: it has begun."""
+        """Hand back a call, or a whole batch. Return how many calls or items that were: 0 if it has begun."""
         item = self.threads.take_back(call_id)
         if item is None:
             return 0
@@ -228,7 +236,7 @@ class Plain:
         return count or 1
 
     def _split(self, most: int) -> None:
-        """Half of what running batches have not begun goes back: at once if they run for longer than they were meant to."""
+        """Hand back half of the items that running batches have not begun, once the batches have run for `SPLIT_AFTER`."""
         now, wait, given = time.perf_counter(), 0.0, 0
         for call_id, batch in list(self._batches.items()):
             age = 0.0 if batch.begun_at is None else now - batch.begun_at
@@ -256,7 +264,7 @@ class Plain:
         marks = self._marks
         marks[word + 1] = time.monotonic_ns()
         marks[word + 2] = 0
-        marks[word] = call_id  # last: from now on the mark counts
+        marks[word] = call_id  # last: this makes the mark valid
         if POINTS:
             point("worker.call.marked")
         if isinstance(item, Batch):
@@ -284,7 +292,7 @@ class Plain:
         context.run(run, *args)
 
     def _fail(self, call_id: int, args: tuple[Any, ...], error: BaseException) -> None:
-        """Nothing of it can run."""
+        """Answer a call, or all items of a batch, with an error that keeps them from running."""
         if type(args[1]) is not Batch:
             self._answers.error(call_id, error, self._channel.send_from_thread)
             return
@@ -297,7 +305,7 @@ class Plain:
             self._answers.error(item_id(call_id, index), error, self._channel.send_from_thread)
 
     def _initialize(self) -> None:
-        """Before the first call of this thread. Where that fails the next call tries again."""
+        """Run the user's initializer before the first call of this thread. If it fails, the next call tries again."""
         if self._initializer is not None and not getattr(self._thread, "is_ready", False):
             self._initializer()()
             self._thread.is_ready = True
@@ -314,7 +322,7 @@ class Plain:
                 point("worker.call.running")
             result = fn(*args, **kwargs) if kwargs else fn(*args)
             is_inline = is_inline_value(result)
-            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # a metaclass may have its say
+            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # may run code of a metaclass
         except BaseException as error:
             self._answers.error(call_id, error, send)
         else:

@@ -1,9 +1,11 @@
-"""The worker's heart: messages become tasks and calls on threads, and those become outcomes.
+"""The server of a worker: it turns messages into tasks and calls on threads, and answers them.
 
-Rules that hold everywhere here:
-    A call's start mark is set before its arguments are unpickled, since that already runs user code.
-    User code runs in `_run`, `_arguments` and `_answer` alone, and whatever it raises, BaseException included, is its call's.
-    Each call is answered exactly once.
+Invariants:
+
+- A call's start mark is set before its arguments are unpickled, because unpickling already runs user code.
+- On the loop, user code runs only in `_run`, in the methods of `Answers` and in `Variables.context`. Any exception that it raises,
+  including BaseException, becomes the outcome of its call.
+- Each call is answered exactly once.
 """
 
 import asyncio
@@ -59,7 +61,7 @@ def _is_unbegun(task: asyncio.Task[None]) -> bool:
 
 
 class Server:
-    """Serves one channel. Methods are the loop's unless they say otherwise."""
+    """Serves one channel. The loop calls the methods, unless their docstring says otherwise."""
 
     def __init__(  # noqa: PLR0913  # parts of one worker, put together in one place
         self,
@@ -72,9 +74,9 @@ class Server:
         contextvars: Sequence[tuple[str, str]] = (),
         answers: Answers | None = None,
     ) -> None:
-        """`marks`: MARK_WORDS words a place, as many places as a power of two. `thread_initializer` unpickles the user's.
+        """`marks` has MARK_WORDS words per place; the number of places is a power of two.
 
-        `answers`: how calls are answered, where not as usual.
+        `thread_initializer` unpickles and returns the user's thread initializer. `answers` defaults to `Answers(channel)`.
         """
         self._channel = channel
         self._loop = channel.loop
@@ -113,7 +115,7 @@ class Server:
     # Messages
 
     def receive(self, messages: list[Message]) -> None:
-        """Take the messages of a frame, up to one that ends the channel. Raises for what no supervisor says."""
+        """Handle the messages of a frame, up to one that ends the channel. Raises for messages that no supervisor sends."""
         channel = self._channel
         for op, call_id, body in messages:
             if op > 0:
@@ -122,7 +124,7 @@ class Server:
                     fn = function.fn
                     if fn is None or type(body) is not tuple or self._is_draining or self._terms or POINTS:
                         self._start_task(call_id, function, body)
-                    else:  # the same, for most calls, in fewer steps
+                    else:  # fast path of `_start_task`, which most calls take
                         place = (call_id & self._mask) * MARK_WORDS
                         marks = self._marks
                         marks[place + 1] = monotonic_ns()
@@ -138,20 +140,20 @@ class Server:
                 return
 
     def limit(self, calls: int) -> None:
-        """Begin so many calls and no other: with the last of them this worker drains. To be called before it serves."""
+        """Begin at most this many calls. This worker drains when the last of them begins. Call it before the worker serves."""
         self._tickets.extend([None] * calls)
         self._threads.may_begin = self._take_ticket
         self.receive = self._receive_some  # type: ignore[method-assign]
 
     def _receive_some(self, messages: list[Message]) -> None:
-        """As `receive`, with a limit."""
+        """Like `receive`, with a limit on calls."""
         for message in messages:
             op, call_id, body = message
             is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
             if is_task and not self._is_draining:
                 try:
                     self._tickets.pop()
-                except IndexError:  # a thread has taken the last one, and it drains in a moment
+                except IndexError:  # a thread has taken the last ticket, and `drain` is about to run
                     self._channel.send(RETURNED, call_id, None)
                     continue
                 self._start_task(call_id, self._functions[op] if op > 0 else None, body)
@@ -163,17 +165,17 @@ class Server:
                 return
 
     def _take_ticket(self) -> bool:
-        """From a thread that is about to begin a call: whether it may."""
+        """Return whether a call may begin. From the thread that is about to begin it."""
         try:
             self._tickets.pop()
-        except IndexError:  # drained soon: then what waits goes back
+        except IndexError:  # `drain` is about to run and hands back the waiting calls
             return False
         if not self._tickets:
             self._loop.call_soon_threadsafe(self.drain)
         return True
 
     def _mark(self, call_id: int) -> None:
-        """The call begins. The id comes last: from then on the mark counts."""
+        """Set the start mark of a call. The id is written last: it makes the mark valid."""
         place = (call_id & self._mask) * MARK_WORDS
         self._marks[place + 1] = monotonic_ns()
         self._marks[place] = call_id
@@ -213,13 +215,13 @@ class Server:
     def _cancel(self, call_id: int, wanted: int | None) -> None:
         if wanted is not None:
             self._plain.cancel(call_id, wanted)
-            first = item_id(call_id, wanted)  # the ids of a batch's items are in order; those before it are wanted
+            first = item_id(call_id, wanted)  # the ids of a batch's items ascend; items before `first` are still wanted
             for task_id in [one for one in (*self._tasks, *self._handed_over) if one & ID_MASK == call_id and one >= first]:
                 self._cancel(task_id, None)
             return
         task = self._tasks.get(call_id)
         if call_id in self._handed_over or (task is not None and _is_unbegun(task)):
-            # Its task is about to be made, or to take its first step. Cancelled before that, it would end without an answer.
+            # Its task is not created yet, or has not taken its first step. If cancelled now, it would end without an answer.
             self._loop.call_soon(self._cancel, call_id, None)
         elif task is not None:
             self._cancelled.add(call_id)
@@ -240,13 +242,13 @@ class Server:
             self.finished.set_result(None)
 
     def drain(self) -> None:
-        """Take no more calls, hand back those that have not begun, and finish when the last one has ended and is published."""
+        """Accept no more calls, hand back those that have not begun, and finish when the last running call has been answered."""
         if self._is_draining or self.finished.done():
             return
         self._is_draining = True
         if POINTS:
             point("worker.draining")
-        # What does not fit into the ring or a slot goes when the supervisor has read some; that is flushed after the batch.
+        # Messages that do not fit into the ring or a slot are sent when the supervisor has read. Look again after each batch.
         self._channel.on_batch = self._look_soon
         self._channel.send(DRAINING, 0, None)
         self._plain.give_back_all()
@@ -254,9 +256,9 @@ class Server:
         self._look_soon()
 
     def abandon(self) -> None:
-        """The lifespan has failed: take no more calls, hand back those that have not begun, and cancel the others.
+        """After the lifespan has failed: accept no more calls, hand back those that have not begun, and cancel running tasks.
 
-        A call that ends by that has no outcome. It ends when the supervisor hears of the worker's end.
+        The worker does not answer calls that end by this cancellation. The supervisor fails them when the worker ends.
         """
         self._is_draining = self._is_abandoned = True
         self._plain.give_back_all()
@@ -268,21 +270,21 @@ class Server:
 
     def _look_drained(self) -> None:
         has_calls = self._tasks or self._handed_over or not self._threads.is_idle()
-        self._channel.flush()  # what waits for company has had its time
+        self._channel.flush()  # messages that were held back to share a wake-up, too
         if not has_calls and self._channel.is_flushed():
             self._finish(0, None)
 
     def stop(self) -> None:
-        """Let go of the threads, and of shared objects."""
+        """Stop the threads and release the shared objects."""
         self._plain.stop()
         self.shares.stop()
 
     def join(self) -> None:
-        """Wait for threads that have no call to end."""
+        """Wait until the stopped threads have ended."""
         self._threads.join()
 
     def own_tasks(self) -> set[asyncio.Task[Any]]:
-        """The tasks of calls that still run."""
+        """Return the tasks of the calls that still run."""
         return set(self._tasks.values())
 
     # Coroutine functions
@@ -304,10 +306,10 @@ class Server:
             if terms is not None and terms.timeout is not None:
                 fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
             run = self._run(call_id, fn, args, kwargs)
-        except BaseException as error:  # user code ran; whatever it raised is this call's outcome
+        except BaseException as error:  # user code ran: any exception is the outcome of this call
             self._answers.error(call_id, error, send)
             return
-        # Making a name up would cost more than it tells: a task is called as its function, where that stays known.
+        # The task gets the name of its function if the function has a number. A unique name per call would cost too much.
         task = self._start(run, "percore" if function is None else function.name, context)
         if not task.done():
             self._tasks[call_id] = task
@@ -352,12 +354,12 @@ class Server:
             return
         try:
             self._plain.put(call_id, (function, body, terms))
-        except RuntimeError as error:  # not even one thread can be started: a limit on processes
+        except RuntimeError as error:  # the pool has no thread and cannot start one, as under a limit on processes
             self._answers.error(call_id, error, self._channel.send)
 
     def _hand_over(self, call_id: int, awaitable: Any, deadline: float | None) -> None:
-        """From a thread: a plain function has returned an awaitable, which is awaited in the loop, until the deadline."""
-        self._handed_over[call_id] = awaitable, deadline  # before the thread leaves: at no moment does the call seem to be nowhere
+        """Await in the loop, until the deadline, what a plain function has returned. From the function's thread."""
+        self._handed_over[call_id] = awaitable, deadline  # before the thread ends the call, so that the loop always finds it
         self._loop.call_soon_threadsafe(self._await, call_id)
 
     def _await(self, call_id: int) -> None:
