@@ -1,4 +1,4 @@
-"""Map: one function over many inputs, as a list or as a stream."""
+"""Map: the results of one function over many inputs, as a list or as a stream."""
 
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
@@ -16,13 +16,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Map(Generic[T_co]):
-    """What `runner.map` gives: `await` it for a list, or iterate it. One or the other, once.
+    """The results of `runner.map`: `await` it for a list, or iterate it with `async for`. Use it once, in one of these ways.
 
-    It is lazy: nothing is pulled from the inputs before it is used. Iterating holds at most the window's items, pulled and not yet
-    handed over. Leaving `async with`, `aclose()`, and dropping it cancel what is under way and close generators among the inputs.
+    It is lazy: it pulls nothing from the inputs before it is used. While it is iterated, at most `window` items are pulled whose
+    results have not been returned yet. To stop early, leave an `async with` block around the map, call `aclose()`, or drop the last
+    reference to the map. Each of these cancels the calls that are not done and closes the generators among the inputs.
 
-    It is an async iterator: `anext` gives the next result, and an `async for` goes on where `anext` or a `break` has stopped. So
-    a map that is kept in a variable goes on after a `break`: use `async with`, or `aclose()`, to leave it early.
+    A map is an async iterator: `anext` returns the next result, and `async for` continues where `anext` or a `break` stopped. A
+    `break` alone therefore does not end a map that a variable still refers to: use `async with` or `aclose()`.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Map(Generic[T_co]):
         spec: Spec,
         check: Callable[[], None],
     ) -> None:
-        """`check` raises where the map may not be used: in another loop or thread, after the runner was closed."""
+        """`check` raises if the map cannot be used: from another event loop or thread, or after the runner was closed."""
         kind_of(fn)
         if not iterables:
             raise TypeError("map needs at least one iterable")
@@ -64,24 +65,26 @@ class Map(Generic[T_co]):
         return self.collect().__await__()
 
     async def collect(self) -> list[T_co]:
-        """All results as a list, in the order of the inputs (with ordered=False: as they came).
+        """Return all results as a list, in the order of the inputs. With `ordered=False`, in the order in which they came.
 
-        Cancelled: what is under way is cancelled too.
+        If cancelled, it cancels the calls that are not done.
 
         Raises:
-            RuntimeError: the map was used before, or this is another loop or thread than the runner's.
-            RunnerClosed: the runner is closed, or was while inputs were left.
-            Exception: the first error of a call that happens, unless return_exceptions; or that of an input.
+            RuntimeError: the map was used before, or this is not the runner's event loop and thread.
+            RunnerClosed: the runner is closed, or was closed before all inputs were done.
+            RunnerBroken: percore has given up starting workers.
+            Exception: the first error that any call raises, unless `return_exceptions` is set; or the error of an input.
         """
         self._use()
         return await self._start().collect()
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """The iterator over the results, always the same one; after its end there is none.
+        """Return the iterator over the results. It is always the same one.
 
         Raises:
-            RuntimeError: the map has ended, or this is another loop or thread than the runner's.
+            RuntimeError: the map has ended or was awaited, or this is not the runner's event loop and thread.
             RunnerClosed: the runner is closed.
+            RunnerBroken: percore has given up starting workers.
         """
         stream = self._stream
         if stream is None or self._is_closed or stream.ag_frame is None:
@@ -90,12 +93,12 @@ class Map(Generic[T_co]):
         return stream
 
     def __anext__(self) -> Awaitable[T_co]:
-        """The next result.
+        """Return the next result.
 
         Raises:
-            StopAsyncIteration: there is none.
-            RuntimeError, RunnerClosed: before the first one, as iterating.
-            Exception: as `collect`.
+            StopAsyncIteration: no results are left.
+            RuntimeError, RunnerClosed, RunnerBroken: on the first use of the map, as in `__aiter__`.
+            Exception: as in `collect`; with `ordered=True` an error is raised at the place of its result.
         """
         return anext(self._stream or aiter(self))
 
@@ -108,16 +111,16 @@ class Map(Generic[T_co]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what is under way, close generators among the inputs, and give nothing more. Idempotent.
+        """Cancel the calls that are not done, and close the generators among the inputs. Idempotent.
 
-        Any iteration in progress stops, also one in another task.
+        Any iteration in progress stops, including one in another task.
         """
         self._is_used = self._is_closed = True
         if self._flow is not None:
             await self._flow.close()
         stream = self._stream
-        if stream is not None and not stream.ag_running:  # if it runs, in another task, it ends by itself
-            await stream.aclose()  # else the results that it holds would stay until a later turn of the loop
+        if stream is not None and not stream.ag_running:  # a stream that is running in another task ends by itself
+            await stream.aclose()  # now, to release the results it holds; the loop would do so later
 
     def __len__(self) -> int:
         return len(self._inputs)
@@ -125,10 +128,10 @@ class Map(Generic[T_co]):
     def __bool__(self) -> bool:
         return True
 
-    if not TYPE_CHECKING:  # for checkers it is no sequence; at run time they are told what to write
+    if not TYPE_CHECKING:  # type checkers should not take a map for a sequence; at run time the error says how to use it
 
         def __getitem__(self, _: object) -> NoReturn:
-            # Called by `for`, too. An __iter__ would make it an Iterable, which it is not.
+            # `for` calls this, too. With an __iter__ the map would count as an Iterable, and it is not one.
             raise TypeError("a map is asynchronous: iterate it with `async for`, or `await` it for a list")
 
     def __del__(self) -> None:

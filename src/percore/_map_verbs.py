@@ -1,4 +1,4 @@
-"""The verbs that make many calls: map, map_items and starmap, with what type checkers are told of them."""
+"""map, map_items and starmap: the methods that make many calls, with their overloads for type checkers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     Plain: TypeAlias = Callable[P, T]
 
     class Typed(TypedDict, Generic[P], total=False):
-        """Options of a map. `P`: what its function takes."""
+        """Options of a map. `P`: the parameters of its function."""
 
         ordered: bool
         window: int | None
         key: Callable[P, Hashable] | None
 
     class Untyped(TypedDict, total=False):
-        """The same where that is not known."""
+        """Options of a map whose function has unknown parameters."""
 
         ordered: bool
         window: int | None
@@ -75,14 +75,15 @@ _ADVICE: Final = {
     "max_workers": _OF_THE_RUNNER,
     "workers": _OF_THE_RUNNER,
 } | {name: _OF_THE_VIEW.format(name) for name in ("retries", "retry_on", "backoff")}
-"""For keywords of the maps of other libraries, and of other methods."""
+"""Advice for keyword arguments of other libraries' maps and of other methods, by name."""
 
 
 class MapVerbs:
-    """Runs a function over many inputs.
+    """Run a function over many inputs.
 
-    The overloads are for type checkers alone: by the number of iterables (five, then anything goes), by whether the function is
-    awaited, and by whether errors are raised or kept. At run time, and for `help`, each verb has the one signature below them.
+    The overloads are for type checkers only. They differ by the number of iterables (up to five are checked against the function's
+    parameters), by whether the function is awaited, and by whether errors are raised or returned. At run time, and for `help`, each
+    method has the one signature below its overloads.
     """
 
     __slots__ = ()
@@ -91,10 +92,10 @@ class MapVerbs:
     _policy: Policy | None = None
 
     def _check_open(self) -> None:
-        """That calls are taken, from here.
+        """Check that the runner accepts calls, and accepts them from this caller.
 
         Raises:
-            RunnerClosed, RunnerBroken, RuntimeError: they are not; the text says why.
+            RunnerClosed, RunnerBroken, RuntimeError: it does not; the message says why.
         """
         raise NotImplementedError
 
@@ -176,27 +177,28 @@ class MapVerbs:
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
     ) -> Map[Any]:
-        """Call `fn` with the items of the iterables, one of each at a time, until the shortest ends.
+        """Return a Map that calls `fn` with one item of each iterable at a time, until the shortest iterable ends.
 
-        Nothing is pulled before the map is used, once: `await` it for a list, or iterate it with `async for` in bounded memory.
-        Left early, inside `async with` or by `aclose()`, what is under way is cancelled. Tiny plain functions travel in batches
-        of about a millisecond's work, as measured.
+        The map is lazy and can be used once: `await` it for a list, or iterate it with `async for` in bounded memory. It pulls
+        nothing from the iterables before that. To stop early, leave an `async with` block around the map or call its `aclose()`:
+        both cancel the calls that are not done. percore measures how long calls take, and sends short calls of plain functions in
+        batches of about one millisecond of work.
 
         Args:
-            fn: a coroutine function or a plain one.
-            *iterables: sync, async, or endless. Sync ones are pulled in the event loop: where `next` blocks, give
+            fn: a coroutine function or a plain function.
+            *iterables: sync or async iterables; they may be endless. The event loop pulls sync ones. If their `next` blocks, pass
                 `percore.threaded(iterable)`.
-            ordered: give results in the order of the inputs, or as they come.
-            window: exactly this many items are pulled and not yet handed over. Default: as many as the calls' duration asks for,
-                at most 16,384 a worker and 131,072 in all, within 64 MiB of pickled arguments and 64 MiB of results that wait or
-                are expected.
-            key: a plain function that gives the key of a call, from its arguments: calls of equal keys are never on two workers
-                at once.
-            return_exceptions: give errors in place of results instead of raising them.
+            ordered: return results in the order of the inputs. False: return each result as soon as it is there.
+            window: how many items may be pulled whose results have not been returned yet. Default: percore adapts it to the
+                duration of the calls, up to 16,384 items per worker and 131,072 in all, within 64 MiB of pickled arguments and
+                64 MiB of results (those that wait and those that it expects).
+            key: a plain function that takes the arguments of a call and returns its key. Calls with equal keys are never on two
+                workers at once.
+            return_exceptions: return an error in the place of its result instead of raising it.
 
         Raises:
-            TypeError, ValueError: something that cannot be called or iterated, or a bad window.
-            RunnerClosed, RuntimeError: as `submit`.
+            TypeError, ValueError: `fn` is not callable, an iterable is not iterable, or an option is invalid.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
         """
         return self._map(fn, iterables, ordered, window, key, return_exceptions)
 
@@ -284,9 +286,9 @@ class MapVerbs:
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
     ) -> Map[tuple[Any, Any]]:
-        """As `map`, giving pairs of item and result; of several iterables the item is a tuple.
+        """Like `map`, but return pairs of item and result. With several iterables the item is a tuple.
 
-        With return_exceptions a pair says which item has failed, and how.
+        With `return_exceptions`, a pair shows which item failed, and with which error.
         """
         return self._map(fn, iterables, ordered, window, key, return_exceptions, pairs=True)
 
@@ -315,7 +317,7 @@ class MapVerbs:
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
     ) -> Map[Any]:
-        """As `map`, over tuples of arguments."""
+        """Like `map`, but the iterable yields tuples of arguments: each call is `fn(*row)`."""
         return self._map(fn, (iterable,), ordered, window, key, return_exceptions, star=True)
 
     def _map(  # noqa: PLR0913  # what three verbs have in common

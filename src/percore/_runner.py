@@ -1,7 +1,7 @@
-"""The async face: Runner.
+"""Runner, the asyncio interface of percore.
 
-What it stands on is imported in `start`, when the fork server has been started: a fresh program's fork server imports its own half
-at the same time, on another CPU.
+Importing this module is cheap. `Runner.start` imports the supervisor's modules after it has started the fork server, so that the
+two processes import at the same time on two CPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_running_loop = asyncio._get_running_loop  # None where none runs, instead of an exception
+_running_loop = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 _NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
@@ -70,22 +70,22 @@ _KEYWORDS = (
         "debug": "workers take the debug flag of this program's event loop",
     }
 )
-"""What other pools call it."""
+"""Advice for keyword arguments that other pools have, by name."""
 
 HALF = (
     *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
     *("percore._engines.process", "percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
 )
-"""What a started runner stands on, in pieces."""
+"""The supervisor's modules, in the order in which `_import_half` imports them."""
 
 if _running_loop() is None or threading.current_thread() is not threading.main_thread():
-    # What it imports cannot be imported any more once the main thread has ended, so not as late as in `start`, where it would cost
-    # nothing. Whoever comes here from a loop of the main thread starts a runner there.
+    # percore._broken imports concurrent.futures, which Python refuses once the main thread has ended. `start` may run after that,
+    # so import it here. If a loop of the main thread imports this module, that thread is alive and `start` imports it in time.
     import_module("percore._broken")
 
 
 async def _import_half() -> None:
-    """Import it. All at once it takes longer than the loop may be held."""
+    """Import the modules of HALF one by one. Importing them all at once would block the event loop for too long."""
     for name in HALF:
         if name not in sys.modules:
             import_module(name)
@@ -93,39 +93,44 @@ async def _import_half() -> None:
 
 
 class Runner(Verbs):
-    """Runs coroutine functions and plain functions on every CPU: one worker process each, with an event loop and threads.
+    """Run coroutine functions and plain functions on every CPU, in one worker process per CPU.
+
+    Each worker has an event loop for coroutine functions and a thread pool for plain functions.
 
         async with percore.Runner(lifespan=http) as runner:
             sizes = await runner.map(fetch, urls)
 
-    A runner belongs to the event loop it was started in. `async with` starts it and closes it: gracefully when the body ends,
-    with `grace=0` when the body is left by an exception.
+    A runner belongs to the event loop in which it was started. `async with` starts the runner and closes it: gracefully when the
+    body ends normally, with `grace=0` when the body raises.
 
     Args:
-        workers: processes. Default: the CPUs this process may really use, by affinity and cgroup quota.
-        lifespan: called in each worker, gives an async or plain context manager that is entered in the worker's loop before its
-            first call and left after its last; what it yields is `percore.state()` there. Tasks that it starts run until it is
-            left. Those that calls have left behind are cancelled before.
-        concurrency: coroutines at once, per worker.
-        threads: size of the thread pool for plain functions, per worker. Default: min(32, CPUs + 4).
-        loop_factory: makes the workers' event loops. Default: uvloop where installed, else asyncio's own.
-        start_method: "forkserver" (default on Linux) or "spawn".
-        max_message: bytes of one pickled message; above it that one call gets PayloadTooLarge.
-        start_timeout: seconds a worker may take to be ready.
-        kill_after: seconds in which a worker must end when it was asked to, or when its start has failed, before it is killed. They
-            count from the end of its last call for a worker that drains.
-        max_tasks_per_worker: a worker begins at most so many calls, broadcasts not counted, and is then replaced. Its replacement
-            starts ahead of time; calls wait if it is not ready yet. Default: no limit.
-        retries: further attempts of a call whose worker died; `options` has more.
-        per_key: calls of one key at once, over all workers. Default: as many as its worker has places.
-        contextvars: ContextVars of modules, whose values at `submit` (of a map: when it is made) a call sees in its worker.
-            They may take 100,000 bytes together, pickled; above that the call gets PayloadTooLarge.
-        thread_initializer: called in each thread for plain functions before its first call. What it raises is that call's outcome,
-            and the next call tries again.
-        max_pending: calls accepted and not done. At that bound `run` and maps wait for their turn, and `submit` raises RunnerFull.
+        workers: number of worker processes. Default: the CPUs available to this process, by CPU affinity and cgroup quota.
+        lifespan: a function without arguments that returns an async or plain context manager. Each worker calls it once. The
+            worker enters the context manager in its event loop before the first call and exits it after the last one. Calls get
+            the value it yields from `percore.state()`. Tasks that the lifespan starts run until it exits. Tasks that calls have
+            left running are cancelled before that.
+        concurrency: how many coroutines a worker runs at once.
+        threads: size of each worker's thread pool for plain functions. Default: min(32, CPUs + 4).
+        loop_factory: a function that creates a worker's event loop. Default: uvloop if it is installed, otherwise asyncio's loop.
+        start_method: "forkserver" (the default on Linux 5.3 and newer) or "spawn" (the default elsewhere).
+        max_message: the largest pickled message, in bytes. A call that needs a larger one fails with PayloadTooLarge.
+        start_timeout: how many seconds a worker may take to become ready.
+        kill_after: how many seconds a worker may take to end after it was asked to, or after its start failed. Then percore kills
+            it. For a worker that drains, the time counts from the end of its last call.
+        max_tasks_per_worker: how many calls a worker begins before percore replaces it. Broadcasts do not count. The replacement
+            starts ahead of time; if it is not ready in time, calls wait. Default: no limit.
+        retries: how many more times to attempt a call whose worker died. See `options` for retries of other errors.
+        per_key: how many calls with the same key run at once, over all workers. Default: as many as one worker can run.
+        contextvars: module-level ContextVars. A call sees in its worker the values that they had at `submit`; a call of a map
+            sees those they had when the map was created. Together they may take 100,000 bytes when pickled; above that the call
+            fails with PayloadTooLarge.
+        thread_initializer: a plain function that each pool thread calls before its first call. If it raises, that call fails with
+            the exception, and the thread's next call runs it again.
+        max_pending: how many calls may be pending, that is accepted and not done. At the limit `run` and maps wait, and `submit`
+            raises RunnerFull. Default: no limit.
 
     Raises:
-        TypeError, ValueError: a bad option.
+        TypeError, ValueError: an option is invalid.
     """
 
     @advising("Runner", _KEYWORDS)
@@ -182,16 +187,18 @@ class Runner(Verbs):
     # Life
 
     async def start(self) -> None:
-        """Start all workers and wait until every one is ready. Cancelled: as closed with `grace=0`.
+        """Start all workers and wait until every one is ready.
+
+        If cancelled, the runner is closed as by `aclose(grace=0)`.
 
         Raises:
-            StartupFailed: a worker could not be started, raised in its lifespan or imports, died, or took longer than
-                start_timeout. The others are stopped; nothing is retried.
-            RunnerClosed: it was closed by another task meanwhile.
-            RuntimeError: started before, made before a fork, without asyncio (as under trio), or in a worker that is importing the
-                user's script.
-            OSError: no memory for even one message of max_message bytes.
-            Exception: whatever pickling `lifespan` or `loop_factory` raises.
+            StartupFailed: a worker could not be started, raised in its lifespan or its imports, died, or was not ready within
+                `start_timeout`. The other workers are stopped. percore does not retry a first start.
+            RunnerClosed: another task closed the runner meanwhile.
+            RuntimeError: the runner was started before, or was created before a fork; or no asyncio event loop is running (as under
+                trio); or the caller is a worker that is importing the user's script.
+            OSError: there is not enough memory for even one message of `max_message` bytes.
+            Exception: any error from pickling `lifespan` or `loop_factory`.
         """
         context.check_start()
         if self._state != _NEW:
@@ -199,7 +206,7 @@ class Runner(Verbs):
         if os.getpid() != self._pid:
             raise RuntimeError("this runner was made before a fork; make a new one in the new process")
         loop = _running_loop()
-        if loop is None:  # as under trio, which drives the same coroutines by itself
+        if loop is None:  # for example under trio, which runs coroutines without an asyncio loop
             raise RuntimeError(_NO_LOOP)
         self._loop = loop
         self._thread = threading.get_ident()
@@ -208,12 +215,12 @@ class Runner(Verbs):
             early = self._start_early()
             try:
                 await _import_half()
-                if self._state == _CLOSED:  # by another task meanwhile
+                if self._state == _CLOSED:  # another task closed the runner meanwhile
                     raise RunnerClosed("the runner was closed while it started")
                 self._make_supervisor()
             finally:
                 if early is not None:
-                    await early.aclose()  # the engine has a share of its own by now
+                    await early.aclose()  # by now the engine has its own reference to the fork server
         except BaseException:
             self._state = _CLOSED
             raise
@@ -222,13 +229,13 @@ class Runner(Verbs):
         except BaseException:
             await self.aclose(grace=0)
             raise
-        if self._closing is not None:  # 1. the last worker is ready  2. another task closes  3. only now this one wakes
+        if self._closing is not None:  # 1. the last worker is ready  2. another task closes  3. this task wakes
             await self.aclose()
             raise RunnerClosed("the runner was closed while it started")
         self._state = _OPEN
 
     def _start_early(self) -> ForkServerLauncher | None:
-        """A share in the fork server, which is coming up."""
+        """Begin to start the fork server and return a reference to it. None with "spawn"."""
         if self._options.start_method != "forkserver":
             return None
         from percore._engines.forkserver import ForkServerLauncher
@@ -269,18 +276,21 @@ class Runner(Verbs):
         return ProcessEngine(self._loop, self._options, self._memory, main)
 
     async def aclose(self, *, grace: float | None = None) -> None:
-        """Close the runner: no new calls, accepted ones finish, workers leave their lifespans and end.
+        """Close the runner: refuse new calls, let accepted calls finish, then end the workers.
 
-        Idempotent; a second caller waits for the first, and a smaller grace tightens it. Every future is done when this returns.
-        Cancelled: all workers are killed at once, and still reaped.
+        Each worker exits its lifespan before it ends. All futures are done when this method returns. It is idempotent: a second
+        caller waits for the same close, and a smaller `grace` shortens it.
+
+        If cancelled, it kills all workers at once, reaps them, and then raises CancelledError.
 
         Args:
-            grace: seconds for accepted calls to end. None: as long as they take. After it those that have not begun are withdrawn
-                and the rest is cancelled, and `kill_after` seconds later killed: these calls end with RunnerClosed.
+            grace: how many seconds accepted calls may take to end. None: no limit. After that, percore withdraws the calls that
+                have not begun and cancels the others; `kill_after` seconds later it kills the workers that are left. All these
+                calls end with RunnerClosed.
 
         Raises:
-            TypeError, ValueError: `grace` is no number of seconds; the runner stays as it was.
-            RuntimeError: from another loop or thread, or after a fork.
+            TypeError, ValueError: `grace` is not a number of seconds. The runner stays as it was.
+            RuntimeError: called from another event loop or thread, or after a fork.
         """
         grace = grace_of(grace)
         if self._state == _NEW or (self._state == _STARTING and not self._has_supervisor):
@@ -311,7 +321,7 @@ class Runner(Verbs):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and os.getpid() != self._pid:  # a fork of the program that ends, by sys.exit perhaps
+        if error is not None and os.getpid() != self._pid:  # a forked child is ending, for example by sys.exit
             return
         await self.aclose(grace=None if kind is None else 0)
 
@@ -342,25 +352,27 @@ class Runner(Verbs):
         backoff: Backoff = 0.0,
         timeout: float | None = None,
     ) -> Options:
-        """A view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
+        """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
         Args:
-            key: calls of equal keys are never on two workers at once, and at most `per_key` of them run at once over all workers.
-                For `submit` and `run`; a map takes a function instead. Its `__hash__` and `__eq__` are called here and not later,
-                so that a key may change afterwards without consequences.
-            retries: further attempts of a call that fails so. Each sends the original bytes. Default: the runner's.
-            retry_on: exception classes, or a predicate of the error, a plain function. Default: WorkerDied. It and backoff need
-                retries, here or in the runner.
-            backoff: seconds before the next attempt, or a plain function of the number of failed attempts, from 1. A call that
-                waits holds no place in a worker, and ends at once when it is cancelled or the runner closes.
-            timeout: seconds one attempt may run, from its start in the worker. A coroutine is then cancelled there, and ends with
-                TimeoutError as under asyncio.timeout. A plain function cannot be stopped: its caller gets TimeoutError, its thread
-                is busy until it ends, and no further attempt begins before.
+            key: a hashable value. Calls with equal keys are never on two workers at once, and at most `per_key` of them run at
+                once. For `submit` and `run`; a map takes a key function instead. The key's `__hash__` and `__eq__` are called
+                here and not later, so changing the key afterwards has no effect.
+            retries: how many more times to attempt a call that fails with an error selected by `retry_on`. Every attempt sends
+                the original pickled bytes. Default: the runner's `retries`.
+            retry_on: an exception class, a tuple of them, or a plain function that takes the error and returns whether to retry.
+                Default: WorkerDied. `retry_on` and `backoff` need retries, here or in the runner.
+            backoff: seconds to wait before the next attempt, or a plain function that returns them and takes the number of failed
+                attempts (1 after the first). A call that waits occupies no worker. It ends at once if it is cancelled or the runner
+                closes.
+            timeout: how many seconds one attempt may run, from its start in the worker. After that a coroutine is cancelled there
+                and ends with TimeoutError, as under `asyncio.timeout`. A plain function cannot be stopped: its caller gets
+                TimeoutError, its thread stays busy until the function returns, and the next attempt begins only after that.
 
         Raises:
-            TypeError, ValueError: a bad option.
-            Exception: whatever `__hash__` or `__eq__` of the key raises.
-            RunnerClosed, RuntimeError: as `submit`.
+            TypeError, ValueError: an option is invalid.
+            Exception: any error from the key's `__hash__` or `__eq__`.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
         """
         self._check_open()
         supervisor = self._supervisor
@@ -379,20 +391,25 @@ class Runner(Verbs):
     # Data
 
     async def share(self, obj: T) -> Shared[T]:
-        """Put an object into shared memory once, for all workers: give what this returns to calls, and read its `.value` there.
+        """Put an object into shared memory once, for all workers, and return a handle to it.
 
-        It is pickled once, in a thread, and built once per worker that asks for it. Its buffers (numpy arrays, Arrow tables and the
-        like of 64 kB and more) lie on the same physical pages in all workers, replacements included, and can only be read. It is
-        freed by `close()`, when what this returns is dropped and no call uses it any more, and with the runner.
-        Cancelled: the pickling runs on in its thread, and nothing is kept.
+        Pass the handle to calls and read its `.value` in them. percore pickles the object once, in a thread; each worker that reads
+        the value unpickles it once. Buffers of 64 KiB and more (numpy arrays, Arrow tables and the like) are read-only and share
+        the same physical pages in all workers, including replacements.
+
+        The memory is freed after `close()` or after the last reference to the handle is gone, as soon as no call uses the object.
+        Closing the runner frees it too.
+
+        If cancelled, the thread finishes pickling and discards the result.
 
         Raises:
-            PayloadTooLarge: its pickle is above max_message.
-            MemoryError: there is too little memory for it.
-            RuntimeError: as many objects as there may be are shared already; from another loop or thread, or after a fork.
-            RunnerClosed: before start and after close; the runner was closed meanwhile.
-            TypeError: there is a Shared in it.
-            Exception: whatever pickling it raises.
+            PayloadTooLarge: the pickled object is larger than `max_message`.
+            MemoryError: there is not enough memory.
+            RuntimeError: too many objects are shared already; or called from another event loop or thread, or after a fork.
+            RunnerClosed: the runner is not started, is closing or closed, or was closed meanwhile.
+            RunnerBroken: as in `submit`.
+            TypeError: the object contains a Shared.
+            Exception: any error from pickling the object.
         """
         self._check_open()
         return await self._supervisor.shares.share(obj)
@@ -400,11 +417,13 @@ class Runner(Verbs):
     # Questions
 
     def statistics(self) -> Statistics:
-        """A snapshot of the counters. No system call. May be called from any thread, for example by a server of metrics.
+        """Return a snapshot of the runner's counters.
+
+        It is cheap and makes no system calls. Any thread may call it, for example the thread of a metrics server.
 
         Raises:
-            RunnerClosed: before start and after close.
-            RuntimeError: after a fork.
+            RunnerClosed: the runner is not started or is closed.
+            RuntimeError: called after a fork.
         """
         if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
@@ -423,15 +442,15 @@ class Runner(Verbs):
         )
 
     async def usage(self) -> Usage:
-        """Memory, CPU and threads of this process, the fork server and each worker; `str()` of it is a table.
+        """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.
 
-        Asks the system, in a thread. The fork server is one for all runners of this process.
+        A thread reads them from the system. All runners of this process share one fork server.
 
-        Cancelled: nothing is left behind.
+        If cancelled, it returns at once; the thread ends by itself when its reading is complete.
 
         Raises:
-            RunnerClosed: before start and after close.
-            RuntimeError: from another loop or thread, or after a fork.
+            RunnerClosed: the runner is not started or is closed.
+            RuntimeError: called from another event loop or thread, or after a fork.
         """
         if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
             raise RunnerClosed(_ADVICE[self._state])
@@ -443,12 +462,13 @@ class Runner(Verbs):
     def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
         from percore._statistics import WorkerStatistics
 
-        # The loop's thread may bury a worker meanwhile: its counts enter the slot's past before it leaves the members.
+        # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from
+        # the members; so read both again until slot.past is unchanged.
         past, members = slot.past, tuple(self._supervisor.members)
         while past is not slot.past:
             past, members = slot.past, tuple(self._supervisor.members)
         member = slot.current
-        # A worker that drains counts, too, beside its replacement.
+        # A worker that drains counts together with its replacement.
         members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
         may_look = threading.get_ident() == self._thread or _has_gil()
         counts = [other.statistics(self._options.threads, may_look=may_look) for other in members]
@@ -481,10 +501,10 @@ class Runner(Verbs):
             raise self._supervisor.refusal()
 
     def _check_here(self) -> None:
-        """That the caller is in the runner's process, thread and loop.
+        """Check that the caller is in the runner's process, thread and event loop.
 
         Raises:
-            RuntimeError: it is not; the text says which.
+            RuntimeError: it is not; the message says which of them differs.
         """
         self._check_process()
         if threading.get_ident() != self._thread:

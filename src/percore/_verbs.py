@@ -1,4 +1,4 @@
-"""What a runner is asked to do: the verbs, as methods of Runner and of the view that `options` gives."""
+"""submit, run and broadcast: the methods that make calls, which Runner and the view returned by `options` share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Verbs(MapVerbs):
-    """Runs functions in workers."""
+    """Run functions in workers."""
 
     __slots__ = ()
 
@@ -31,17 +31,18 @@ class Verbs(MapVerbs):
     @overload
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        """Hand a call over; never blocks.
+        """Submit one call and return its future. Never blocks.
 
-        The arguments are pickled now, so later changes are not seen. The future can be awaited, or forgotten: percore holds it
-        until it is done. Cancelling it withdraws the call, or cancels it in its worker.
+        percore pickles the arguments now, so the call does not see later changes to them. The caller may await the future or
+        discard it: percore holds it until it is done. Cancelling the future withdraws a call that has not begun, and cancels one
+        that has begun in its worker.
 
         Raises:
-            RunnerClosed: before start and after close.
-            RunnerBroken: no worker can be started any more.
-            RunnerFull: max_pending calls are accepted and not done.
-            TypeError: `fn` is a coroutine, a generator function, or cannot be called.
-            RuntimeError: from another loop or thread, or after a fork.
+            RunnerClosed: the runner is not started, is closing, or is closed.
+            RunnerBroken: percore has given up starting workers.
+            RunnerFull: `max_pending` calls are pending.
+            TypeError: `fn` is a coroutine or a generator function, or is not callable.
+            RuntimeError: called from another event loop or thread, or after a fork.
         """
         self._check_open()
         supervisor = self._supervisor
@@ -58,16 +59,17 @@ class Verbs(MapVerbs):
     async def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run one call in a worker and return its result.
 
-        Cancelled: returns at once. A call that has not begun never runs. One that has is cancelled in its worker: its `finally`
-        runs on and holds its place until it ends; a plain function runs on in its thread. Whatever comes of it is dropped.
+        If cancelled, it raises CancelledError at once. A call that has not begun never runs. A coroutine that has begun is
+        cancelled in its worker; its `finally` blocks run to their end, and it counts as running until then. A plain function
+        that has begun runs to its end in its thread. percore drops the outcome.
 
         Raises:
-            WorkerDied: its worker died after the call had begun, and no attempt is left.
-            RemoteError: it raised something that cannot arrive as itself, or its result cannot be pickled.
-            PayloadTooLarge: arguments or result above max_message.
-            TimeoutError: it ran for longer than `timeout`.
-            Exception: whatever the function raises; the remote traceback is at the end of its `__cause__` chain.
-            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as `submit`.
+            WorkerDied: the worker died after the call had begun, and no attempt is left.
+            RemoteError: the function raised something that cannot be sent back as itself, or the result cannot be pickled.
+            PayloadTooLarge: the pickled arguments or the pickled result are larger than `max_message`.
+            TimeoutError: the call ran for longer than `timeout`.
+            Exception: any exception of the function. Its `__cause__` chain ends with the worker's traceback.
+            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as in `submit`.
         """
         self._check_open()
         supervisor = self._supervisor
@@ -88,10 +90,10 @@ class Verbs(MapVerbs):
                 supervisor.withdraw(call)
             raise
         finally:
-            del call  # has the error, whose traceback has this frame: a cycle, that would keep what the caller's frames hold
+            del call  # it holds the error, whose traceback holds this frame: a cycle that would keep the callers' locals alive
 
     def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Submit a call that was let in; it leaves when it is done."""
+        """Submit a call that the admission has counted. It leaves the admission when it is done."""
         admission = self._supervisor.admission
         assert admission is not None
         try:
@@ -107,18 +109,19 @@ class Verbs(MapVerbs):
     @overload
     async def broadcast(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     async def broadcast(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run one call in each worker that is ready, beside all others, and return the results by the index of the worker.
+        """Run one call in each ready worker, and return the results in the order of the workers' indices.
 
-        Workers that start later do not get it: put per-worker setup in the lifespan. A broadcast is never retried: the runner's
-        `retries` do not apply to it. A worker that has 16 broadcasts to answer gets the next one when it has answered one of them;
-        the other workers get it at once.
-        Cancelled: as `run`, in each worker.
+        The calls run in addition to the workers' other calls and do not wait for a free place. Workers that start later do not
+        get the call: put per-worker setup in the lifespan. percore never retries a broadcast, even if the runner has `retries`. A
+        worker with 16 unanswered broadcasts gets the next one after it has answered one of them; the other workers get it at once.
+
+        If cancelled, each worker's call is cancelled as in `run`.
 
         Raises:
-            WorkerDied: a worker died or ended before it had done it; `started` says whether it had begun.
-            Exception: as `run`: the first failure; the other calls are cancelled.
-            TypeError: `options` were given a key, retries, retry_on or backoff; and as `submit`.
-            RunnerClosed, RunnerBroken, RuntimeError: as `submit`.
+            WorkerDied: a worker died or ended before its call was done; `started` says whether the call had begun.
+            Exception: the first failure, as in `run`. The other calls are cancelled.
+            TypeError: the view has a key, retries, retry_on or backoff; or as in `submit`.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
         """
         policy = None if self._policy is None else self._policy.for_broadcast()
         self._check_open()
@@ -128,11 +131,11 @@ class Verbs(MapVerbs):
 
 
 for _verb in (Verbs.submit, Verbs.run, Verbs.broadcast):
-    _verb.__qualname__ = f"Runner.{_verb.__name__}"  # what Python says of its arguments names what users know
+    _verb.__qualname__ = f"Runner.{_verb.__name__}"  # the name in Python's own messages about wrong arguments
 
 
 class Options(Verbs):
-    """A view of a runner under which calls have a key, retries or a timeout, made by `runner.options(...)`. It costs little."""
+    """A view of a runner whose calls have a key, retries or a timeout. `runner.options(...)` creates it, at little cost."""
 
     __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
 
