@@ -1,4 +1,4 @@
-"""The face of concurrent.futures: LoopPoolExecutor."""
+"""LoopPoolExecutor, the concurrent.futures interface of percore."""
 
 import multiprocessing
 import os
@@ -35,35 +35,39 @@ _KILL_AFTER: Final = 30.0
 
 
 class LoopPoolExecutor(Executor):
-    """An executor over processes, the threads in each and an event loop in each: for plain functions and coroutine functions.
+    """An executor that runs plain functions and coroutine functions in worker processes.
+
+    Each worker process has a thread pool for plain functions and an event loop for coroutine functions.
 
         with percore.LoopPoolExecutor(max_threads=1) as executor:
             sizes = list(executor.map(measure, paths))
 
-    It stands where ProcessPoolExecutor or ThreadPoolExecutor stood. It needs no event loop, and may be used from any thread and by
-    `loop.run_in_executor(executor, ...)`, also of several loops at once. Workers start with the first call. A fork of the
-    program may use an executor that was made before the fork and has not been called.
+    It is a replacement for ProcessPoolExecutor and ThreadPoolExecutor. It needs no event loop. Any thread may use it, and so may
+    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. A forked child may
+    use an executor that was created before the fork and had no call before it.
 
-    Functions run on threads beside each other, so they must be thread-safe, unless `max_threads=1`: one at a time in each worker,
-    as ProcessPoolExecutor does it. Coroutine functions run as tasks in the worker's loop, a hundred at once.
+    Plain functions run on several threads of a worker at once, so they must be thread-safe. With `max_threads=1` each worker runs
+    one at a time, as with ProcessPoolExecutor. Coroutine functions run as tasks in the worker's event loop, up to 100 at once.
 
     Args:
-        max_workers: processes. Default: the CPUs this process may really use.
-        mp_context: a multiprocessing context, whose processes the workers then are; `initargs` travel with their start, so its
-            queues, locks and events can be among them. Default: percore's own fork server, or where `initargs` has such an object
+        max_workers: number of worker processes. Default: the CPUs available to this process.
+        mp_context: a multiprocessing context that starts the worker processes. They inherit `initargs`, which may therefore contain
+            queues, locks and events of that context. Default: percore's fork server; if `initargs` contains such an object,
             multiprocessing's default context.
-        initializer: called once in each worker before its first call. If it raises, the executor is broken.
-        initargs: its arguments.
-        max_tasks_per_child: a worker begins so many calls and no more, then another takes its place. Not with "fork".
-        max_threads: plain functions at once in each worker. Default: as ThreadPoolExecutor, min(32, CPUs + 4).
-        thread_initializer: called once in each thread before its first call. If it raises, the executor is broken.
-        thread_initargs: its arguments.
-        lifespan: as that of a Runner: gives the (async) context manager each worker is in, in its loop.
-        broken: "worker": when a worker dies, the calls it had begun fail with WorkerDied and it is replaced. "pool": then all calls
-            fail and no more are taken, as the standard library has it; so it is for what cannot be unpickled.
+        initializer: a plain function that each worker calls once, before its first call. If it raises, the executor is broken.
+        initargs: the arguments of `initializer`.
+        max_tasks_per_child: how many calls a worker begins before percore replaces it. Not available with the "fork" start method.
+        max_threads: how many plain functions a worker runs at once. Default: min(32, CPUs + 4), as with ThreadPoolExecutor.
+        thread_initializer: a plain function that each pool thread calls once, before its first call. If it raises, the executor is
+            broken.
+        thread_initargs: the arguments of `thread_initializer`.
+        lifespan: a function that returns the async or plain context manager of a worker, as for Runner.
+        broken: what fails when a worker dies. "worker": the calls that it had begun fail with WorkerDied, and percore replaces it.
+            "pool": all calls fail and the executor refuses new ones, as in the standard library. With "pool" a call or result that
+            cannot be unpickled breaks the executor as well.
 
     Raises:
-        TypeError, ValueError: a bad argument.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(  # noqa: PLR0913  # each a documented argument; the list is closed
@@ -115,14 +119,16 @@ class LoopPoolExecutor(Executor):
     @overload
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Hand a call over; the future tells what came of it. From any thread.
+        """Submit one call and return its future. Any thread may call this.
 
-        Arguments are pickled when a worker has room for the call; what cannot be pickled fails the future. Until then it can be
-        cancelled. A result, and whatever the function raises, BaseExceptions included, arrives as itself.
+        percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled. If pickling
+        fails, the future fails with that error. Otherwise the future gets the function's result, or the exception that it raised,
+        of whatever class (BaseException included).
 
         Raises:
             BrokenProcessPool: the executor is broken.
-            RuntimeError: after `shutdown`, when the interpreter ends, or in a fork of the process that has called it.
+            RuntimeError: the executor was shut down; the interpreter is ending; or this is a forked child of a process that has
+                used the executor.
         """
         portal = self._portal
         portal.check()
@@ -131,7 +137,7 @@ class LoopPoolExecutor(Executor):
         future: Future[Any] = Future()
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
-            # As in the standard library: what the processes are given is read, and forks are made, before this returns.
+            # As in the standard library, the processes are forked and the initargs are read before this method returns.
             portal.wait_launched()
         return future
 
@@ -161,22 +167,23 @@ class LoopPoolExecutor(Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> Iterator[Any]:
-        """Call `fn` with the items of the iterables, one of each at a time, and iterate over the results in order.
+        """Call `fn` with one item of each iterable at a time, and return an iterator over the results in order.
 
-        The inputs are collected and the calls submitted now; with `buffersize` only so many, and one more for each result taken.
-        The first error is raised at its place; what has not begun by then, or when the iterator is closed, is cancelled.
+        `map` collects the iterables and submits all calls at once. With `buffersize` it submits that many calls, and one more each
+        time a result is taken. The iterator raises the first error at the place of its result. After an error, and when the
+        iterator is closed, the calls that have not begun are cancelled.
 
         Args:
             fn: a plain function or a coroutine function.
-            *iterables: as of the built-in map.
-            timeout: seconds from now in which the results must come.
-            chunksize: so many items travel in one call, for plain functions. Calls of coroutine functions always travel alone.
-            buffersize: calls (chunks) submitted whose results have not been taken.
+            *iterables: iterables, as for the built-in `map`.
+            timeout: how many seconds from now the results may take. Default: no limit.
+            chunksize: how many items are sent in one call of a plain function. Calls of coroutine functions always get one item.
+            buffersize: how many calls (chunks) may be submitted whose results have not been taken. Default: no limit.
 
         Raises:
-            TimeoutError: from the iterator.
-            TypeError, ValueError: a bad `chunksize` or `buffersize`.
-            BrokenProcessPool, RuntimeError: as `submit`.
+            TimeoutError: the iterator raises it when `timeout` is over.
+            TypeError, ValueError: `chunksize` or `buffersize` is invalid.
+            BrokenProcessPool, RuntimeError: as in `submit`.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -194,10 +201,10 @@ class LoopPoolExecutor(Executor):
         return _Results(self, run_chunk, calls, end, buffersize).chunks()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; those accepted are finished. Idempotent, from any thread.
+        """Refuse new calls, and let the accepted ones finish. Idempotent. Any thread may call this.
 
         Args:
-            wait: return when the last call has ended and all workers are gone.
+            wait: return only after the last call has ended and all workers are gone.
             cancel_futures: cancel the calls that are not running.
         """
         self._portal.shut(cancel=cancel_futures)
@@ -205,15 +212,15 @@ class LoopPoolExecutor(Executor):
             self._portal.join()
 
     def terminate_workers(self) -> None:
-        """End the workers by SIGTERM, cancel what waits, and take no more calls. Does not wait.
+        """Send SIGTERM to the workers, cancel the waiting calls, and refuse new ones. Does not wait.
 
-        With broken="pool" that ends them at once, and running calls fail with BrokenProcessPool. With broken="worker" they finish
-        the calls they have begun.
+        With `broken="pool"` the workers end at once, and their calls fail with BrokenProcessPool. With `broken="worker"` they
+        finish the calls that they have begun.
         """
         self._portal.kill(TERMINATE)
 
     def kill_workers(self) -> None:
-        """End the workers by SIGKILL, cancel what waits, and take no more calls. Does not wait.
+        """Send SIGKILL to the workers, cancel the waiting calls, and refuse new ones. Does not wait.
 
         Running calls fail with BrokenProcessPool.
         """
@@ -232,7 +239,7 @@ class LoopPoolExecutor(Executor):
 
 
 class _Results:
-    """The results of a map. It does not hold the executor: who has only the results may let that go."""
+    """The results of a map. It refers to the executor weakly, so that the user may drop the executor and keep the results."""
 
     def __init__(
         self,
@@ -267,7 +274,7 @@ class _Results:
             self._futures.append(executor.submit(self._fn, *args))
 
     def _take(self) -> Any:
-        """The next result. Holds neither it nor its future."""
+        """Remove and return the next result. Keeps no reference to the result or its future."""
         future = self._futures.popleft()
         try:
             try:
@@ -275,7 +282,7 @@ class _Results:
             finally:
                 future.cancel()
         finally:
-            del future  # its error's traceback has this frame
+            del future  # the traceback of its error refers to this frame: a cycle
 
     def items(self) -> Iterator[Any]:
         try:
@@ -294,9 +301,9 @@ class _Results:
 
 
 class _ExecutorRunner(Runner):
-    """A runner whose workers have the manners of the standard library's."""
+    """A Runner whose workers behave as the standard library's executors promise (see `_worker/manners.py`)."""
 
-    def __init__(  # noqa: PLR0913  # the terms of one executor
+    def __init__(  # noqa: PLR0913  # the options of one executor
         self,
         workers: int,
         *,
@@ -313,7 +320,7 @@ class _ExecutorRunner(Runner):
             lifespan=lifespan,
             threads=threads,
             thread_initializer=thread_initializer,
-            start_method=None if context is None else "spawn",  # not used then: and no share in the fork server is taken
+            start_method=None if context is None else "spawn",  # with a context: only to start no fork server
             start_timeout=_FOR_EVER,
             kill_after=_KILL_AFTER,
         )
@@ -323,20 +330,20 @@ class _ExecutorRunner(Runner):
         self._max_tasks = max_tasks
 
     async def start(self) -> None:
-        """As there; also in a fork of the process that made it, if that has not used it."""
+        """Start the runner. A forked child may do this too, if the executor was not used before the fork."""
         self._pid = os.getpid()
         await super().start()
 
     def _main_info(self) -> MainInfo:
         if self._context is not None and self._context.get_start_method() == "fork":
-            return MainInfo("module", "__main__")  # a fork has this very one, and its functions' globals with it
+            return MainInfo("module", "__main__")  # a forked worker has this same __main__ module, with its globals
         return main_info()
 
     async def _let_go(self) -> None:
         try:
             await super()._let_go()
         finally:
-            self._given = (None, ())  # a queue of multiprocessing in there is the user's, who may want to see it go
+            self._given = (None, ())  # may hold the user's multiprocessing queues: release them
 
     def _make_engine(self, main: Any) -> Engine:
         launcher = None
@@ -354,7 +361,7 @@ class _ExecutorRunner(Runner):
 
 
 def _need_inheritance(initargs: tuple[Any, ...]) -> bool:
-    """Whether one of them is a lock, queue or value of multiprocessing: they travel with the start of a process of it alone."""
+    """Whether an argument is a lock, queue or value of multiprocessing, which only its own processes can inherit."""
     return any(type(arg).__module__.partition(".")[0] == "multiprocessing" for arg in initargs)
 
 
@@ -388,7 +395,7 @@ def _max_tasks(given: int | None, context: BaseContext | None) -> int:
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
     try:
         return kind_of(fn) == Kind.TASK
-    except TypeError:  # what it is not fit for, its calls tell
+    except TypeError:  # not a function that percore can call: the calls report it
         return False
 
 

@@ -1,4 +1,7 @@
-"""Futures of the standard library, as an executor ends them: whatever their owner has done to one meanwhile, nothing is raised."""
+"""How an executor starts and ends the standard library's futures.
+
+Users may set or cancel a future themselves at any time. The functions here raise nothing if they have done so.
+"""
 
 import logging
 from concurrent.futures import Future, InvalidStateError
@@ -11,29 +14,29 @@ logger: Final = logging.getLogger("percore")
 
 
 def begins(future: Future[Any]) -> bool:
-    """Whether it runs from now on: nobody has cancelled it."""
+    """Mark the future as running. False: it was cancelled or has already ended, so the call must not run."""
     try:
         return future.set_running_or_notify_cancel()
-    except RuntimeError:  # whoever has it has ended it himself, and the standard library has logged that
+    except RuntimeError:  # the user has ended it; the standard library has logged that
         return False
 
 
 def resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    """End it with a result, or with an error. Runs its callbacks; what they raise is logged."""
+    """End a future with a result or an error. This runs its callbacks; an exception of a callback is logged."""
     try:
         if error is None:
             future.set_result(value)
         else:
             _end_as_theirs(error)
             future.set_exception(error)
-    except InvalidStateError:  # whoever has it has ended it himself
+    except InvalidStateError:  # the user has ended it
         pass
-    except BaseException:  # the standard library logs an Exception of a callback itself
+    except BaseException:  # of a callback; the standard library logs those that are Exceptions
         logger.exception("percore: a callback of %r raised", future)
 
 
 def _end_as_theirs(error: BaseException) -> None:
-    """The remote traceback as the standard library's class, where there is one."""
+    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback."""
     seen = set()
     while id(error) not in seen:
         seen.add(id(error))
