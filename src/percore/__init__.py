@@ -1,12 +1,12 @@
-"""percore puts an asyncio program on every CPU.
+"""percore runs the functions of an asyncio program on every CPU.
 
-A supervisor in your event loop keeps one worker process per CPU, each with an event loop of its own. Coroutine functions run there
-as tasks, plain functions on threads; calls and results cross in shared memory.
+A supervisor in your event loop starts one worker process per CPU. Each worker has its own event loop: coroutine functions run as
+tasks in it, plain functions run on threads. Calls and results travel through shared memory.
 
     async with percore.Runner(lifespan=http) as runner:
         sizes = await runner.map(fetch, urls)
 
-Names are imported when they are first used, so that a worker never loads the supervisor's half.
+The package imports each public name on first use, so that a worker does not load the supervisor's modules.
 """
 
 import sys
@@ -83,7 +83,7 @@ _HOMES: Final = {
 }
 
 
-if not TYPE_CHECKING:  # checkers would take any name for one of percore's
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         home = _HOMES.get(name)

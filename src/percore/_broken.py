@@ -1,4 +1,4 @@
-"""The errors that say a worker, or all of them, are gone. See the tree in `_errors`."""
+"""WorkerDied, RunnerBroken and StartupFailed: the errors of workers that are gone. `_errors` shows all classes."""
 
 import signal as _signal
 import sys as _sys
@@ -7,7 +7,7 @@ from percore._errors import PercoreError
 
 try:
     from concurrent.futures.process import BrokenProcessPool
-except RuntimeError as error:  # it registers something that is done when the main thread ends
+except RuntimeError as error:  # the import registers an exit handler, which Python refuses after the main thread has ended
     raise RuntimeError(
         "percore was first used after the main thread had ended, and Python then refuses to import concurrent.futures. "
         "Import percore earlier: write `from percore import Runner` in code that the main thread runs"
@@ -24,7 +24,7 @@ _HINTS = {
 
 
 def signal_of(exitcode: int | None) -> str | None:
-    """Name of the signal in an exit code as subprocess gives it (-9 is "SIGKILL"); None when it was none."""
+    """Return the name of the signal in an exit code of subprocess (-9 is "SIGKILL"), or None if no signal ended the process."""
     if exitcode is None or exitcode >= 0:
         return None
     try:
@@ -34,7 +34,7 @@ def signal_of(exitcode: int | None) -> str | None:
 
 
 def how(exitcode: int | None) -> str:
-    """An exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3"."""
+    """Return an exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3"."""
     name = signal_of(exitcode)
     if name is not None:
         hint = _HINTS.get(name)
@@ -45,7 +45,7 @@ def how(exitcode: int | None) -> str:
 
 
 def frozen_hint() -> str:
-    """In a frozen program: why a worker may have died before it was ready."""
+    """In a frozen program, return a likely reason why a worker died before it was ready; otherwise an empty string."""
     if not getattr(_sys, "frozen", False):
         return ""
     return (
@@ -55,16 +55,16 @@ def frozen_hint() -> str:
 
 
 class WorkerDied(PercoreError, BrokenProcessPool):
-    """The worker that had this call died.
+    """The worker that held this call died.
 
     Attributes:
-        pid: process id of the dead worker.
-        exitcode: as subprocess gives it: -9 for SIGKILL, 3 for `os._exit(3)`; None where it is unknown.
+        pid: process id of the dead worker; None if its process was never started.
+        exitcode: the exit code as in subprocess: -9 for SIGKILL, 3 for `os._exit(3)`; None if it is unknown.
         signal: name of the signal, or None.
         call: qualified name of the function.
-        age: seconds since the call began there, or None when it had not.
-        started: whether the call had begun there. False is only seen where no other worker will come to run it.
-        attempts: how often this call has begun, anywhere. 0: it never has, and can be made again without a thought.
+        age: seconds since the call began in that worker, or None if it had not begun.
+        started: whether the call had begun in that worker. It is False only if no other worker will run the call.
+        attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
     """
 
     _fields = ("pid", "exitcode", "call", "age", "started", "attempts")
@@ -94,12 +94,18 @@ class WorkerDied(PercoreError, BrokenProcessPool):
             why = (
                 "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
             )
-        who = "the worker" if pid is None else f"worker (pid {pid})"  # None: it was never born
+        who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
         super().__init__(f"{who} died {how(exitcode)} {began}. {why}")
 
 
 class RunnerBroken(PercoreError, BrokenProcessPool):
-    """Workers die before they begin any call, so often that percore has stopped starting new ones."""
+    """percore has given up starting workers, because they died too often before they began a call.
+
+    Attributes:
+        deaths: how many times in a row the workers of a slot died.
+        exitcode: the exit code of the last one, as in subprocess; None if it is unknown.
+        detail: the last report of a worker; empty if there is none.
+    """
 
     _fields = ("deaths", "exitcode", "detail")
 
@@ -115,9 +121,13 @@ class RunnerBroken(PercoreError, BrokenProcessPool):
 
 
 class StartupFailed(PercoreError, BrokenProcessPool):
-    """The first start failed: a worker could not be started, died, or was not ready within `start_timeout`.
+    """The first start failed: a worker could not be started, raised, died, or was not ready within `start_timeout`.
 
-    All other workers have been stopped. The cause chain ends in the remote traceback where there is one.
+    percore has stopped all other workers. If a worker raised, the `__cause__` chain ends with its traceback.
+
+    Attributes:
+        reason: what failed.
+        detail: the report of the worker; empty if there is none.
     """
 
     _fields = ("reason", "detail")

@@ -1,36 +1,39 @@
-"""Every error percore raises, and every sentence a user reads in one.
+"""The exception classes of percore.
 
     PercoreError
      ├── WorkerDied        (BrokenProcessPool)  the worker that ran this call died          \
-     ├── RunnerBroken      (BrokenProcessPool)  no worker can be started any more            } in _broken
+     ├── RunnerBroken      (BrokenProcessPool)  percore has given up starting workers        } in _broken
      ├── StartupFailed     (BrokenProcessPool)  the first start failed                      /
-     ├── RunnerClosed      (RuntimeError)       not started yet, closing, or closed
-     ├── RunnerFull        (RuntimeError)       max_pending calls are accepted and not done
-     ├── RemoteError                            what was raised there cannot exist here
-     └── PayloadTooLarge   (ValueError)         one message above max_message
+     ├── RunnerClosed      (RuntimeError)       the runner is not started, is closing, or is closed
+     ├── RunnerFull        (RuntimeError)       max_pending calls are pending
+     ├── RemoteError                            an exception or a result that could not be sent back as itself
+     └── PayloadTooLarge   (ValueError)         a message is larger than max_message
 
-Each takes fields, composes its sentence from them, and pickles by them. The three that derive from the standard library's
-BrokenProcessPool live in `_broken`: importing that class costs tens of milliseconds, which a worker need not spend.
+Each class takes its fields as arguments, composes its message from them, and is pickled by them. The three classes that derive from
+the standard library's BrokenProcessPool are in `_broken`: importing that class takes tens of milliseconds, which workers save.
 """
 
 from typing import ClassVar
 
 
 class PercoreError(Exception):
-    """Base of every error that percore itself raises."""
+    """Base class of the errors that percore defines."""
 
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Built again from its fields; what the user added (notes, attributes) follows as state.
+        # Unpickling calls the class with these fields, and then restores what the user added (notes, attributes) from the state.
         fields = tuple(getattr(self, name) for name in self._fields) if self._fields else self.args
         return type(self), fields, self.__dict__.copy() or None
 
 
 class RunnerClosed(PercoreError, RuntimeError):
-    """The runner takes no calls: it was not started yet, is closing, or is closed.
+    """The runner accepts no calls: it is not started, is closing, or is closed.
 
-    Also the outcome of calls that closing cut off.
+    Calls that were cut off by closing the runner fail with it too.
+
+    Attributes:
+        reason: the message.
     """
 
     _fields = ("reason",)
@@ -41,10 +44,10 @@ class RunnerClosed(PercoreError, RuntimeError):
 
 
 class RunnerFull(PercoreError, RuntimeError):
-    """`submit` at the bound that `max_pending` sets: so many calls are accepted and not done.
+    """`submit` was called while `max_pending` calls were pending.
 
     Attributes:
-        limit: that bound.
+        limit: the value of `max_pending`.
     """
 
     _fields = ("limit",)
@@ -55,15 +58,16 @@ class RunnerFull(PercoreError, RuntimeError):
 
 
 class RemoteError(PercoreError):
-    """Something was raised in a worker that cannot arrive as itself.
+    """A worker's exception, or its result, could not be sent back as itself.
 
-    Either it is no ordinary exception (SystemExit, KeyboardInterrupt, a CancelledError nobody asked for), or it does not survive
-    pickling, or a result could not be pickled.
+    There are three cases: the function raised something that is not an Exception (such as SystemExit or KeyboardInterrupt) or a
+    CancelledError without being cancelled; its exception could not be pickled or unpickled; or its result could not be pickled or
+    unpickled.
 
     Attributes:
-        type_name: qualified name of the class that was raised.
-        text: what `str()` gave there.
-        remote_traceback: the formatted traceback.
+        type_name: the qualified name of the exception's class.
+        text: `str()` of the exception, or what failed and why.
+        remote_traceback: the formatted traceback in the worker; empty if there is none.
     """
 
     _fields = ("type_name", "text", "remote_traceback")
@@ -76,10 +80,14 @@ class RemoteError(PercoreError):
 
 
 class PayloadTooLarge(PercoreError, ValueError):
-    """One pickled message is larger than `limit` bytes.
+    """A pickled message is larger than `limit` bytes.
 
-    Arguments of a call and results may take `max_message` bytes. The values of context variables, which go with every call, may
-    take 100,000.
+    The limit is `max_message` for the arguments of a call and for its result. It is 100,000 for the values of the context variables
+    that travel with a call.
+
+    Attributes:
+        limit: the limit in bytes.
+        detail: the message; empty for the default message.
     """
 
     _fields = ("limit", "detail")
@@ -95,7 +103,7 @@ class PayloadTooLarge(PercoreError, ValueError):
 
 
 class RemoteTraceback(Exception):
-    """Carries the traceback of the worker as text, at the end of the `__cause__` chain of what was raised there."""
+    """The worker's traceback as text, at the end of the `__cause__` chain of an exception from a worker."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -106,7 +114,7 @@ class RemoteTraceback(Exception):
 
 
 def shown(error: BaseException) -> str:
-    """`repr(error)`. Never raises, whatever its own `__repr__` does."""
+    """Return `repr(error)`, or a substitute if its `__repr__` raises."""
     try:
         return repr(error)
     except BaseException:
@@ -114,11 +122,12 @@ def shown(error: BaseException) -> str:
 
 
 def as_error(error: BaseException, whose: str) -> Exception:
-    """What the user's code has raised, as a future can carry it: itself, unless it would end the program of whoever awaits it.
+    """Return an exception of user code in a form that a future can hold.
 
-    `whose`: what raised it, for the sentence that it is told with otherwise.
+    An Exception is returned as it is. A BaseException would end the program that awaits the future, and a future refuses a
+    StopIteration: these become a RuntimeError that says `whose` code raised them.
     """
-    kind = type(error)  # not isinstance(), which asks the user's class
+    kind = type(error)  # isinstance() would run code of the user's class
     if issubclass(kind, Exception) and not issubclass(kind, StopIteration):
         return error  # type: ignore[return-value]
     return RuntimeError(f"{whose} raised {shown(error)}")

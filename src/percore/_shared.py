@@ -1,4 +1,7 @@
-"""Shared: an object that lies in shared memory once, for all workers. This is the handle; what is behind it differs by side."""
+"""Shared: the handle of an object in shared memory.
+
+The handle delegates to a Source: `_shares` implements it for the supervisor, `_worker/shares` for a worker.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -7,26 +10,27 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """What a handle stands for, in one process."""
+    """The object behind a handle, in one process."""
 
     def value(self) -> T_co:
-        """The object."""
+        """Return the object."""
 
     def close(self) -> None:
-        """Give it up."""
+        """Close the object: no call gets it any more."""
 
     def travel(self) -> tuple[int, int]:
-        """It is pickled as part of something: its number, and the payload it is in."""
+        """Return the object's number and its payload, by which the handle is pickled."""
 
     def left(self) -> None:
-        """The handle is no more. From any thread, in the midst of anything."""
+        """The handle was garbage collected. This may happen in any thread, between any two operations."""
 
 
 class Shared(Generic[T_co]):
-    """An object that all workers of a runner share and none may change, made by `await runner.share(obj)`.
+    """A handle of a read-only object that all workers of a runner share. `await runner.share(obj)` returns it.
 
-    Give it to calls, anywhere inside their arguments, and read `.value` there. It travels as a name of a few bytes. Its memory is
-    freed by `close()`, when this handle is dropped here and no call uses it any more, and when the runner is closed.
+    Pass the handle to calls, anywhere inside their arguments, and read its `.value` in them. A pickled handle takes a few bytes.
+    The memory is freed after `close()` or after the last reference to the handle is gone, as soon as no call uses the object.
+    Closing the runner frees it too.
     """
 
     __slots__ = ("__weakref__", "_source")
@@ -38,21 +42,21 @@ class Shared(Generic[T_co]):
     def value(self) -> T_co:
         """The object. Do not change it: later calls in the same worker would see the change, and other workers would not.
 
-        Each process builds it once, when a call first asks for it; that takes as long as unpickling. Its buffers (numpy arrays and
-        the like of 64 kB and more) lie on the same physical pages in all processes and can only be read. Nothing protects the
-        rest, such as a dict: a call that wants to change it makes a copy first.
+        The first access in a process unpickles the object; later ones return the same object. Buffers of 64 KiB and more (numpy
+        arrays and the like) are read-only and share the same physical pages in all processes. Nothing protects other parts, such
+        as a dict: to change one, make a copy first.
 
         Raises:
-            RuntimeError: it was closed, or its runner was.
-            Exception: whatever unpickling it raises.
+            RuntimeError: the object or its runner was closed.
+            Exception: any error from unpickling the object.
         """
         return self._source.value()
 
     def close(self) -> None:
-        """Free it as soon as no call uses it: those that were given it go on. Idempotent.
+        """Free the object as soon as no call uses it. Calls that already have it can still use it. Idempotent.
 
         Raises:
-            RuntimeError: in a worker, or from another thread than the runner's.
+            RuntimeError: called in a worker, or from another thread than the runner's.
         """
         self._source.close()
 
@@ -69,14 +73,14 @@ class Shared(Generic[T_co]):
 
 
 sides: Final[list[Callable[[int, int], Shared[Any] | None]]] = []
-"""Asked in turn for the handle of a number and payload: a worker's side, if this is one, and the supervisor's."""
+"""Functions that look up a handle by number and payload: the supervisor's, and in a worker the worker's. `arrive` tries each."""
 
 
 def arrive(number: int, payload: int) -> Shared[Any]:
-    """The handle that has travelled to here.
+    """Return the handle for a pickled number and payload. Unpickling a Shared calls this.
 
     Raises:
-        RuntimeError: it was closed meanwhile.
+        RuntimeError: the object was closed meanwhile, or belongs to another program.
     """
     for side in sides:
         handle = side(number, payload)

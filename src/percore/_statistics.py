@@ -1,28 +1,29 @@
-"""Frozen snapshots of a runner's counters."""
+"""Statistics and WorkerStatistics: the frozen snapshots that `Runner.statistics` returns."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """One slot of the pool, by its worker of now.
+    """The counters of one worker slot: its current worker, and the totals of all workers it has had.
 
     Attributes:
-        index: the slot, from 0.
+        index: the number of the slot, from 0.
         generation: how many workers the slot has had.
-        pid: of its worker; None where it has none, or not yet.
-        state: "starting", "ready", "draining", "finishing", "gone" (a replacement is awaited) or "failed" (its start has
-            failed, or percore has given the slot up).
-        running: calls that run there. What a worker has not begun, since a coroutine blocks its loop, is queued.
-        queued: calls queued ahead there.
-        done: calls that have ended in this slot, failures included.
-        failed: those of them that raised or died.
-        retried: attempts that failed here and were followed by another.
-        started_at: the loop's time at which the worker was started; None where there is none.
-        loop_lag: seconds from the last ring of its bell to the news that it has read what was rung for, or until now where it
-            has not: how late its loop is. None where there is no worker.
-        bytes_in: bytes of frames sent to the worker.
-        bytes_out: bytes of frames that came from it.
+        pid: process id of the current worker; None if there is none, or its process does not exist yet.
+        state: "starting", "ready", "draining", "finishing", "gone" (a replacement has not started yet) or "failed" (the start
+            failed, or percore has given up the slot).
+        running: calls that run in the worker. Calls that it holds and has not begun, for example because a coroutine blocks its
+            event loop, count as queued.
+        queued: calls that the worker holds and has not begun.
+        done: calls that have ended in this slot, including failures.
+        failed: calls that have ended with an exception or with the death of their worker. `done` includes them.
+        retried: failed attempts in this slot that were followed by another attempt.
+        started_at: when the worker was started, as `loop.time()` of the runner's event loop; None if there is no worker.
+        loop_lag: how late the worker's event loop is, in seconds: how long it took to read the last message, or how long it has
+            not read it so far. None if there is no worker.
+        bytes_in: bytes of the frames sent to the current worker.
+        bytes_out: bytes of the frames received from the current worker.
         restarts: replacements started in this slot.
     """
 
@@ -44,16 +45,16 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A runner's counters at one moment: counted by percore, no system is asked.
+    """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
     Attributes:
         running: calls that run in workers.
-        queued: calls that wait, in the supervisor or ahead in workers.
-        done: calls that have ended in workers, failures included.
-        failed: those of them that raised or died.
-        retried: attempts that failed and were followed by another.
+        queued: calls that wait, in the supervisor or in workers.
+        done: calls that have ended in workers, including failures.
+        failed: calls that have ended with an exception or with the death of their worker. `done` includes them.
+        retried: failed attempts that were followed by another attempt.
         restarts: replacements started.
-        workers: a record a slot, by index.
+        workers: one record per slot, by index.
     """
 
     running: int

@@ -1,4 +1,4 @@
-"""threaded: an iterable whose `next` blocks, pulled in a thread of its own."""
+"""threaded: iterate over a blocking iterable in a thread, as an input of a map."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ logger: Final = logging.getLogger("percore")
 
 
 def threaded(iterable: Iterable[T], /, *, ahead: int = 16) -> AsyncGenerator[T]:
-    """Iterate over something whose `next` blocks, in a thread, as an input of a map: `runner.map(fetch, percore.threaded(rows))`.
+    """Return an async generator that pulls a blocking iterable in a thread: `runner.map(fetch, percore.threaded(rows))`.
 
-    A map pulls a sync input in the event loop, which waits for it: right for a list or a generator that computes, wrong for a
-    database cursor, a pipe, or a file on a slow disk. This is an async generator over the same items. Its one thread is made when
-    the first item is asked for, sees the context variables of that moment, and ends with the iterable.
+    A map pulls its sync inputs in the event loop. A list, or a generator that only computes, is fine there. Use `threaded` for an
+    iterable whose `next` blocks, such as a database cursor, a pipe, or a file on a slow disk.
 
-    Left early (closed, cancelled, or dropped): no further item is pulled. A `next` in progress cannot be stopped and nothing waits
-    for it: the thread ends when it returns, and closes the iterable if that is a generator. The thread does not keep the program
-    from ending.
+    The generator starts one thread when its first item is requested. The thread runs in a copy of the context variables of that
+    moment, and ends when the iterable ends.
+
+    If the generator is closed, cancelled or dropped, the thread pulls no further items. A `next` in progress cannot be stopped, and
+    percore does not wait for it: after it returns, the thread closes the iterable if that is a generator, and ends. It is a daemon
+    thread, so it does not keep the program from ending.
 
     Args:
-        iterable: nothing but the thread may use it meanwhile.
-        ahead: items that the thread pulls at most before they are asked for. A map's `window` does not count them.
+        iterable: a sync iterable. Other code must not use it meanwhile.
+        ahead: how many items the thread may pull before they are requested. A map's `window` does not count them.
 
     Raises:
-        TypeError, ValueError: not a sync iterable, or `ahead` is no whole number from 1.
-        Exception: while iterating, whatever the iterable raises, behind the items before it.
+        TypeError, ValueError: `iterable` is not a sync iterable, or `ahead` is not a whole number of at least 1.
+        Exception: the generator raises any error of the iterable, after the items that came before it.
     """
     if isinstance(iterable, AsyncIterable):
         raise TypeError(f"threaded() takes a sync iterable; an async one needs no thread: give the map {iterable!r} itself")
@@ -52,14 +54,14 @@ async def _items(iterable: Iterable[T], ahead: int) -> AsyncGenerator[T]:
     puller = _Puller(iterable, asyncio.get_running_loop(), ahead)
     try:
         while True:
-            while not puller.ready:  # 1. the thread sees a waiter  2. that is woken, and waits again  3. the thread wakes this one
+            while not puller.ready:  # a wake-up for an earlier waiter may come late, when no item is ready
                 await puller.wait()
             values, error = puller.ready.popleft()
             if error is not None:
                 try:
                     raise error
                 finally:
-                    del error  # its traceback has this frame: a cycle
+                    del error  # its traceback refers to this frame: a cycle
             if not values:
                 return
             puller.allow()
@@ -69,14 +71,15 @@ async def _items(iterable: Iterable[T], ahead: int) -> AsyncGenerator[T]:
 
 
 class _Puller:
-    """The thread, and what both sides share: items on their way here, permissions to pull one on their way there.
+    """The thread that pulls an iterable, and the two queues it shares with the event loop: items, and permissions to pull.
 
-    Every permission becomes one item, the end or an error; so many items are ahead as permissions were given at first.
+    The thread answers each permission with one item, the end, or an error. The loop's side starts with `ahead` permissions and adds
+    one for each item it takes, so at most `ahead` items are pulled before they are requested.
     """
 
     def __init__(self, iterable: Iterable[Any], loop: asyncio.AbstractEventLoop, ahead: int) -> None:
         self.ready: deque[tuple[tuple[Any, ...], BaseException | None]] = deque()
-        """An item, or nothing at the end; or an error."""
+        """Answers of the thread: one item and no error; no item at the end; or no item and an error."""
         self._iterable = iterable
         self._loop = loop
         self._permissions: SimpleQueue[None] = SimpleQueue()
@@ -89,22 +92,22 @@ class _Puller:
     # The loop's side
 
     def allow(self) -> None:
-        """Pull one item more."""
+        """Permit the thread to pull one more item."""
         self._permissions.put(None)
 
     async def wait(self) -> None:
         """Wait until something is ready."""
         self._waiter = self._loop.create_future()
         try:
-            if not self.ready:  # it looks for a waiter after it has put something there: one of us sees the other
+            if not self.ready:  # `_put` appends first and then looks for a waiter, so no wake-up is lost
                 await self._waiter
         finally:
             self._waiter = None
 
     def leave(self) -> None:
-        """Nobody wants more: the thread ends as soon as it can."""
+        """Stop pulling. The thread ends when its current `next` returns."""
         self._is_left = True
-        self.allow()  # it may wait for one
+        self.allow()  # wakes the thread if it waits for a permission
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -120,7 +123,7 @@ class _Puller:
                 self._put((next(iterator),), None)
         except StopIteration:
             self._put((), None)
-        except BaseException as error:  # of the iterable: it is raised where the item would have come
+        except BaseException as error:  # of the iterable: `_items` raises it in the place of the item
             self._put((), error)
         finally:
             if isgenerator(iterator):
@@ -138,7 +141,7 @@ class _Puller:
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise
-                self._is_left = True  # with the loop whoever waited is gone
+                self._is_left = True  # the loop is closed, so no task waits for items
 
     def _close(self, generator: Any) -> None:
         try:

@@ -1,6 +1,6 @@
-"""What a runner's processes use of the machine, as the system tells it.
+"""Usage: memory, CPU and threads of a runner's processes, which `Runner.usage` reads from the system.
 
-psutil is imported with the first reading, in its thread: neither `import percore` nor a worker pays for it.
+The first reading imports psutil, in its thread. `import percore` and the workers do not import it.
 """
 
 import asyncio
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 
 
 _LEAST: Final = 1.0
-"""Seconds between two readings of CPU time that are compared: with fewer, a step of the system's count is seen as a load."""
+"""Least seconds between two readings of CPU time that are compared. The system counts in steps, which distort shorter intervals."""
 
 _Reading: TypeAlias = tuple[float, float]
-"""CPU time used, and when."""
+"""CPU time used in seconds, and the time of the reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """One process.
+    """Memory, CPU and threads of one process.
 
     Attributes:
-        pid: its process id.
+        pid: the process id.
         role: "supervisor", "fork server", or "worker 0" and so on.
-        rss: bytes it has in physical memory, whoever else has them too: shared memory, and what it has inherited by a fork.
-        uss: bytes in physical memory that it alone has, and that its end would free. None where the system does not tell.
-        cpu: percent of one CPU: 100.0 is one CPU all the time, and threads together can use more. It is the CPU time used since
-            the runner's latest `usage()` that is a second old or older, over the time since then; where there is none, since the
-            process was started. The system counts in steps, often of 10 ms, which would make a shorter time a guess.
-        threads: how many it has.
+        rss: bytes in physical memory, including memory shared with other processes and pages inherited by a fork.
+        uss: bytes in physical memory that no other process shares; they become free when the process ends. None if the system
+            does not report it.
+        cpu: CPU use in percent of one CPU. 100.0 means one CPU all the time; several threads together can use more. It is the
+            average since the runner's latest `usage()` that is at least one second old, or since the process was started if there
+            is none. (The system counts CPU time in steps, often of 10 ms, so a shorter interval would be inaccurate.)
+        threads: number of threads.
     """
 
     pid: int
@@ -48,13 +49,13 @@ class ProcessUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the supervisor and its workers use: memory, CPU and threads, process by process.
+    """Memory, CPU and threads of the supervisor, the fork server and the workers, process by process.
 
-    `str()` of it is a table for people: PID, RES, USS, %CPU and threads, and a line of totals. RES of the total counts what
-    processes share once for each of them; USS can be added up.
+    `str()` of it is a readable table with the columns PID, process, RES, USS, %CPU and threads, and a line of totals. The total of
+    RES counts shared memory once for each process that shares it; the total of USS counts no memory twice.
 
     Attributes:
-        processes: those that were there, the supervisor first.
+        processes: the processes that were running, the supervisor first.
     """
 
     processes: tuple[ProcessUsage, ...]
@@ -85,26 +86,26 @@ def _mebibytes(size: int) -> str:
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    """Figures to the right, the role to the left."""
+    """One line of the table, with figures aligned to the right and the role to the left."""
     pid, role, *figures = (text.rjust(width) for text, width in zip(row, widths, strict=True))
     return "  ".join((pid, role.strip().ljust(widths[1]), *figures))
 
 
 class UsageMeter:
-    """Reads what processes use, and remembers their CPU time for the next reading."""
+    """Reads the usage of processes, and remembers their CPU time for the next reading."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a reading whose caller was cancelled may still be under way when the next one begins
+        self._lock = threading.Lock()  # a reading whose caller was cancelled may overlap with the next one
         self._before: dict[Process, tuple[_Reading, ...]] = {}
 
     async def read(self, roles: Mapping[int, str]) -> Usage:
-        """The usage of these processes, by pid and role, in their order; read in a thread of its own.
+        """Return the usage of these processes (role by pid), in their order. A new thread reads it.
 
-        A process that has ended, ends meanwhile, or may not be looked at is left out. Cancelled: returns at once; the thread
-        finishes its reading, a matter of milliseconds, and this one counts as the previous reading.
+        The result leaves out a process that has ended, ends meanwhile, or may not be inspected. If cancelled, this returns at once.
+        The thread then finishes its reading within milliseconds, and the next reading is compared with it.
         """
         reading: Future[Usage] = Future()
-        # Not by the loop's executor: the user may have filled it with calls that never end.
+        # Do not use the loop's executor: the user may have filled it with calls that never end.
         threading.Thread(target=self._read_into, args=(reading, dict(roles)), name="percore-usage", daemon=True).start()
         return await asyncio.wrap_future(reading)
 
@@ -128,12 +129,12 @@ class UsageMeter:
 
         try:
             process = psutil.Process(pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and only has not been waited for
+            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended and was not reaped yet
                 return None
             times = process.cpu_times()
             used, now = times.user + times.system, time.monotonic()
-            # A Process stands for its pid and its start: another process with the same pid is another key.
-            # A start is told by the wall clock alone.
+            # psutil compares a Process by pid and start time, so a later process with the same pid is another key.
+            # The system reports the start time by the wall clock only; convert it to the monotonic clock.
             readings = before.get(process) or ((0.0, now - (time.time() - process.create_time())),)
             (used_then, then), self._before[process] = _compared(readings, (used, now))
             return ProcessUsage(
@@ -151,7 +152,7 @@ class UsageMeter:
 def _uss(process: "Process") -> int | None:
     import psutil
 
-    # psutil 8 has this name for it, and warns of the older one.
+    # psutil 8 renamed memory_full_info to memory_footprint, and warns about the old name.
     read: Any = getattr(process, "memory_footprint", None) or process.memory_full_info
     try:
         size: int | None = getattr(read(), "uss", None)
@@ -161,7 +162,7 @@ def _uss(process: "Process") -> int | None:
 
 
 def _compared(readings: tuple[_Reading, ...], latest: _Reading) -> tuple[_Reading, tuple[_Reading, ...]]:
-    """Which earlier reading, one of two at most, the latest one is compared with; and the readings for the next time."""
+    """Return the earlier reading to compare the latest one with, and the readings (two at most) to keep for the next time."""
     last = readings[-1]
     if latest[1] - last[1] >= _LEAST:
         return last, (last, latest)
@@ -169,8 +170,8 @@ def _compared(readings: tuple[_Reading, ...], latest: _Reading) -> tuple[_Readin
 
 
 def _percent(used: float, seconds: float) -> float:
-    """Seconds of CPU time within so many seconds, in percent of one CPU."""
-    # No process uses more than all CPUs. Where it looks so, the clock was set, or a step of the system's count fell into a short
-    # time: then this is the longest time in which it can have used so much.
+    """CPU time used within an interval, both in seconds, in percent of one CPU."""
+    # No process can use more than all CPUs. If it seems to, the clock was set, or a counting step fell into a short interval. Then
+    # assume the shortest interval in which the process can have used that much CPU time.
     seconds = max(seconds, used / (os.cpu_count() or 1))
     return 100 * used / seconds if used > 0 else 0.0

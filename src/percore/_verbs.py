@@ -65,7 +65,8 @@ class Verbs(MapVerbs):
 
         Raises:
             WorkerDied: the worker died after the call had begun, and no attempt is left.
-            RemoteError: the function raised something that cannot be sent back as itself, or the result cannot be pickled.
+            RemoteError: the function raised something that cannot be sent back as itself, or its result cannot be pickled or
+                unpickled.
             PayloadTooLarge: the pickled arguments or the pickled result are larger than `max_message`.
             TimeoutError: the call ran for longer than `timeout`.
             Exception: any exception of the function. Its `__cause__` chain ends with the worker's traceback.
