@@ -1,4 +1,7 @@
-"""Every knob of a Runner: what it means, its default, and what a bad value is told. The list is closed."""
+"""The options of a Runner: their meaning, defaults and validation. The list is closed.
+
+The validating functions are also used for the options of calls, of maps and of LoopPoolExecutor.
+"""
 
 import inspect
 import math
@@ -24,14 +27,14 @@ _MOST_MESSAGE: Final = 1 << 36
 
 
 def usable_cpus() -> int:
-    """The CPUs this process may really use: the smaller of its affinity and its cgroup's quota, rounded up."""
+    """Return how many CPUs this process may use: the smaller of its CPU affinity and its cgroup's CPU quota, rounded up."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, cpus if quota is None else min(cpus, math.ceil(quota)))
 
 
 def _cgroup_quota() -> float | None:
-    """CPUs' worth of time a period of this process's cgroup, the tightest of it and its ancestors (v2 and v1)."""
+    """Return the CPU quota of this process in CPUs: the smallest of its cgroup and its ancestors (v2 and v1). None: no quota."""
     quotas = []
     with suppress(OSError):
         for line in text_of("/proc/self/cgroup").splitlines():
@@ -44,17 +47,17 @@ def _cgroup_quota() -> float | None:
 
 
 def text_of(path: str) -> str:
-    """What is in a file. (pathlib would be imported for this alone, before the first process can be started.)
+    """Return the text of a file. (This avoids importing pathlib before the first process can be started.)
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open(path, errors="surrogateescape") as file:
         return file.read()
 
 
 def _ancestors(root: str, path: str) -> list[str]:
-    # In a container the path may name the host's hierarchy, of which only the root is mounted here: look there too.
+    # In a container the path may belong to the host's hierarchy, of which only the root is mounted. So look at the root too.
     names = path.strip("/").split("/")
     return ["/".join((root, *names[:count])) for count in range(len(names), -1, -1)]
 
@@ -80,10 +83,10 @@ def _quotas_v1(root: str, path: str) -> list[float]:
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
-    """A whole number within bounds, checked.
+    """Return `value` if it is a whole number from `least` to `most`.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
@@ -94,16 +97,16 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
 
 
 def seconds_of(name: str, value: object) -> float:
-    """A positive number of seconds, checked.
+    """Return `value` as a float if it is a positive, finite number of seconds.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     try:
         seconds = float(value)
-    except OverflowError:  # an int beyond any float
+    except OverflowError:  # an int too large for a float
         seconds = math.inf
     if not 0 < seconds < math.inf:
         raise ValueError(f"{name} must be a positive number of seconds, not {seconds:g}")
@@ -111,10 +114,10 @@ def seconds_of(name: str, value: object) -> float:
 
 
 def grace_of(value: object) -> float | None:
-    """The grace of a closing, checked. For ever is None.
+    """Return the `grace` of a close in seconds, or None for no limit.
 
     Raises:
-        TypeError, ValueError: no number of seconds.
+        TypeError, ValueError: it is neither None nor a number of seconds.
     """
     if value is None:
         return None
@@ -126,19 +129,19 @@ def grace_of(value: object) -> float | None:
 
 
 def routines_of(fn: object) -> tuple[Any, Any]:
-    """The functions that a call of `fn` enters: the one inside its partials, and the `__call__` of its class or None."""
+    """Return the functions that a call of `fn` runs: the one inside its partials, and the `__call__` of its class or None."""
     inner: Any = fn
     while isinstance(inner, partial):
         inner = inner.func
-    # A callable object runs as its class's __call__ does; routines and classes have one too, which says nothing.
+    # The class's __call__ decides how a callable object runs. That of a routine or class says nothing about how it runs.
     return inner, None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
 
 
 def check_plain(name: str, fn: Callable[..., object]) -> None:
-    """Check that percore can use the value `fn` returns, which it neither awaits nor iterates.
+    """Check that `fn` is a plain function. percore uses its return value and neither awaits nor iterates it.
 
     Raises:
-        TypeError: it is a coroutine function or a generator function.
+        TypeError: `fn` is a coroutine function or a generator function.
     """
     for routine in routines_of(fn):
         if inspect.iscoroutinefunction(routine):
@@ -151,15 +154,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
-    """Decorate a function that users call by `name`: keywords that it does not have are answered with advice.
+    """Decorate a public function so that an unknown keyword argument raises a TypeError with advice.
 
-    Not for what is called often: it costs as much as a call.
+    `name`: the function's name in the message. `advice`: hints by keyword. Do not decorate functions that are called often: the
+    wrapper costs as much as a call.
     """
 
     def decorate(fn: F) -> F:
         code = fn.__code__
         known = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-        fn.__qualname__ = name  # in what Python itself says of its arguments
+        fn.__qualname__ = name  # the name in Python's own messages about wrong arguments
 
         @wraps(fn)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -175,10 +179,10 @@ def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
 
 
 def check_awaited(name: str, value: object) -> None:
-    """Check that a function which percore does not await has not returned an awaitable.
+    """Check that `value`, returned by a function that percore does not await, is not an awaitable.
 
     Raises:
-        TypeError: it has. A coroutine is closed.
+        TypeError: it is. A coroutine is closed first.
     """
     if hasattr(type(value), "__await__"):
         text = repr(value)
@@ -210,24 +214,24 @@ def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """The validated knobs of one Runner.
+    """The validated options of one Runner.
 
     Attributes:
-        workers: processes.
-        lifespan: gives the (async) context manager each worker enters in its loop before its first call and leaves after its last.
-        concurrency: coroutines at once, per worker.
-        threads: size of the thread pool for plain functions, per worker.
-        loop_factory: makes a worker's event loop. None: uvloop where it is installed, else asyncio's own.
+        workers: number of worker processes.
+        lifespan: returns the (async) context manager that each worker enters before its first call and exits after its last one.
+        concurrency: how many coroutines a worker runs at once.
+        threads: size of each worker's thread pool for plain functions.
+        loop_factory: creates a worker's event loop. None: uvloop if it is installed, otherwise asyncio's loop.
         start_method: "forkserver" or "spawn".
-        max_message: bytes of one pickled message, in either direction.
-        start_timeout: seconds a worker may take until it is ready.
+        max_message: the largest pickled message in either direction, in bytes.
+        start_timeout: how many seconds a worker may take to become ready.
         kill_after: seconds between asking a worker to end, or cancelling its calls, and killing it.
-        max_tasks_per_worker: calls after which a worker is replaced. None: never.
-        retries: further attempts of a call whose worker died.
-        per_key: calls of one key at once, over all workers. None: as many as there are places.
-        contextvars: whose values travel with each call.
+        max_tasks_per_worker: how many calls a worker begins before it is replaced. None: no limit.
+        retries: how many more times to attempt a call whose worker died.
+        per_key: how many calls with the same key run at once, over all workers. None: as many as one worker can run.
+        contextvars: the context variables whose values travel with each call.
         thread_initializer: called in each thread of a worker's pool before its first call.
-        max_pending: calls accepted and not done. None: as many as there are.
+        max_pending: how many calls may be pending. None: no limit.
     """
 
     workers: int
@@ -266,17 +270,17 @@ class Knobs:
         thread_initializer: Callable[[], object] | None,
         max_pending: int | None,
     ) -> "Knobs":
-        """The options a user gave, defaults filled in.
+        """Return the validated options of a user, with defaults filled in.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value out of range, or a start method this system does not have.
+            TypeError: a value has the wrong type.
+            ValueError: a value is out of range, or this system does not support the start method.
         """
         cpus = usable_cpus()
         _callable("lifespan", lifespan, "open_session")
         if isinstance(
             lifespan, ContextDecorator | AsyncContextDecorator
-        ):  # contextlib's are callable, too, but not without arguments
+        ):  # contextlib's context managers are callable too, but not without arguments
             raise TypeError("give the function itself: lifespan=open_session, not lifespan=open_session()")
         _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
         _callable("thread_initializer", thread_initializer, "open_connection")
@@ -297,7 +301,7 @@ class Knobs:
             concurrency=whole("concurrency", concurrency, 1, 1_000_000),
             threads=min(32, cpus + 4) if threads is None else whole("threads", threads, 1, 10_000),
             loop_factory=loop_factory,
-            start_method=method,  # type: ignore[arg-type]  # one of them, just checked
+            start_method=method,  # type: ignore[arg-type]  # checked above
             max_message=whole("max_message", max_message, _LEAST_MESSAGE, _MOST_MESSAGE),
             start_timeout=seconds_of("start_timeout", start_timeout),
             kill_after=seconds_of("kill_after", kill_after),

@@ -1,6 +1,7 @@
-"""What a call is run under: its key, its further attempts, how long one may take, the context it sees.
+"""The options of a call: key, retries and timeout.
 
-A policy is what `options(...)` was given, checked; most calls have none. Terms are what one call makes of it.
+A Policy holds the validated arguments of `options(...)`; most calls have none. A Plan applies a policy to one call and counts its
+attempts. The terms of a plan are the part that its worker gets.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,16 +23,17 @@ _LONGEST_DELAY: Final = 1e9
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """Checked options of a call. Never changed: it is not frozen only because that costs more than all the checks.
+    """The validated options of a call. Treat it as immutable; it is not frozen because freezing costs more than all the checks.
 
     Attributes:
-        key: calls of equal keys are never on two workers at once. None: no key.
-        retries: further attempts.
-        retry_on: which errors are worth one: classes, or a predicate.
-        backoff: seconds before the next attempt, or a function of the number of failed ones that tells.
-        timeout: seconds one attempt may run. None: as long as it takes.
-        asks_for_retries: whether its own `options` speak of retries. They may also be the runner's, which a broadcast ignores.
-        needs_plan: whether there is more to it than a key.
+        key: calls with equal keys are never on two workers at once. None: no key.
+        retries: how many more attempts a failed call gets.
+        retry_on: the errors to retry: an exception class, a tuple of them, or a predicate.
+        backoff: seconds before the next attempt, or a function that takes the number of failed attempts and returns them.
+        timeout: how many seconds one attempt may run. None: no limit.
+        asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
+            broadcast ignores those.
+        needs_plan: whether the policy has retries or a timeout.
     """
 
     key: Hashable | None = None
@@ -56,12 +58,12 @@ class Policy:
         timeout: float | None,
         inherited: int = 0,
     ) -> "Policy":
-        """The policy of these options. `inherited`: the retries of the runner, which count where `retries` is None.
+        """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
 
         Raises:
-            TypeError, ValueError: a bad one; the text says what is right.
+            TypeError, ValueError: an option is invalid; the message says what is valid.
         """
-        # A view may be made for each call: what was not given is not looked at.
+        # Users may create a view for each call, so this skips the checks of options that were not given.
         asks_for_retries = bool(retries)
         if is_silent := retries is None:
             retries = inherited
@@ -98,10 +100,10 @@ class Policy:
         )
 
     def for_broadcast(self) -> "Policy | None":
-        """The policy of a broadcast under this one: only the timeout applies.
+        """Return the policy of a broadcast with these options: only the timeout applies. None: no timeout.
 
         Raises:
-            TypeError: its options speak of a key or of retries.
+            TypeError: the options set a key, retries, retry_on or backoff.
         """
         if self.key is not None or self.asks_for_retries:
             raise TypeError(
@@ -111,10 +113,10 @@ class Policy:
         return Policy(timeout=self.timeout) if self.timeout is not None else None
 
     def is_worth_it(self, error: BaseException) -> bool:
-        """Whether another attempt is wanted after this error. Runs user code, which may raise.
+        """Return whether `retry_on` selects this error. Runs user code, which may raise.
 
         Raises:
-            TypeError: retry_on gave something to be awaited.
+            TypeError: retry_on returned an awaitable.
         """
         wanted: Any = self.retry_on
         if isinstance(wanted, type | tuple):
@@ -124,10 +126,10 @@ class Policy:
         return bool(answer)
 
     def delay(self, failed: int) -> float:
-        """Seconds to wait after so many failed attempts. Runs user code, which may raise.
+        """Return how many seconds to wait after `failed` failed attempts. Runs user code, which may raise.
 
         Raises:
-            TypeError, ValueError: backoff gave no number of seconds.
+            TypeError, ValueError: backoff did not return a number of seconds.
         """
         if not callable(self.backoff):
             return self.backoff
@@ -137,7 +139,7 @@ class Policy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in it concerns the worker or the choice of it, so that calls may travel in batches."""
+        """Whether the policy has no key and no timeout. Only then may calls travel in batches."""
         return self.key is None and self.timeout is None
 
 
@@ -166,32 +168,32 @@ def _checked_backoff(backoff: Backoff) -> Backoff:
 
 
 def delay_of(value: object, name: str) -> float:
-    """A number of seconds to wait, checked: zero or more.
+    """Return `value` as a float if it is a number of seconds, zero or more.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not value >= 0:  # a NaN is neither
+    if not value >= 0:  # also catches NaN
         raise ValueError(f"{name} must be zero or more seconds, not {value!r}")
-    return float(min(value, _LONGEST_DELAY))  # an int may be beyond any float
+    return float(min(value, _LONGEST_DELAY))  # min() first: an int may be too large for a float
 
 
 class Plan:
-    """What one call is run under, and how far it has come."""
+    """The policy of one call, and the state of its attempts."""
 
     __slots__ = ("failed", "late", "policy", "terms", "timer")
 
     def __init__(self, policy: Policy, context: Any = None, *, is_beside: bool = False) -> None:
         self.policy = policy
         self.failed = 0
-        """Attempts that have failed."""
+        """How many attempts have failed."""
         self.late: float | None = None
-        """Its thread has run for too long: seconds from its end to the next attempt."""
+        """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt."""
         self.timer: asyncio.TimerHandle | None = None
-        """While the call waits for its next attempt."""
+        """Set while the call waits for its next attempt."""
         self.terms: tuple[float | None, Any, bool] | None = None
         if context is not None or policy.timeout is not None or is_beside:
             self.terms = policy.timeout, context, is_beside
-        """What its worker has to know before it gets the call."""
+        """Timeout, context variables, and whether the call is a broadcast, which the worker gets before the call. None: nothing."""
