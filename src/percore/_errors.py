@@ -67,7 +67,7 @@ class RemoteError(PercoreError):
     Attributes:
         type_name: the qualified name of the exception's class.
         text: `str()` of the exception, or what failed and why.
-        remote_traceback: the formatted traceback in the worker; empty if there is none.
+        remote_traceback: the formatted traceback, usually that in the worker; empty if there is none.
     """
 
     _fields = ("type_name", "text", "remote_traceback")

@@ -64,7 +64,7 @@ class Verbs(MapVerbs):
         that has begun runs to its end in its thread. percore drops the outcome.
 
         Raises:
-            WorkerDied: the worker died after the call had begun, and no attempt is left.
+            WorkerDied: the worker died after the call had begun and no attempt is left, or no worker is left to run the call.
             RemoteError: the function raised something that cannot be sent back as itself, or its result cannot be pickled or
                 unpickled.
             PayloadTooLarge: the pickled arguments or the pickled result are larger than `max_message`.
