@@ -31,7 +31,7 @@ def resolve(future: Future[Any], value: Any, error: BaseException | None) -> Non
             future.set_exception(error)
     except InvalidStateError:  # the user has ended it
         pass
-    except BaseException:  # of a callback; the standard library logs those that are Exceptions
+    except BaseException:  # a callback raised it; the standard library itself logs only Exceptions
         logger.exception("percore: a callback of %r raised", future)
 
 

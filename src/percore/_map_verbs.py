@@ -320,7 +320,7 @@ class MapVerbs:
         """Like `map`, but the iterable yields tuples of arguments: each call is `fn(*row)`."""
         return self._map(fn, (iterable,), ordered, window, key, return_exceptions, star=True)
 
-    def _map(  # noqa: PLR0913  # what three verbs have in common
+    def _map(  # noqa: PLR0913  # the common part of map, map_items and starmap
         self,
         fn: Callable[..., Any],
         iterables: tuple[AnyItems, ...],

@@ -184,7 +184,7 @@ class Runner(Verbs):
         self._engine: Engine
         self._closing: Closing | None = None
 
-    # Life
+    # Start and close
 
     async def start(self) -> None:
         """Start all workers and wait until every one is ready.
@@ -341,7 +341,7 @@ class Runner(Verbs):
             "make the calls here, and give the results of one to the next"
         )
 
-    # Calls: the verbs, and a view of them
+    # Call options. The calls themselves are in Verbs.
 
     def options(
         self,
@@ -388,7 +388,7 @@ class Runner(Verbs):
             policy.key = supervisor.dispatch.names.of(key)
         return Options(supervisor, policy, self._check_open)
 
-    # Data
+    # Shared objects
 
     async def share(self, obj: T) -> Shared[T]:
         """Put an object into shared memory once, for all workers, and return a handle to it.
@@ -414,7 +414,7 @@ class Runner(Verbs):
         self._check_open()
         return await self._supervisor.shares.share(obj)
 
-    # Questions
+    # Statistics and usage
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the runner's counters.
@@ -490,7 +490,7 @@ class Runner(Verbs):
             restarts=slot.restarts,
         )
 
-    # Misuse
+    # Checks of the caller
 
     def _check_open(self) -> None:
         if self._state is not _OPEN:

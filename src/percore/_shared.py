@@ -53,7 +53,7 @@ class Shared(Generic[T_co]):
         return self._source.value()
 
     def close(self) -> None:
-        """Free the object as soon as no call uses it. Calls that already have it can still use it. Idempotent.
+        """Free the object as soon as no call uses it. Calls to which it was already passed can still use it. Idempotent.
 
         Raises:
             RuntimeError: called in a worker, or from another thread than the runner's.
