@@ -1,11 +1,12 @@
-"""How a runner ends.
+"""The closing of a runner, as a state machine.
 
     aclose ─▶ waiting for calls ──all done──────────────▶ finishing ──all workers gone─▶ closed
                     └──grace is over──▶ cut ──all done──▶     │
                                          └──kill_after──▶ killed (also from finishing)
 
-Driven by events: outcomes, exits and two timers. Whoever awaits it only waits, so a second caller joins the first. Workers may die
-or be killed by others meanwhile: in `waiting for calls` and in `cut` the exit of the last one leads to `finishing`.
+Events drive it: outcomes of calls, exits of workers, and two timers. `wait` only waits, so a second caller of `aclose` joins the
+first. Workers may die or be killed from outside meanwhile: in `waiting for calls` and `cut`, the exit of the last worker leads to
+`finishing`.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ class Closing:
     """The one closing of a supervisor."""
 
     def __init__(self, supervisor: Supervisor, on_gone: Callable[[], Awaitable[None]]) -> None:
-        """Refuse calls from now on. `on_gone` lets go of what the workers shared, when the last has ended."""
+        """Make the supervisor refuse calls from now on. `on_gone` releases shared resources when the last worker has ended."""
         self._supervisor = supervisor
         self._on_gone = on_gone
         self._loop = supervisor.loop
@@ -31,7 +32,7 @@ class Closing:
         supervisor.close(self._look)
 
     def tighten(self, grace: float | None) -> None:
-        """Give what runs `grace` seconds from now, unless it has less already."""
+        """Limit the running calls to `grace` seconds from now, unless an earlier limit is set. None sets no limit."""
         if grace is None:
             return
         when = self._loop.time() + grace
@@ -46,7 +47,10 @@ class Closing:
             self._grace_timer = self._loop.call_at(when, self._cut)
 
     async def wait(self) -> None:
-        """Wait until every worker has ended and everything shared is released. Cancelled: kill now, but still reap."""
+        """Wait until every worker has ended and their shared resources are released.
+
+        Cancellation kills all workers at once. CancelledError is raised only after they have ended and everything is released.
+        """
         self._look()
         interrupted: asyncio.CancelledError | None = None
         while not self._gone.done() or not (self._last is not None and self._last.done()):
@@ -75,7 +79,7 @@ class Closing:
 
     def _finish(self) -> None:
         self._is_finishing = True
-        self._arm_kill()  # first: whatever fails, nobody waits for ever
+        self._arm_kill()  # first, so that `wait` ends even if the next step fails
         self._supervisor.finish()
         self._loop.call_soon(self._look)
 

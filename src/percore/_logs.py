@@ -1,12 +1,12 @@
-"""What workers log arrives at the loggers of this process.
+"""Receives the log records of workers and passes them to the loggers of this process.
 
-Each worker has a ring for its records (`_worker.logs` tells why), and its channel's bell tells how many there are. So they are read
-before the messages that were sent after them: a call's records have been handled when its outcome is seen.
+Each worker has a separate ring for its records (`_worker.logs` explains why), and the bell of its channel carries their number. So
+the supervisor reads records before the messages that were sent after them, and handles a call's records before its outcome is seen.
 
-They are handed over one by one, in the channel's receive. User code runs there (filters, handlers, the record factory), between two
-records and in no critical section: it may do whatever a callback may, submit calls and close runners included. What it raises is
-reported as `logging` does. However much a worker logs, one turn of the loop takes no more of it than its ring holds, some hundred
-records, and the worker waits meanwhile.
+The channel's receive step handles the records one by one. User code runs there (filters, handlers, the record factory), outside of
+any critical section. It may do whatever a callback may do, including submitting calls and closing runners. Its exceptions are
+reported as `logging` reports errors of handlers. However much a worker logs, one turn of the loop handles at most the records in
+its ring, some hundred, and the worker waits meanwhile.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _reporter: Final = logging.NullHandler()
 
 
 def levels() -> Levels:
-    """What decides in this process, now, whether a record is of interest. For a worker."""
+    """Return the current settings that decide in this process whether a record is handled. They are sent to a worker."""
     root = logging.getLogger()
     known = [root, *dict(root.manager.loggerDict).values()]
     loggers = [one for one in known if isinstance(one, logging.Logger)]
@@ -35,7 +35,7 @@ def levels() -> Levels:
 
 
 def _name_here(name: str) -> str:
-    """The name here of a logger of a worker: there the script has another `__name__`, unless multiprocessing imported it here."""
+    """Translate the name of a worker's logger: the script's `__name__` is MAIN_THERE in a worker and mostly `__main__` here."""
     first, dot, rest = name.partition(".")
     if first != MAIN_THERE:
         return name
@@ -43,13 +43,13 @@ def _name_here(name: str) -> str:
 
 
 class Logs:
-    """The records of one worker, at the supervisor's side."""
+    """The log records of one worker, on the supervisor's side."""
 
     def __init__(self, index: int) -> None:
-        """Create the ring, and the pipe that tells the worker what has been read.
+        """Create the ring, and the pipe by which the supervisor tells the worker how much it has read.
 
         Raises:
-            OSError: no descriptors or no address space; nothing is left behind.
+            OSError: out of descriptors or address space; nothing is left behind.
         """
         self._index = index
         with ExitStack() as undo:
@@ -64,18 +64,18 @@ class Logs:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """What the worker is to get: the ring's memory, and its end of the pipe."""
+        """The descriptors for the worker: the ring's memory, and the read end of the pipe."""
         return self._memory.fd, self._their_end
 
     def close_fds(self) -> None:
-        """The worker has them, or never will."""
+        """Close the descriptors for the worker: it has got them, or failed to start. Idempotent."""
         fd, self._their_end = self._their_end, -1
         if fd >= 0:
             os.close(fd)
         self._memory.close_fds()
 
     def close(self) -> None:
-        """Read no more, and let go of everything. Idempotent."""
+        """Stop reading and release everything. Idempotent."""
         self.close_fds()
         if self._is_open:
             self._is_open = False
@@ -84,18 +84,19 @@ class Logs:
             self._memory.close()
 
     def receive(self, count: int) -> None:
-        """So many records more are in the ring: hand them over. An Exception of user code is reported; anything else goes on.
+        """Handle `count` further records of the ring. An Exception of user code is reported; any other BaseException propagates.
 
         Raises:
-            BrokenFrame: the worker has written what it never should.
+            BrokenFrame: the worker has written invalid data, or more than the protocol allows.
         """
         ring = self._ring
         for _ in range(count):
-            if not self._is_open:  # user code has seen to that
+            if not self._is_open:  # user code has closed it
                 return
-            ring.end = ring.read + ring.size  # it is records that are counted: a wrong count meets a wrong CRC, or no record
-            self._handle(bytes(ring.next()))  # a copy: user code may close this, and a view would keep the memory
-            # Once more than this is owed, and before that there is room for the largest record: nobody waits for it.
+            ring.end = ring.read + ring.size  # only the count of records is known: a wrong count leads to a wrong CRC or no record
+            self._handle(bytes(ring.next()))  # a copy: user code may close this, and a view would keep the memory mapped
+            # Tell the worker once more than this has been read. Below that the ring still has room for the largest record, so the
+            # worker does not have to wait.
             if ring.read - self._told > LOG_RING_SIZE // OWED and self._is_open:
                 self._tell()
 
@@ -120,7 +121,7 @@ class Logs:
     def _tell(self) -> None:
         self._told = self._ring.read
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has died, and these are its last words
+            with contextlib.suppress(BrokenPipeError):  # the worker has died, and these are its last records
                 os.write(self._pipe, POSITION.pack(self._told))
         except BlockingIOError:
             raise BrokenFrame("the worker logs more than there was room for") from None

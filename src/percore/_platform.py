@@ -1,7 +1,7 @@
-"""What the system under us can do, asked once at import.
+"""The capabilities of the operating system, checked once at import.
 
-PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop" forces on Linux the ways of systems that lack these, so that one machine can
-test all of them. Workers inherit the environment, so both sides of a channel always agree.
+PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop" makes percore on Linux behave as on systems that lack these, so that one machine
+can test all of the fallbacks. Workers inherit the environment, so both sides of a channel always agree.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ if _without - _known:
 
 
 def _pidfd_works() -> bool:
-    # The call may exist and still be refused (old kernels: ENOSYS, old container profiles: EPERM).
+    # The function may exist and the system may still refuse the call (old kernels: ENOSYS; old container profiles: EPERM).
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -39,14 +39,14 @@ HAS_EVENTFD = "eventfd" not in _without and hasattr(os, "eventfd")
 HAS_PIDFD = "pidfd" not in _without and _pidfd_works()
 HAS_SETSIG = "setsig" not in _without and sys.platform == "linux" and hasattr(fcntl, "F_SETSIG")
 IS_FREE_THREADED = "t" in sys.abiflags
-"""Whether this Python was built to run without a GIL, which may be held all the same."""
+"""Whether this is a free-threaded build of Python. The GIL may be enabled all the same."""
 
 
 def uvloop_wanted() -> bool:
-    """Whether the default loop of workers may be uvloop (it still has to be installed)."""
+    """Whether the default loop of workers may be uvloop. It must also be installed."""
     return "uvloop" not in _without
 
 
 def default_start_method() -> str:
-    """ "forkserver" where the kernel gives what our fork server stands on (pidfd, F_SETSIG), else "spawn"."""
+    """Return "forkserver" if the system has pidfds and F_SETSIG, which percore's fork server needs, else "spawn"."""
     return "forkserver" if HAS_PIDFD and HAS_SETSIG else "spawn"

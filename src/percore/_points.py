@@ -5,12 +5,13 @@
 
 POINTS is False unless PERCORE_POINTS is set, so a place costs one global look-up. A plan for a place reads
 `action@n#index.generation~state!`: do the action at the n-th passing (default: the first), in that worker only, counting only
-passings in that state, and with `!` not before the gate opens; all but the action may be left out. PERCORE_POINTS is either
+passings in that state, and with `!` wait at the gate first. Everything but the action is optional. PERCORE_POINTS is either
 
-    name=plan,name=plan     read once, at import. The environment carries it to the workers; every process carries out all of it.
-    /folder                 in which each plan is a file, called as its place and looked for at each passing: plans can be made
-                            while everything runs. Whoever carries a plan out takes the file away, so that happens once, and first
-                            says so with a line in the FIFO `hits`. The gate is the FIFO `gate`: a byte in it lets one through.
+    name=plan,name=plan     Read once, at import. Workers inherit it by the environment, and every process carries out all plans.
+    /folder                 Each plan is a file in the folder, named after its place. Every passing looks for the file, so plans can
+                            be added while the program runs. The process that carries out a plan first removes the file, so that
+                            the plan is carried out once, and writes a line to the FIFO `hits`. The gate is the FIFO `gate`: each
+                            byte in it lets one process through.
 """
 
 import faulthandler
@@ -26,7 +27,7 @@ _FOLDER = _PLANNED if _PLANNED.startswith("/") else ""
 POINTS = bool(_PLANNED)
 
 observe: Callable[[], str] = str
-"""Says which states this process is in, as words. Tests put theirs here."""
+"""Returns the states that this process is in, as words. Tests replace this function."""
 
 
 class Plan(NamedTuple):
@@ -65,8 +66,8 @@ def _signal(number: signal.Signals) -> None:
 
 
 def _fault(number: signal.Signals) -> None:
-    faulthandler.disable()  # would print a report of what is meant
-    signal.pthread_kill(get_ident(), number)  # this very thread: sent to the process, it would arrive some steps later
+    faulthandler.disable()  # it would print a report of this intended fault
+    signal.pthread_kill(get_ident(), number)  # to this thread: a signal to the process would arrive some steps later
 
 
 def _exit_by_libc() -> None:
@@ -101,13 +102,13 @@ _plans = _parse("" if _FOLDER else _PLANNED)
 
 
 def this_is_worker(index: int, generation: int) -> None:
-    """Name this process for the plans that are meant for one worker alone."""
+    """Set the name of this process, by which a plan can select one worker."""
     global _here
     _here = f"{index}.{generation}"
 
 
 def point(name: str) -> None:
-    """Pass the place `name`: do what is planned for it, if anything."""
+    """Pass the place `name`, and carry out the plan for it, if there is one."""
     plan = _look_up(name) if _FOLDER else _plans.get(name)
     if plan is None or (plan.worker and plan.worker != _here):
         return
@@ -132,7 +133,7 @@ def _look_up(name: str) -> Plan | None:
 
 
 def _is_ours(name: str, plan: Plan, states: str) -> bool:
-    """Take the plan, which another process may have done before, say so, and wait at the gate."""
+    """Claim the plan, report it to `hits`, and wait at the gate. Return False if another process has claimed the plan before."""
     try:
         os.unlink(f"{_FOLDER}/{name}")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The file descriptors that the supervisor holds for its workers, none of which may leak into a fork of it.
+"""The file descriptors that the supervisor holds for its workers. None of them may leak into a fork of the supervisor.
 
-A process that the user forks from the supervisor closes at once whatever is *held* (see `hold`). Otherwise it would
-keep the write end of a lifeline open, and with it the worker alive, after the supervisor is gone.
+A process that the user forks from the supervisor closes all *held* descriptors at once (see `hold`). Otherwise the fork
+would keep the write end of a lifeline open, and the worker would stay alive after the supervisor has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _held: set[Closable] = set()
 
 
 def hold(thing: C) -> C:
-    """Keep this open until `let_go`, closed in every fork of this process and, silently, when the interpreter ends."""
+    """Keep this open until `let_go`. Forks of this process close it at once, and the interpreter does so silently when it ends."""
     _held.add(thing)
     return thing
 
@@ -65,10 +65,11 @@ class Fd:
 
 
 def above_streams(fd: int) -> int:
-    """The same file under a number above 2, not inheritable; `fd` is closed if it was lower.
+    """Return a descriptor above 2 for the same file: `fd` itself, or a copy that is not inheritable. A lower `fd` is closed.
 
-    Where the supervisor runs with a closed standard stream, new files take its number: a lifeline as fd 1 would kill
-    its worker with the first print, and 0 to 2 cannot be passed to a process that gets streams of its own there.
+    If the supervisor runs with a closed standard stream, a new file gets the number of that stream. A lifeline as fd 1
+    would kill its worker with the first print, and the numbers 0 to 2 cannot be passed to a process that gets its own
+    standard streams.
     """
     if fd > 2:
         return fd
@@ -87,7 +88,7 @@ def duplicate(fd: int) -> Fd:
 
 
 def _all_above_streams(fds: list[int]) -> list[int]:
-    """All of them, or an OSError and none."""
+    """Apply `above_streams` to all of them, in reverse order. On an error, close all of them."""
     moved: list[int] = []
     try:
         while fds:
@@ -100,13 +101,13 @@ def _all_above_streams(fds: list[int]) -> list[int]:
 
 
 def pipe() -> tuple[Fd, Fd]:
-    """A lifeline: the read end for a child, and the write end."""
+    """Create a lifeline. Returns the read end, for the child, and the write end, which stays here."""
     write_end, read_end = _all_above_streams(list(os.pipe()))
     return hold(Fd(read_end)), hold(Fd(write_end))
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends that keep messages apart. The first never blocks."""
+    """Create two connected sockets that preserve message boundaries. The first is non-blocking."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     numbers = _all_above_streams([end.detach() for end in pair])
     ours, theirs = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number) for number in numbers)
@@ -115,7 +116,7 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def anonymous_file(data: bytes) -> Fd:
-    """A file without a name that holds `data`, to be read from its beginning."""
+    """Create a file without a name that contains `data`, positioned at its beginning."""
     file = hold(Fd(above_streams(new_file())))
     try:
         view = memoryview(data)

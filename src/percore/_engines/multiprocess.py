@@ -1,10 +1,11 @@
-"""Start workers as processes of a multiprocessing context: "fork", "forkserver" or "spawn", as an executor is asked to.
+"""Start workers as processes of a multiprocessing context ("fork", "forkserver" or "spawn"), for an executor's `mp_context`.
 
-A worker is dead when its pidfd says so: a sentinel of multiprocessing fires for living processes when their fork server is killed,
-and is kept open by what a worker has forked. Its exit code is multiprocessing's, which reaps its children itself.
+A worker is dead when its pidfd becomes readable. multiprocessing's sentinel is less exact: it fires for living processes when their
+fork server is killed, and processes that a worker has forked keep it open. It is used only where the system has no pidfds. The exit
+code comes from multiprocessing, which reaps its children itself.
 
-Each worker has a lifeline, as under every launcher. Under "fork" its read end is no held descriptor: those are closed in every
-fork, and this one is to be the worker's.
+Each worker has a lifeline, as under every launcher. The read end is not a held descriptor (see `fds.hold`): a fork closes all held
+descriptors, and under "fork" the worker needs this one.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 _running: set[BaseProcess] = set()
 
-_UNKNOWN = 255  # what multiprocessing says where it does not know
+_UNKNOWN = 255  # multiprocessing's own code for an unknown exit code
 
 
 class _Passed(list[int]):
-    """Descriptors among the arguments of a process: forked with it, or sent along."""
+    """Descriptors among the arguments of a process. A forked process inherits them; otherwise they are sent with the pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return received, ([reduction.DupFd(number) for number in self],)
@@ -51,11 +52,11 @@ class MultiprocessLauncher:
         self._method: str = context.get_start_method()
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> MultiprocessProcess:
-        """As percore._engine.Launcher.
+        """As percore._engine.Launcher.launch.
 
         Raises:
-            OSError: nothing could be started; nothing is left behind.
-            Exception: the arguments of the initializer cannot be pickled.
+            OSError: the process could not be started; nothing is left behind.
+            Exception: the initializer or its arguments cannot be pickled.
         """
         read_end, write_end = os.pipe()
         read_end, lifeline = above_streams(read_end), hold(Fd(above_streams(write_end)))
@@ -76,7 +77,7 @@ class MultiprocessLauncher:
             os.close(read_end)
 
     def _start(self, process: BaseProcess) -> None:
-        if self._method == "forkserver":  # its own process may be started now, and would keep these signals blocked
+        if self._method == "forkserver":  # this may also start the fork server itself, which would keep these signals blocked
             process.start()
             return
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
@@ -86,11 +87,11 @@ class MultiprocessLauncher:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def helpers(self) -> dict[int, str]:
-        """None: every process that it starts is a worker."""
+        """Return no helpers: every process that this launcher starts is a worker."""
         return {}
 
     async def aclose(self) -> None:
-        """Let go of the initializer and its arguments."""
+        """Drop the references to the initializer and its arguments."""
         self._given = (None, ())
 
 
@@ -107,14 +108,14 @@ class MultiprocessProcess(Watched):
         assert process.pid is not None
         try:
             number = os.pidfd_open(process.pid) if HAS_PIDFD else os.dup(process.sentinel)
-        except ProcessLookupError:  # dead, and reaped by its fork server
+        except ProcessLookupError:  # already dead, and reaped by multiprocessing's fork server
             self.pid = process.pid
             loop.call_soon(lambda: self._finish(self._known_code(None)))
         else:
             self._watch(process.pid, hold(Fd(above_streams(number))))
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal. Once the process is gone: nothing."""
+        """Send a signal. Once the process is gone, do nothing."""
         if HAS_PIDFD:
             super().kill(signum)
         elif not self._gone and self.process.exitcode is None and self.pid is not None:
@@ -129,14 +130,14 @@ class MultiprocessProcess(Watched):
         super()._release()
         let_go(self._lifeline)
         popen: Any = self.process._popen  # type: ignore[attr-defined]
-        if popen.returncode is None:  # else multiprocessing would signal this number when the interpreter ends
+        if popen.returncode is None:  # if it stayed None, multiprocessing would signal this pid when the interpreter ends
             popen.returncode = _UNKNOWN
         self.process.join(0)
         _running.discard(self.process)
 
 
 def _disown_all() -> None:
-    """A fork of this process has no such children. When it ends, multiprocessing would signal and join them."""
+    """Make multiprocessing forget the workers in a fork. Otherwise it would signal and join them when the fork ends."""
     children: set[BaseProcess] = of_multiprocessing._children  # type: ignore[attr-defined]
     children -= _running
     _running.clear()

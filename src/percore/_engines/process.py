@@ -1,4 +1,4 @@
-"""The engine of real processes: one worker, one process, its own memory."""
+"""The engine of real processes: each worker is one process with its own shared memory."""
 
 import asyncio
 import os
@@ -32,14 +32,14 @@ _LEAST_SLOT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CommonMemory:
-    """The memory that all workers of a runner share, and how it and theirs are cut.
+    """The memory that all workers of a runner share, and the sizes of it and of each worker's own memory.
 
     Attributes:
-        memory: of the arena.
-        arena: slots for large arguments; workers can only read them.
-        results_size: bytes of each worker's map of result slots.
+        memory: the memory of the arena.
+        arena: slots for large arguments. Workers can only read them.
+        results_size: bytes of each worker's memory for result slots.
         slot_size: bytes of every slot.
-        leases: slots of the arena that one worker may go on using after it has read them.
+        leases: how many slots of the arena one worker may keep in use after it has read them.
     """
 
     memory: Memory
@@ -50,10 +50,10 @@ class CommonMemory:
 
     @classmethod
     def create(cls, options: Knobs) -> "CommonMemory":
-        """Map the arena. Under a limit of the address space or of file sizes there are fewer slots, as there are for many workers.
+        """Map the arena. A limit of the address space or of file sizes reduces the number of slots; so do many workers.
 
         Raises:
-            OSError: not even one slot fits, there or in the memory of each worker; the text says what to do.
+            OSError: not even one slot fits in the arena, or in each worker's memory for results. The text says what to do.
         """
         slot_size = -(-max(options.max_message, _LEAST_SLOT) // _PAGE) * _PAGE
         wanted = min(max(2**40 // slot_size, 16), SLOT_MASK + 1)
@@ -84,19 +84,20 @@ class CommonMemory:
                 "the limit (ulimit -v) if there is one"
             )
         arena = SlotWriter(memory, slot_size, options.max_message)
-        # A quarter of the arena may be leased, a quarter shared (_shares), so half of it is left for what passes through.
+        # Leases may take a quarter of the arena, and shared objects a quarter (_shares): half is left for arguments in transit.
         return cls(memory, arena, results * slot_size, slot_size, arena.count // 4 // options.workers)
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Release the arena."""
         self.memory.close()
 
 
 def _fitting(slots: int, one_each: int) -> int:
-    """How many of so many slots each worker may have for results, where one slot for each of them takes so many bytes; 0: none.
+    """Return how many result slots, at most `slots`, each worker can have. 0: not even one slot each fits the address space.
 
-    A worker's results are mapped twice (`Memory.of_reader`), and while it is replaced its successor has some, too. Where one slot
-    is too much for that, a single mapping will do: then nothing that lies there is leased.
+    `one_each`: bytes of one slot for every worker. Four times the space is required, because a worker's results are mapped twice
+    (`Memory.of_reader`), and while the worker is replaced its successor has result slots too. If only one slot is left, a single
+    mapping is enough: nothing in that slot is leased then.
     """
     while slots > 1 and not has_address_space(4 * slots * one_each):
         slots //= 2
@@ -104,30 +105,30 @@ def _fitting(slots: int, one_each: int) -> int:
 
 
 def _most_of(slots: int) -> int:
-    """The rest is for what passes through."""
+    """The number of result slots that may be leased; the rest is for results in transit."""
     return slots * 3 // 4
 
 
 def began(marks: memoryview, place: int, call_id: int) -> tuple[float, int] | None:
-    """What a start mark says of a call: when it began, by `time.monotonic`, and how many items of it; or None."""
+    """Read a call's start mark: when it began, by `time.monotonic`, and how many of its items have begun. None: not begun."""
     word = place * MARK_WORDS
     return (float(marks[word + 1]) / 1e9, int(marks[word + 2])) if marks[word] == call_id else None
 
 
 class Cell:
-    """A worker's own memory and bells, at the supervisor's side."""
+    """The memory and bells of one worker, on the supervisor's side."""
 
     def __init__(self, places: int, shared: CommonMemory) -> None:
-        """Create them.
+        """Create the memory and the bells.
 
         Raises:
-            OSError: no descriptors or no address space; nothing is left behind.
+            OSError: out of descriptors or address space; nothing is left behind.
         """
         self.places = places
         with ExitStack() as undo:
             self.memory = Memory.create(cell_size(places))
             undo.callback(self.memory.close)
-            # Not to be written through here: a process that the program forks would write over what lies there for this one.
+            # Not writable through this mapping: a fork of the program would overwrite results that are meant for this process.
             self.results = Memory.create_for_writer(shared.results_size)
             undo.callback(self.results.close)
             self.ours, self.theirs = bell_fds()
@@ -177,10 +178,10 @@ class ProcessWorker:
 
 
 def make_boot(options: Knobs, shared: CommonMemory, main: MainInfo, *, debug: bool) -> Boot:
-    """What every worker of a runner is told; index, generation and levels of loggers are those of its start.
+    """Make the boot data that all workers of a runner share. `ProcessEngine.start` sets index, generation and logger levels.
 
     Raises:
-        ValueError: a context variable that no worker can find.
+        ValueError: workers cannot find one of the context variables.
         Exception: lifespan, loop_factory or thread_initializer cannot be pickled.
     """
 
@@ -225,13 +226,13 @@ class ProcessEngine:
         launcher: Launcher | None = None,
         manners: Manners | None = None,
     ) -> None:
-        """`launcher`: instead of the one of the start method. `manners`: of the workers of an executor."""
+        """`launcher`: replaces the launcher of the start method. `manners`: how an executor's workers differ from a Runner's."""
         self._loop = loop
         self._shared = shared
         boot = make_boot(options, shared, main, debug=loop.get_debug())
         self._boot = replace(boot, manners=None if manners is None else tuple(manners))
         self._passes_on = manners is None or not manners.has_main
-        """Whether workers are told of multiprocessing here, and not by multiprocessing."""
+        """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
         self._launcher = _launcher(options) if launcher is None else launcher
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
@@ -240,7 +241,7 @@ class ProcessEngine:
         logs = Logs(index)
         try:
             boot = replace(self._boot, index=index, generation=generation, levels=levels())
-            tracker = siblings.tracker()  # also where multiprocessing passes it on: a fork is not to start one of its own
+            tracker = siblings.tracker()  # also if multiprocessing passes it on: otherwise a fork would start a tracker itself
             if self._passes_on:
                 boot = replace(boot, authkey=siblings.authkey(), has_tracker=tracker is not None)
             more = [tracker] if self._passes_on and tracker is not None else []

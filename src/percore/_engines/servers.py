@@ -1,7 +1,7 @@
-"""The fork servers of this process: the one in use, and those that are ending.
+"""The fork servers of this process: the one in use, and the retired ones, which are ending.
 
-Several loops in several threads share them, so everything here happens under one lock, and nothing under it blocks for
-longer than starting a program takes. A process forked from this one has none (its first launch starts its own).
+Loops in several threads share them, so one lock guards everything here. No code under the lock blocks for longer than
+starting a program takes. A process forked from this one has no fork server; its first launch starts one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Server:
     """One fork server process."""
 
     def __init__(self, preload: str) -> None:
-        """Start it. `preload` names the module it imports before it answers.
+        """Start the fork server. `preload` names the module that it imports before it answers.
 
         Raises:
             OSError: it could not be started; nothing is left behind.
         """
         self.fingerprint = fingerprint()
-        self.living = 0  # launches whose end has not been told
-        self.is_lost = False  # it has died, and nobody here has ended it
+        self.living = 0  # launches whose end has not been reported
+        self.is_lost = False  # it died by itself: `end` was not called before
         self.exitcode: int | None = None
         self.is_ended = False
         self._ctl, theirs = packet_pair()
@@ -66,7 +66,7 @@ class Server:
         socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
 
     def end(self) -> None:
-        """Kill it: it has nothing to put in order, and a stopped one would not notice anything gentler."""
+        """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -75,15 +75,15 @@ class Server:
         let_go(self._ctl, self._lifeline)
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it: it says nothing until it is continued."""
+        """Whether it is stopped (SIGSTOP). It does not answer until it is continued."""
         return os.waitid(os.P_PIDFD, self.pidfd.number, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def reap(self) -> bool:
-        """Whether it is ended and reaped, now or earlier. Then no fd is left."""
+        """Reap it if it has ended. Return whether it is reaped; then no fd of it is open."""
         if self.is_ended and self.pidfd.number >= 0:
             try:
                 gone = os.waitid(os.P_PIDFD, self.pidfd.number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            except ChildProcessError:  # by somebody else
+            except ChildProcessError:  # other code has reaped it
                 gone = True
             if gone:
                 self.exitcode = exit_code(self.pidfd.number)
@@ -92,25 +92,25 @@ class Server:
 
 
 class Servers:
-    """Who has a share in the fork server, and which one answers now."""
+    """The launchers that share the fork server, the fork server in use, and the retired ones."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew, as in a forked process, where another thread may have held the lock at the fork."""
+        """Reset everything. A forked process does this, because another thread may have held the lock at the fork."""
         self._lock = threading.Lock()
         self._members: set[object] = set()
         self._current: Server | None = None
-        self._retired: list[Server] = []  # without new requests; each ends with the last of its workers
-        self.untold: list[Server] = []  # that have died by themselves and are reaped
+        self._retired: list[Server] = []  # they get no new requests, and each ends with the last of its workers
+        self.untold: list[Server] = []  # they died by themselves and are reaped, but `tell` has not reported them yet
 
     def join(self, member: object) -> None:
         with self._lock:
             self._members.add(member)
 
     def pids(self) -> list[int]:
-        """The fork servers that live, as far as is known: the one in use first."""
+        """The pids of the fork servers that are alive, as far as is known. The one in use comes first."""
         with self._lock:
             return [one.pid for one in (self._current, *self._retired) if one is not None and not (one.is_ended or one.is_lost)]
 
@@ -118,7 +118,7 @@ class Servers:
         return member in self._members
 
     def leave(self, member: object) -> list[Server]:
-        """The fork servers that ended with the last share, to be reaped by the caller (see `give_back`)."""
+        """Give up a share. With the last share, end all fork servers and return them; the caller reaps them by `give_back`."""
         with self._lock:
             last = self._members == {member}
             self._members.discard(member)
@@ -131,17 +131,19 @@ class Servers:
             return ending
 
     def give_back(self, ending: Iterable[Server]) -> None:
-        """Reap what has ended; the rest is reaped on the way of a later launch or exit."""
+        """Reap the servers that have ended. Later launches and exits reap the rest."""
         with self._lock:
             self._retired += ending
             self._reap()
         self.tell()
 
     def send(self, preload: str, fds: Sequence[Closable]) -> Server:
-        """Send a request to a fork server of the surroundings of now, started if need be; count it as living.
+        """Send a request to a fork server that fits the current environment, and count the launch as living.
+
+        Starts a fork server if none fits.
 
         Raises:
-            OSError: none could be started, or it takes no requests.
+            OSError: the fork server could not be started, or takes no requests.
         """
         with self._lock:
             self._reap()
@@ -157,7 +159,7 @@ class Servers:
             return server
 
     def warm_up(self, preload: str) -> None:
-        """Start a fork server of the surroundings of now, if there is none.
+        """Start a fork server that fits the current environment, if there is none.
 
         Raises:
             OSError: it could not be started.
@@ -167,22 +169,22 @@ class Servers:
             self._suitable(preload)
 
     def will_answer(self, server: Server | None) -> bool:
-        """Whether it lives, as far as is known, and is not stopped: then it is slow at worst."""
+        """Whether it is alive, as far as is known, and not stopped. If so, a missing answer means only that it is slow."""
         with self._lock:
             if server is None or server.pidfd.number < 0:
                 return False
-            with contextlib.suppress(ChildProcessError):  # reaped by somebody else
+            with contextlib.suppress(ChildProcessError):  # other code has reaped it
                 return not server.is_stopped()
             return False
 
     def retire(self, server: Server | None) -> None:
-        """Send it no more requests; it is dead or does not answer."""
+        """Send it no more requests, because it is dead or does not answer."""
         with self._lock:
             if server is not None and server is self._current:
                 self._retire(server)
 
     def lost(self, server: Server | None) -> None:
-        """It has closed its sockets: it is dead, or dies."""
+        """Record that it has closed its sockets: it is dead or dying."""
         with self._lock:
             if server is not None:
                 server.is_lost |= not server.is_ended
@@ -190,7 +192,7 @@ class Servers:
                     self._retire(server)
 
     def done(self, server: Server | None) -> None:
-        """The end of one of its launches has been told."""
+        """Record that the end of one of its launches has been reported."""
         with self._lock:
             if server is not None:
                 server.living -= 1
@@ -217,7 +219,10 @@ class Servers:
         self.untold += [server for server in reaped if server.is_lost]
 
     def tell(self) -> None:
-        """Report those that died by themselves. Neither under the lock nor in the midst of a death: the user's log handlers run."""
+        """Log the fork servers that died by themselves.
+
+        The user's log handlers run, so do not call this under the lock or while the end of a worker is being handled.
+        """
         while self.untold:
             server = self.untold.pop()
             from percore._broken import how
@@ -226,16 +231,16 @@ class Servers:
 
 
 _READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")
-"""Beginnings of variables that are read when a process or an interpreter starts: a fork cannot catch up on them."""
+"""Prefixes of variables that are read only when a process or an interpreter starts. A fork cannot take over their new values."""
 
 
 def fingerprint() -> tuple[object, ...]:
-    """What a worker cannot take over from afar: two processes that differ in it must not bear each other's workers."""
+    """Return the properties that a worker can only inherit. A fork server that differs in them must not fork workers for us."""
     try:
         with open("/proc/self/cgroup", "rb") as file:
             cgroup = file.read()
     except OSError:
-        cgroup = b""  # no /proc: nobody could tell
+        cgroup = b""  # no /proc: the cgroup is unknown
     limits = tuple(map(resource.getrlimit, _LIMITS))
     variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
     return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables

@@ -1,22 +1,23 @@
-"""What a worker is told of multiprocessing in this program. `_worker.siblings` says why."""
+"""The state of multiprocessing in this program that workers take over. `_worker.siblings` explains why."""
 
 import sys
 from typing import Any
 
 
 def authkey() -> bytes:
-    """The authentication key of this process; empty where multiprocessing is not loaded."""
+    """Return the authentication key of this process. Empty: multiprocessing is not loaded."""
     process: Any = sys.modules.get("multiprocessing.process")
     return b"" if process is None else bytes(process.current_process().authkey)
 
 
 def tracker() -> int | None:
-    """The descriptor of this program's resource tracker. None: it has none, and has not imported shared memory either.
+    """Return the descriptor of this program's resource tracker. None: there is none, and shared memory is not imported either.
 
-    A program that has imported shared memory gets its tracker now, unless it has one: a worker may be the first to make some.
+    If the program has imported `multiprocessing.shared_memory`, this starts the tracker unless it runs already: a worker may be the
+    first process to create shared memory.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the tracker cannot be started.
     """
     module: Any = sys.modules.get("multiprocessing.resource_tracker")
     if module is None:

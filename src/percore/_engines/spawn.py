@@ -1,4 +1,4 @@
-"""Start a worker as a fresh interpreter: slower than a fork server, and the way of systems without pidfds."""
+"""Start each worker as a fresh interpreter. This is slower than a fork server, but works on systems without pidfds."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ _SPAWNED = "percore._worker.world:spawned"
 
 
 class SpawnLauncher:
-    """Starts workers as children of this process. Nothing is shared between launches."""
+    """Starts workers as children of this process. Launches share nothing."""
 
     def __init__(self, entry: str = ENTRY) -> None:
-        """Raises RuntimeError where there is no interpreter to start workers with."""
+        """Check that there is an interpreter to start workers with.
+
+        Raises:
+            RuntimeError: there is none.
+        """
         interpreter()
         self._entry = entry
 
     def launch(
         self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]
     ) -> SpawnedProcess | ThreadWatchedProcess:
-        """Start a worker with the surroundings of this moment, from the running loop. See `percore._engine.Launcher`.
+        """Start a worker in the environment of this moment. Call it from the running loop. See `percore._engine.Launcher`.
 
         Raises:
-            OSError: nothing could be started; nothing is left behind.
+            OSError: the worker could not be started; nothing is left behind.
         """
         with contextlib.ExitStack() as cleanup:
             read_end, lifeline = pipe()
@@ -54,15 +58,15 @@ class SpawnLauncher:
         return process
 
     def helpers(self) -> dict[int, str]:
-        """None: every process that it starts is a worker."""
+        """Return no helpers: every process that this launcher starts is a worker."""
         return {}
 
     async def aclose(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: launches share no resources."""
 
 
 class SpawnedProcess(Watched):
-    """A child of this process, watched by its pidfd."""
+    """A child of this process, watched through its pidfd."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         super().__init__(loop, on_exit)
@@ -75,11 +79,11 @@ class SpawnedProcess(Watched):
 
 
 class ThreadWatchedProcess:
-    """A child of this process, watched by a thread that blocks until it ends.
+    """A child of this process, watched by a thread that blocks until the child ends. For systems without pidfds.
 
-    A signal must not reach a process that got the number of a child reaped before. So the thread waits without reaping,
-    and reaps and forgets the number under the lock that `kill` takes. (Where the system has no waitid, the number is
-    free for the moment between the two; only a system that reuses it at once could be hit.)
+    A signal must not reach another process that has got the pid of a reaped child. So the thread waits without reaping,
+    and then, under the lock that `kill` takes, marks the child as dead and reaps it. (If the system has no waitid, the
+    pid is free for a moment before the mark is set. A signal goes wrong only if the system reuses the pid at once.)
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
@@ -98,18 +102,18 @@ class ThreadWatchedProcess:
             raise OSError(errno.EAGAIN, "could not start the thread that waits for a worker") from error
 
     def spoke(self) -> None:
-        """As Process.spoke. A process that was started once is not started again."""
+        """As Process.spoke. Does nothing: this class never starts its process a second time."""
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal. Once the process is gone: nothing."""
+        """Send a signal. Once the process is gone, do nothing."""
         with self._lock:
             if self._alive and self.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # SIGCHLD ignored: the kernel was the first to reap
+                with contextlib.suppress(ProcessLookupError):  # with SIGCHLD ignored, the kernel has reaped it already
                     os.kill(self.pid, signum)
 
     def _wait(self, pid: int) -> None:
         code = self._reap(pid)
-        with contextlib.suppress(RuntimeError):  # the loop was closed before its worker ended: nobody wants to know
+        with contextlib.suppress(RuntimeError):  # the loop was closed before the worker ended: `on_exit` is not called
             self._loop.call_soon_threadsafe(self._finish, code)
 
     def _reap(self, pid: int) -> int | None:
@@ -120,12 +124,12 @@ class ThreadWatchedProcess:
                     self._alive = False
                     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        except ChildProcessError:  # reaped by somebody else: unknown
+        except ChildProcessError:  # other code has reaped it: the exit code is unknown
             return None
         finally:
             self._alive = False
 
     def _finish(self, code: int | None) -> None:
-        self._thread.join()  # it has nothing left to do; so no thread is left once the end has been told
+        self._thread.join()  # returns at once: the thread is ending; no thread is left when `on_exit` is called
         let_go(self._lifeline)
         self._on_exit(code)

@@ -1,8 +1,8 @@
-"""For PyInstaller, which asks by the entry point `pyinstaller40` where the hooks of this package are."""
+"""The hooks for PyInstaller. It finds them through the entry point `pyinstaller40`, which names `get_hook_dirs`."""
 
 import os
 
 
 def get_hook_dirs() -> list[str]:
-    """The folder of `hook-percore.py`."""
+    """Return the folder of `hook-percore.py`."""
     return [os.path.dirname(__file__)]

@@ -1,4 +1,4 @@
-"""percore imports most of its modules by name, where PyInstaller does not see it."""
+"""The PyInstaller hook for percore. percore imports most of its modules by name, so PyInstaller does not find them."""
 
 from PyInstaller.utils.hooks import collect_submodules
 
