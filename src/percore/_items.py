@@ -1,6 +1,6 @@
-"""The inputs of a map on their way: one alone, or several in a batch.
+"""The items of a map under way: sent singly (`Item`), or several in one message (`Batch`).
 
-They are no futures: nobody awaits one of them. Whatever ends one tells its map at once.
+Items are not futures, since no task awaits a single one. The end of an item is reported to its map immediately.
 """
 
 import marshal
@@ -21,7 +21,7 @@ _CUT: Final = "the runner was closed before this call could end"
 
 
 class Flow(Protocol):
-    """A map, as its items see it. Never raises; runs no user code."""
+    """A map, as its items see it. Its methods raise no `Exception` and run no user code."""
 
     function: Function
     queue: Queue[Any, Any]
@@ -30,43 +30,50 @@ class Flow(Protocol):
     def owner(self) -> Owner: ...
 
     def ended(self, number: int, results: list[Any], arguments: int, size: int) -> None:
-        """Items from this number on have ended with these results: bytes of their pickled arguments, and of the results."""
+        """Take the results of consecutive items.
+
+        Args:
+            number: the number of the first item.
+            results: the results of this item and the following ones.
+            arguments: bytes of the items' pickled arguments.
+            size: bytes of the results.
+        """
 
     def failed(self, number: int, error: BaseException, arguments: int) -> None:
-        """An item has ended with this error."""
+        """Take the error of one item. `arguments`: bytes of its pickled arguments."""
 
     def broke(self, error: BaseException) -> None:
-        """percore has failed to go on with some of the items, which are lost: the map ends with this error."""
+        """End the map with this error, because percore itself failed and has lost some of the items."""
 
     def plan(self) -> Plan | None:
-        """What an item is run under, that has not been attempted yet."""
+        """Return the plan for the first attempt of an item; None if it needs none."""
 
     def runs_alone(self, item: "Item") -> None:
-        """An item is under way, in no batch, or no more: from now on it is cancelled by itself."""
+        """Register an item that is under way outside a batch, so that the map cancels it singly from now on."""
 
     def runs_on(self, item: "Item") -> None:
-        """An item ends for the map, but its call runs on in a worker."""
+        """Register an item that has ended for the map while its call still runs in a worker."""
 
     def left(self, batch: "Batch") -> None:
-        """A batch is no worker's any more."""
+        """Forget a batch that no worker holds any more."""
 
 
 def size_of(body: object) -> int:
-    """Bytes of a body, pickled: 0 for scalars that travel as they are."""
+    """Return the size of a pickled body in bytes; 0 for scalars, which are sent without pickling."""
     if type(body) is bytes:
         return len(body)
     return body >> SLOT_BITS if type(body) is int else 0
 
 
 class Item:
-    """One input of a map, sent alone."""
+    """One item of a map, sent as a call."""
 
     __slots__ = ("_is_done", "_size", "body", "call_id", "flow", "function", "key", "kind", "member", "number", "plan", "queue")
 
     size: ClassVar[int] = 1
     call_id: int
 
-    def __init__(  # set at once, since there are a hundred thousand a second
+    def __init__(  # takes everything at once: a hundred thousand items may be made per second
         self, flow: Flow, number: int, body: Any, size: int, plan: Plan | None, key: Hashable | None = None
     ) -> None:
         self.flow = flow
@@ -82,11 +89,11 @@ class Item:
         self._is_done = False
 
     def done(self) -> bool:
-        """Whether it has ended, or was cancelled."""
+        """Whether the item has ended or was cancelled."""
         return self._is_done
 
     def cancel(self) -> None:
-        """Its map has no use for it any more, and will hear nothing of it."""
+        """Cancel the item. Its map is not told when it ends."""
         if not self._is_done:
             self._is_done = True
             self.flow.owner.cancelled(self)
@@ -106,15 +113,15 @@ class Item:
         self.flow.failed(self.number, error, self._size)
 
     def cut_off(self) -> None:
-        """End by the closing of the runner."""
+        """End with RunnerClosed, because the runner is closing."""
         self.set_exception(RunnerClosed(_CUT))
 
 
 class Batch:
-    """Several inputs of a map, of consecutive numbers, sent in one message to one thread.
+    """Several items of a map with consecutive numbers, sent in one message to one thread.
 
-    They begin in order, and end in order but for those that the worker's loop has to await. `wanted` of them, from the first on,
-    are of use to the map; the first `size` are with the worker, the others came back.
+    The items begin in order. They also end in order, except for those whose result the worker's event loop has to await. The worker
+    holds the first `size` items; the others were returned. The map still needs the first `wanted` items.
     """
 
     __slots__ = (
@@ -136,7 +143,7 @@ class Batch:
 
     key: ClassVar[None] = None
     body: ClassVar[None] = None
-    """It has those of its items."""
+    """A batch has no body itself: it sends the bodies of its items."""
     call_id: int
 
     def __init__(self, flow: Flow, run: Run, plan: Plan | None) -> None:
@@ -150,31 +157,37 @@ class Batch:
         self.size = self.wanted = self.outstanding = len(run.bodies)
         self._ended = 0
         self._late: set[int] = set()
-        """Items before `_ended` that have not ended."""
+        """Indexes below `_ended` of items that have not ended."""
 
     def done(self) -> bool:
-        """Whether nothing of it is wanted any more."""
+        """Whether the map needs none of the items any more."""
         return self.wanted <= 0
 
     def message(self) -> bytes:
-        """What the worker is told."""
+        """Return the message for the worker: the function's number, the bodies, and whether they are bare."""
         run = self.run
         return marshal.dumps((self.function.number, list_small(run.data) if run.data else run.bodies, run.is_bare), _MARSHAL)
 
     def cancel_from(self, number: int) -> None:
-        """The map has no use for its items from this number on, and will hear nothing of them."""
+        """Cancel the items from this number on. The map is not told when they end."""
         wanted = max(0, number - self.run.start)
         if wanted < self.wanted:
             self.wanted = wanted
             self.flow.owner.cancelled(self)
 
-    # What its worker says of it
+    # What the worker reports
 
     def values(self, first: int, results: list[Any], size: int, failures: dict[int, Exception]) -> None:
-        """Items have ended with these results, or failures in places of them. `size`: bytes of those that were pickled.
+        """Take the results of consecutive items and pass them on to the map.
+
+        Args:
+            first: the index of the first item in this batch.
+            results: the results; those at places in `failures` are ignored.
+            size: bytes of the pickled results.
+            failures: errors of items, by their places in `results`.
 
         Raises:
-            BrokenFrame: they have not begun, or have ended before.
+            BrokenFrame: an item has ended before, or the worker does not hold it.
         """
         end = first + len(results)
         if first < self._ended or end > self.size:
@@ -202,17 +215,17 @@ class Batch:
                 self.flow.ended(number, [result], arguments, 0)
 
     def item(self, index: int) -> "BatchItem":
-        """One of its items, of which the worker says something else.
+        """Return one item, for an outcome that the worker reports separately.
 
         Raises:
-            BrokenFrame: it has ended before, or does not exist.
+            BrokenFrame: the item has ended before, or the worker does not hold it.
         """
         if not 0 <= index < self.size or (index < self._ended and index not in self._late):
             raise BrokenFrame(f"an outcome of item {index} of a batch of {self.size}")
         return BatchItem(self, index)
 
     def settle(self, index: int) -> None:
-        """This item has ended."""
+        """Mark one item as ended."""
         if index >= self._ended:
             self._late.update(range(self._ended, index))
             self._ended = index + 1
@@ -221,10 +234,10 @@ class Batch:
         self.outstanding -= 1
 
     def gave_back(self, count: int) -> Run | None:
-        """The worker has handed back so many of its last items: those of them that are still wanted.
+        """Take back the last `count` items from the worker. Return those that the map still needs.
 
         Raises:
-            BrokenFrame: there are not so many.
+            BrokenFrame: `count` is negative, or so many items include one that has ended.
         """
         size = self.size - count
         if count < 0 or size < self._ended:
@@ -237,16 +250,16 @@ class Batch:
         return back
 
     def began(self, count: int) -> list[int]:
-        """The items that had begun and not ended, when `count` of them had begun."""
+        """Return the indexes of the items that have begun and not ended, given that `count` items have begun."""
         return [*sorted(self._late), *range(self._ended, min(count, self.size))]
 
     def rest(self, count: int) -> Run | None:
-        """The wanted items that had not begun, when `count` of them had."""
+        """Return the items that have not begun and that the map needs, given that `count` items have begun."""
         first = max(count, self._ended)
         return self.run.part(first, self.wanted) if first < self.wanted else None
 
     def refuse(self, refusal: Callable[[], BaseException]) -> None:
-        """End what has not ended, each item with an error of its own."""
+        """End each item that has not ended with a new error from `refusal`."""
         for index in self.began(self.size):
             if index < self.wanted:
                 self.flow.failed(self.run.start + index, refusal(), self._arguments(index, index + 1))
@@ -259,7 +272,7 @@ class Batch:
 
 
 class BatchItem:
-    """An item of a batch that ends by itself: with an error, or with a result that is no scalar."""
+    """An item of a batch whose outcome the worker reports separately: an error, or a result that is not a scalar."""
 
     __slots__ = ("_batch", "_index", "plan")
 
@@ -269,7 +282,7 @@ class BatchItem:
         self.plan = batch.flow.plan()
 
     def done(self) -> bool:
-        """Whether nobody wants it."""
+        """Whether the map does not need the item any more."""
         return self._index >= self._batch.wanted
 
     def set_result(self, value: Any) -> None:
@@ -286,11 +299,11 @@ class BatchItem:
         self._batch.flow.failed(self._batch.run.start + self._index, error, self._arguments())
 
     def cut_off(self) -> None:
-        """End by the closing of the runner."""
+        """End with RunnerClosed, because the runner is closing."""
         self.set_exception(RunnerClosed(_CUT))
 
     def renewed(self) -> Item:
-        """Itself, to be sent once more, alone."""
+        """Return a new `Item` for the same input, to send it again outside the batch."""
         run = self._batch.run
         body = run.bodies[self._index]
         return Item(self._batch.flow, run.start + self._index, (body,) if run.is_bare else body, self._arguments(), self.plan)

@@ -1,4 +1,7 @@
-"""The items of a map that wait to be sent in batches: contiguous runs, cut where a batch begins and put back where one ends."""
+"""The items of a map that wait to be sent in batches.
+
+They are kept as runs of consecutive items. A batch is cut from the first run, and items that return are put back in their place.
+"""
 
 import sys
 from collections import deque
@@ -10,7 +13,7 @@ from percore._core.flow import Cost
 _FEW: Final = 64
 _MERGED: Final = 4096
 _BYTES: Final = 65_536
-"""Of a batch, about: it goes in one frame."""
+"""Approximate limit for the bytes of a batch, which must fit into one frame."""
 
 B = TypeVar("B")
 
@@ -19,11 +22,11 @@ class Run(NamedTuple):
     """Items with consecutive numbers.
 
     Attributes:
-        start: number of the first in its map.
-        bodies: what each carries.
-        is_bare: whether each is the only argument of its call, as it is, instead of a body of its own.
-        weight: bytes of the heaviest, about.
-        data: the bodies encoded, each in `weight` bytes, if they were looked at that way; else empty.
+        start: the number of the first item in its map.
+        bodies: the bodies of the items.
+        is_bare: whether each body is the only argument of its call, instead of a tuple of arguments or a payload.
+        weight: approximate size in bytes of the heaviest body.
+        data: all bodies encoded, each in `weight` bytes; empty if they were not encoded this way.
     """
 
     start: int
@@ -33,32 +36,33 @@ class Run(NamedTuple):
     data: bytes = b""
 
     def part(self, first: int, end: int) -> "Run":
-        """Those from this place on, up to another."""
+        """Return the items at the places from `first` up to but not including `end`."""
         data = self.data[first * self.weight : end * self.weight] if self.data else b""
         return Run(self.start + first, self.bodies[first:end], self.is_bare, self.weight, data)
 
     def joined(self, other: "Run") -> "Run":
-        """Both, of which the other follows."""
+        """Return one run of both, where `other` follows this run."""
         data = self.data + other.data if self.data and other.data else b""
         return Run(self.start, self.bodies + other.bodies, self.is_bare, max(self.weight, other.weight), data)
 
     def precedes(self, other: "Run") -> bool:
-        """Whether the other may follow in one batch."""
+        """Whether `other` may follow this run in one batch."""
         return self.is_bare == other.is_bare and self.start + len(self.bodies) == other.start
 
 
 class Batches(Generic[B]):
-    """What waits of one map. A batch is cut when a worker takes it, not before: by then its items' cost is known best.
+    """The waiting items of one map.
 
-    Each item is copied once on its way, into its batch: of the first run only a place is moved on.
+    A batch is cut only when a worker takes it, because the cost of the items is known best by then. Each item is copied only once,
+    into its batch: cutting does not copy the rest of the first run, it only advances an index.
     """
 
     def __init__(self, make: Callable[[Run], B], cost: Cost | None = None) -> None:
-        """`make` makes a batch of a run. `cost` is what is known of the function already."""
+        """`make` makes a batch of a run. `cost` is the measured cost of the function, if it was called before."""
         self._make = make
         self._runs: deque[Run] = deque()
         self._at = 0
-        """Items of the first run that have been taken."""
+        """Number of items already taken from the first run."""
         self._count = 0
         self.cost = cost or Cost()
 
@@ -66,9 +70,9 @@ class Batches(Generic[B]):
         return self._count
 
     def append(self, run: Run) -> None:
-        """More items, after all others."""
+        """Append a run of items after all others."""
         self._count += len(run.bodies)
-        # Few are merged, so that single ones are no runs of their own; many are not, since that would copy them once more.
+        # Merge a short run into the last one, so that single items do not become runs. A long run would be copied once more.
         if self._runs and len(run.bodies) < _FEW and not (self._at and len(self._runs) == 1):
             last = self._runs[-1]
             if last.precedes(run) and len(last.bodies) < _MERGED:
@@ -78,7 +82,7 @@ class Batches(Generic[B]):
         self._runs.append(run)
 
     def put_back(self, run: Run) -> None:
-        """Items that were taken and have not begun, before all later ones."""
+        """Put back items that were taken and have not begun, before all later items."""
         self._trim()
         self._count += len(run.bodies)
         place = 0
@@ -87,7 +91,12 @@ class Batches(Generic[B]):
         self._runs.insert(place, run)
 
     def pop(self, workers: int, limit: int = sys.maxsize) -> B:
-        """The next batch, for one of so many workers that may begin so many calls. There must be items."""
+        """Cut the next batch. At least one item must wait.
+
+        Args:
+            workers: the number of workers.
+            limit: how many calls the worker that takes the batch may still begin.
+        """
         most = min(self.cost.batch(self._count, workers), limit)
         batch = self._cut(most, 0)
         while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
@@ -99,7 +108,7 @@ class Batches(Generic[B]):
         return self._make(batch)
 
     def _cut(self, most: int, weight: int, beside: int = 0) -> Run:
-        """Up to `most` items of the first run, to be one batch with `beside` others of some weight."""
+        """Take up to `most` items from the first run, for a batch that has `beside` other items of up to `weight` bytes."""
         run, at = self._runs[0], self._at
         weight = max(run.weight, weight)
         count = min(most, max(0 if beside else 1, _BYTES // max(1, weight) - beside))
@@ -111,14 +120,14 @@ class Batches(Generic[B]):
         return run.part(at, len(run.bodies)) if at else run
 
     def _trim(self) -> None:
-        """Let the first run begin with what has not been taken."""
+        """Remove the items that were taken from the first run."""
         if self._at:
             run = self._runs[0]
             self._runs[0] = run.part(self._at, len(run.bodies))
             self._at = 0
 
     def drop_from(self, number: int) -> None:
-        """Drop the items of this number and above."""
+        """Drop the items from this number on."""
         self._trim()
         kept: deque[Run] = deque()
         for run in self._runs:

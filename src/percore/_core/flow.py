@@ -1,34 +1,35 @@
-"""How much of a map may be on its way: the window, and how many items make a batch."""
+"""Flow control of a map: how many items may be under way (`Window`), and how many make a batch (`Cost`)."""
 
 from typing import Final
 
 LEAST: Final = 64
 MOST: Final = 131_072
 MOST_OF_ONE: Final = 16_384
-"""Items of one worker. Fewer cost throughput, measured with two: 0.93 of it at 8,192."""
+"""Items that a map may hold per worker. At 8,192, the throughput measured with two workers falls to 0.93."""
 BYTES: Final = 64 << 20
-"""Bytes of pickled arguments that a map may have on its way; and of results, those that wait and those expected."""
+"""Limit for the bytes of a map's pickled arguments under way; and, separately, for those of its waiting and expected results."""
 
 AHEAD_SECONDS: Final = 0.05
-"""A window holds as many items as end in this time, so that short calls never wait for the next input."""
+"""A window holds as many items as end within this time, so that short calls never wait for the next input."""
 
 BATCH_SECONDS: Final = 0.001
 _RECENT: Final = 64
 _SHORTEST: Final = 1e-9
 _DELAY: Final = 0.01
-"""Seconds that a thread waits for a CPU at most, mostly."""
+"""How long a thread usually waits for a CPU at most, in seconds."""
 
 
 def most_of(workers: int) -> int:
-    """Items that a map may hold at most, with so many workers."""
+    """Return how many items a map may hold at most with this number of workers."""
     return min(MOST, MOST_OF_ONE * workers)
 
 
 class Window:
     """How many items of one map may be pulled and not yet handed over.
 
-    Where the user does not say, it follows the calls: 64 at first; with the first results twice what the workers can hold; beyond
-    that while so many of them end in a moment. And it keeps bounds on memory, whatever the items are: one item always passes.
+    If the user sets no window, its size depends on the calls. It is 64 at first. With the first results it becomes twice the number
+    of calls that the workers can hold. It grows beyond that if more items than this end within `AHEAD_SECONDS`. Limits on memory
+    apply as well, but one item may always be under way.
     """
 
     __slots__ = (
@@ -49,7 +50,13 @@ class Window:
     )
 
     def __init__(self, exact: int | None, room: int, most: int = MOST) -> None:
-        """`exact`: what the user says. `room`: calls that all workers together may hold. `most`: no window is larger."""
+        """Make a window.
+
+        Args:
+            exact: the size that the user has set; None: it depends on the calls.
+            room: calls that all workers together may hold.
+            most: upper limit for the size.
+        """
         self._is_exact = exact is not None
         self._most = most
         self.limit = min(most, LEAST if exact is None else exact)
@@ -57,7 +64,7 @@ class Window:
         self.pulled = self.ended = self.handed_over = 0
         self.is_rated = False
         self.batch = 1
-        """Items that make a batch: so many are pulled together, where the window has room for some."""
+        """Number of items in a whole batch. The feeder waits for this much space, or for a quarter of the window if less."""
         self._argument_bytes = 0
         self._result_bytes = 0.0
         self._mean = 0.0
@@ -65,7 +72,7 @@ class Window:
         self._rated_ended = 0
 
     def space(self) -> int:
-        """How many more items may be pulled now."""
+        """Return how many more items may be pulled now."""
         outstanding = self.pulled - self.handed_over
         space = self.limit - outstanding
         if self._is_exact or space <= 0:
@@ -78,19 +85,19 @@ class Window:
         return max(0 if outstanding else 1, space)
 
     def is_worth_a_pull(self) -> bool:
-        """Whether there is so much space that whoever pulls should be woken: short calls are then pulled by the hundred."""
+        """Whether there is enough space to wake the feeder. Waiting for more space lets it pull many short calls at once."""
         space = self.space()
         most = min(self.limit, BYTES / self._mean) if self._mean else self.limit
         step = max(most / 8, min(self.batch, most / 4))
         return space > 0 and (self._is_exact or space >= step or self.pulled == self.ended)
 
     def pull(self, count: int, size: int) -> None:
-        """So many items were pulled; their pickled arguments take `size` bytes."""
+        """Count `count` items as pulled. Their pickled arguments take `size` bytes together."""
         self.pulled += count
         self._argument_bytes += size
 
     def end(self, count: int, argument_size: int, result_size: int, now: float) -> None:
-        """So many items have ended; their results wait, `result_size` bytes of them."""
+        """Count `count` items as ended. Their results, of `result_size` bytes together, wait to be handed over."""
         self.ended += count
         self._argument_bytes -= argument_size
         self._result_bytes += result_size
@@ -100,17 +107,20 @@ class Window:
             self._rate(now)
 
     def expect(self, items: int) -> None:
-        """So many items end in `AHEAD_SECONDS` if they take as long as was measured in workers: until their own rate is known."""
+        """Use `items` as the window until the rate of this map is known.
+
+        `items`: how many end within `AHEAD_SECONDS` if each takes as long as workers have measured.
+        """
         if not self._is_exact and not self.is_rated and self._rated_at is not None:
             self.limit = max(self._base, min(self._most, items))
 
     def hand_over(self, size: float, count: int = 1) -> None:
-        """So many results, of `size` bytes together, are the user's now."""
+        """Count `count` results, of `size` bytes together, as handed over to the user."""
         self.handed_over += count
         self._result_bytes -= size
 
     def wake_at(self) -> int:
-        """How many items must have been handed over before `is_worth_a_pull` can be true by that."""
+        """Return the value of `handed_over` below which handing over results cannot make `is_worth_a_pull` true."""
         if self._is_exact or self.pulled - self.handed_over < self.limit:
             return self.handed_over + 1
         return self.pulled - self.limit + max(1, self.limit // 8)
@@ -121,7 +131,7 @@ class Window:
             self.limit = self._base
             return
         ended, seconds = self.ended - self._rated_ended, now - self._rated_at
-        if seconds < AHEAD_SECONDS:  # calls that began together end together: within less, that is no rate
+        if seconds < AHEAD_SECONDS:  # calls that began together end together, so a shorter time gives no rate
             return
         self._rated_at, self._rated_ended = now, self.ended
         self.is_rated = True
@@ -129,7 +139,7 @@ class Window:
 
 
 class Cost:
-    """What an item of a map takes on a thread, as measured there, and so how many make a batch."""
+    """How long an item of a map takes, as measured on the worker's thread, and how many items make a batch."""
 
     __slots__ = ("_is_rising", "seconds")
 
@@ -138,10 +148,11 @@ class Cost:
         self._is_rising = False
 
     def measured(self, count: int, seconds: float) -> None:
-        """`count` items have taken so long. Believed at once when it is more, by and by when it is less.
+        """Take a measurement: `count` items took `seconds` together.
 
-        That many items have taken a few milliseconds more may be nothing but a thread that had to wait for a CPU: only when it
-        happens twice in a row that is believed, too.
+        The estimate follows a rise at once, by up to a factor of 8, and a fall by up to one half. If 64 or more items took only a
+        few milliseconds longer than expected, the thread may just have waited for a CPU. The estimate then rises by no more than a
+        quarter, unless the measurement before it was a rise, too.
         """
         mean = max(_SHORTEST, seconds / count)
         before = self.seconds
@@ -155,16 +166,19 @@ class Cost:
         self._is_rising = before is not None and mean > 1.25 * before
 
     def whole(self, workers: int) -> int:
-        """How many items make a batch: a millisecond's work, and so many at most that each worker may have two."""
+        """Return the size of a whole batch: a millisecond of work, but small enough that each worker can have two.
+
+        Without a measurement it is 1.
+        """
         if self.seconds is None:
             return 1
         workers = max(1, workers)
         return min(max(LEAST, most_of(workers) // (2 * workers)), max(1, int(BATCH_SECONDS / self.seconds)))
 
     def batch(self, waiting: int, workers: int) -> int:
-        """How many of the `waiting` items make the next batch."""
+        """Return how many of the `waiting` items make the next batch."""
         whole = self.whole(workers)
         if self.seconds is None or waiting >= whole:
             return whole
-        # Less than one batch: a part for each worker, unless that is not worth another message.
+        # Fewer items than a whole batch: each worker gets a part, unless the part is not worth another message.
         return max(-(-waiting // max(1, workers)), min(waiting, int(BATCH_SECONDS / self.seconds / 4)), 1)

@@ -1,10 +1,10 @@
-"""One worker's life: a table of what may follow what, and of how long each state may last.
+"""The life of a worker: a table of its states, the events allowed in each, and how long each state may last.
 
     starting ──ready──▶ ready ──drain──▶ draining ──▶ gone
         │                 │ └────finish──▶ finishing ──▶ gone
         └──────fail───────┴──────────────▶ failed ────▶ gone
 
-Every state may end in gone: the system's report of a death is always believed.
+The system may report a worker's death in any state, so gone may follow every other state.
 """
 
 from enum import Enum
@@ -29,16 +29,16 @@ class Event(Enum):
 
 
 class Deadline(Enum):
-    """By when a worker must have left its state. A worker that has not is killed."""
+    """A time limit for a state. A worker that is still in the state when it expires is killed."""
 
     START = "start"
-    """It must be ready `start_timeout` seconds after its start."""
+    """The worker must be ready `start_timeout` seconds after its start."""
 
     END = "end"
-    """Its process must have ended `kill_after` seconds after it was asked to end, or said that it ends."""
+    """Its process must end within `kill_after` seconds after it was asked to end, or announced that it ends."""
 
     IDLE_END = "idle end"
-    """As END, but the seconds count from the end of its last call: its calls may take as long as they need."""
+    """As END, but the seconds count from the end of its last call. There is no limit for its calls."""
 
 
 class _Row(NamedTuple):
@@ -60,7 +60,7 @@ _TABLE: Final[dict[State, _Row]] = {
     State.READY: _Row(
         None,
         {
-            Event.FAIL: State.FAILED,  # its lifespan has failed while it served
+            Event.FAIL: State.FAILED,  # its lifespan failed while it was serving calls
             Event.DRAIN: State.DRAINING,
             Event.FINISH: State.FINISHING,
             Event.EXIT: State.GONE,
@@ -69,7 +69,7 @@ _TABLE: Final[dict[State, _Row]] = {
     State.DRAINING: _Row(
         Deadline.IDLE_END,
         {
-            Event.READY: State.DRAINING,  # asked to end while it was starting, it still reports how the start went
+            Event.READY: State.DRAINING,  # it was asked to end while it was starting, and still reports that it is ready
             Event.FAIL: State.FAILED,
             Event.DRAIN: State.DRAINING,
             Event.FINISH: State.FINISHING,
@@ -89,7 +89,7 @@ _TABLE: Final[dict[State, _Row]] = {
     State.FAILED: _Row(
         Deadline.END,
         {
-            Event.FAIL: State.FAILED,  # first that it fails, then by which error
+            Event.FAIL: State.FAILED,  # a worker reports its failure twice: first that it fails, then the error
             Event.DRAIN: State.FAILED,
             Event.FINISH: State.FAILED,
             Event.EXIT: State.GONE,
@@ -100,7 +100,7 @@ _TABLE: Final[dict[State, _Row]] = {
 
 
 class IllegalEvent(Exception):
-    """An event that the table does not know: a fault of percore or of a broken worker."""
+    """An event that the table does not allow in this state: an error in percore, or a broken worker."""
 
 
 class Life:
@@ -116,7 +116,7 @@ class Life:
         """Take `event` and return the new state.
 
         Raises:
-            IllegalEvent: it cannot happen in this state; the message tells the story so far.
+            IllegalEvent: the event is not allowed in this state; the message lists the latest events.
         """
         following = _TABLE[self.state].following.get(event)
         if following is None:
@@ -127,9 +127,9 @@ class Life:
         return following
 
     def deadline(self, *, has_calls: bool) -> Deadline | None:
-        """The deadline that runs in this state. None: the worker has all the time it needs.
+        """Return the deadline of the current state; None if the state may last as long as it takes.
 
-        Two states with the same deadline share it: a worker that goes from one to the other gets no more time.
+        Two states with the same deadline share it: a worker that moves from one to the other gets no additional time.
         """
         deadline = _TABLE[self.state].deadline
         if deadline is Deadline.IDLE_END:

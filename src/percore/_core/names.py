@@ -1,8 +1,8 @@
-"""The names of keys: equal keys of users get one object, which stands for them from then on.
+"""Names of keys: one object replaces all equal keys of a user.
 
-A user's `__hash__` and `__eq__` run where a key is given, in the code of whoever gives it, and nowhere else. Whatever happens to
-the call later (its outcome, a death, a cancellation) handles the name alone, which is compared by identity. So a key that changes
-after it was given, or whose methods raise, harms neither workers nor other calls.
+A key's own `__hash__` and `__eq__` run only in the call that passes the key, so their errors reach that caller. All later code (for
+outcomes, deaths and cancellations) uses the name, which is compared by identity. A key that changes later, or whose methods raise,
+therefore affects neither workers nor other calls.
 """
 
 from collections.abc import Hashable
@@ -11,23 +11,23 @@ from weakref import ref
 
 
 class Name:
-    """Stands for all keys that are equal to one. Two names are equal only if they are the same object."""
+    """The name of a key and of all keys equal to it. Two names are equal only if they are the same object."""
 
     __slots__ = ("__weakref__", "key_hash", "value")
 
     def __init__(self, value: Hashable, key_hash: int) -> None:
         self.value = value
         self.key_hash = key_hash
-        """The hash of the key when it was given. An equal key that is given later, under a new name, finds the same worker by it.
+        """The hash that the key had when it was passed. An equal key with a new name thus gets the same worker.
 
-        The name itself is hashed by identity, as any object: a call looks its name up in several dicts."""
+        The name itself is hashed by identity, like any object, because a call looks its name up in several dicts."""
 
     def __repr__(self) -> str:
         return repr(self.value)
 
 
 class _Entry(ref[Name]):
-    """A name in the table, which does not keep it alive, and the next one with the same hash."""
+    """A weak reference to a name in the table, and the next entry with the same hash."""
 
     __slots__ = ("key_hash", "next")
 
@@ -36,14 +36,14 @@ class _Entry(ref[Name]):
 
 
 class Names:
-    """The names that are in use. Whoever uses one holds it; a name that nobody holds is forgotten."""
+    """The names in use. The table refers to names weakly: a name is forgotten when nothing else refers to it."""
 
     def __init__(self) -> None:
-        # By hash, in chains, and not by key: to take a key out of a dictionary would run the user's code.
+        # Chains by hash instead of a dictionary by key: removing a key from a dictionary would run the key's own methods.
         self._entries: Final[dict[int, _Entry]] = {}
 
     def __len__(self) -> int:
-        """How many names are in use."""
+        """Number of names in use."""
         count = 0
         for entry in list(self._entries.values()):
             following: _Entry | None = entry
@@ -53,11 +53,11 @@ class Names:
         return count
 
     def of(self, key: Hashable) -> Name:
-        """The name of a key. Runs user code: its `__hash__` and `__eq__`.
+        """Return the name of a key. This runs the key's own `__hash__` and `__eq__`.
 
         Raises:
             TypeError: the key is not hashable.
-            Exception: whatever `__hash__` or `__eq__` raises.
+            Exception: any error of `__hash__` or `__eq__`.
         """
         key_hash = hash(key)
         while True:
@@ -65,13 +65,13 @@ class Names:
             entry = first
             while entry is not None:
                 name = entry()
-                # The new key is asked first: that an older one is broken is not the fault of whoever gives this one.
+                # The new key is the left operand, so its `__eq__` is tried first: this caller should not get errors of older keys.
                 if name is not None and (key is name.value or key == name.value):
                     return name
                 entry = entry.next
             if self._entries.get(key_hash) is first:
                 break
-            # `__eq__` has given keys of this hash a name meanwhile, or a name was forgotten: look again.
+            # The table changed meanwhile: `__eq__` has made a name with this hash, or one was forgotten. Look again.
         name = Name(key, key_hash)
         entry = _Entry(name, self._forget)
         entry.key_hash = key_hash
@@ -80,7 +80,10 @@ class Names:
         return name
 
     def _forget(self, entry: _Entry) -> None:
-        """Nobody holds this name any more. Runs no user code: it may be called in the midst of anything."""
+        """Remove the entry of a name that was garbage collected.
+
+        It may be called at any point of other code, so it runs no user code.
+        """
         first = self._entries.get(entry.key_hash)
         if first is entry:
             if entry.next is None:

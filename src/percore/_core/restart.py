@@ -1,7 +1,8 @@
-"""When a slot gets its next worker, and when it gets none any more.
+"""Back-off for replacing dead workers: when a slot gets its next worker, and when it is given up.
 
-Only deaths before a worker began its first call count, in a row per slot; a begun call resets them. The first replacement comes
-at once, then after 0.1 · 2ⁿ seconds, 5 at most; ten in a row and the slot is given up.
+Only deaths before a worker began its first call count. They are counted in a row, per slot; a call that begins resets the count.
+The first replacement starts at once, the next ones after 0.1 · 2ⁿ seconds, at most 5. The slot is given up after ten such deaths in
+a row.
 """
 
 from typing import Final
@@ -12,7 +13,7 @@ LONGEST_DELAY: Final = 5.0
 
 
 class RestartBudget:
-    """The deaths in a row of one slot."""
+    """The number of early deaths in a row in one slot."""
 
     __slots__ = ("deaths",)
 
@@ -20,11 +21,14 @@ class RestartBudget:
         self.deaths = 0
 
     def began(self) -> None:
-        """The slot's worker has begun a call: all is well."""
+        """Reset the count, because the slot's worker has begun a call."""
         self.deaths = 0
 
     def died(self) -> float | None:
-        """The worker died before it began any call: seconds until the next start, or None when there is none."""
+        """Count a worker that died before it began any call.
+
+        Return the seconds until its replacement starts, or None if the slot is given up.
+        """
         self.deaths += 1
         if self.deaths >= LIMIT:
             return None
