@@ -1,4 +1,4 @@
-"""Context variables that travel with calls: which they are, and their values at the moment of a call."""
+"""Context variables that are sent with calls: references to them, and their values at the moment of a call."""
 
 import sys
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ _TOO_LARGE: Final = (
 
 
 def references(variables: Sequence[ContextVar[Any]]) -> tuple[tuple[str, str], ...]:
-    """Module and name of each.
+    """Return the module and the name of each variable.
 
     Raises:
-        ValueError: one is no attribute of a module that a worker can import.
+        ValueError: a variable is not an attribute of any module that a worker can import.
     """
     return tuple(_reference(variable) for variable in variables)
 
@@ -40,7 +40,7 @@ def _reference(variable: ContextVar[Any]) -> tuple[str, str]:
 
 
 class Contexts:
-    """Reads the values of the variables."""
+    """The context variables of a runner, and how to read their values."""
 
     def __init__(self, variables: Sequence[ContextVar[Any]], slots: SlotWriter, *, main_by_value: bool) -> None:
         self._variables = variables
@@ -48,11 +48,11 @@ class Contexts:
         self._main_by_value = main_by_value
 
     def capture(self) -> dict[int, Any] | bytes | None:
-        """The values of now, by the number of their variable: None where none is set; pickled unless all are scalars.
+        """Return the current values by the number of their variable, pickled unless all are scalars; None if no variable is set.
 
         Raises:
-            PayloadTooLarge: they take more than 100,000 bytes, which is too much to go with every call.
-            BaseException: whatever pickling them raises.
+            PayloadTooLarge: the values take more than 100,000 bytes, which is too much to send with every call.
+            BaseException: any error of pickling the values.
         """
         context = copy_context()
         values = {}
@@ -63,7 +63,7 @@ class Contexts:
         if not values:
             return None
         weight = weight_of(values.values())
-        if weight is not None and weight <= INLINE_LIMIT:  # keys and brackets weigh little: a frame has room for twice as much
+        if weight is not None and weight <= INLINE_LIMIT:  # keys and brackets add little, and a frame has room for twice as much
             return values
         sink = Sink(self._slots, private=True)
         dump(values, sink, main_by_value=self._main_by_value)

@@ -1,4 +1,4 @@
-"""From what a map pulls to what is sent: rows of arguments become items, or runs of items for batches."""
+"""Turns the rows of arguments that a map pulls into what is sent: single items, or runs of items for batches."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from percore._policy import Policy
 from percore._shares import Share
 
 _SMALL: Final = 16_384
-"""Bytes of pickled arguments up to which they travel in a batch."""
+"""Largest size in bytes of pickled arguments that may be sent in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How a map was asked for.
+    """The options of a map.
 
     Attributes:
-        ordered: results in the order of the inputs, or as they come.
-        window: exactly so many items pulled and not handed over. None: as it fits.
-        key: gives the key of a row's arguments.
-        return_exceptions: errors in the place of results.
-        pairs: (item, result) instead of results.
+        ordered: give results in the order of the inputs; else as they come.
+        window: how many items may be pulled and not handed over; None: chosen automatically.
+        key: returns the key of a call from its arguments; None: no keys.
+        return_exceptions: give errors in place of results.
+        pairs: give (item, result) instead of results.
         star: each item is a tuple of arguments.
-        policy: what its calls are run under.
+        policy: the policy of the calls; None: that of the runner.
     """
 
     ordered: bool
@@ -42,26 +42,26 @@ class Spec:
 
 
 class Taker(Protocol):
-    """Who takes what rows have become, in order."""
+    """The receiver of the items, in order: the map's flow."""
 
     def is_done(self) -> bool:
-        """Whether it takes no more."""
+        """Whether it takes no more items."""
 
     def name_of(self, key: Hashable) -> Name:
-        """What stands for a key from now on. Runs user code, which may raise."""
+        """Return the name of a key. This runs user code, which may raise."""
 
     def take_run(self, run: Run, size: int) -> None:
-        """Items for batches; `size`: bytes of their pickled arguments."""
+        """Take items for batches. `size`: bytes of their pickled arguments."""
 
     def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
-        """An item that goes alone, and holds these."""
+        """Take an item that is sent as a call. It holds `shares`, the shared objects among its arguments, until it has ended."""
 
     def take_failure(self, error: BaseException) -> None:
-        """An item that cannot be sent: the user's objects have failed."""
+        """Take the error of an item that cannot be sent because user code raised."""
 
 
 class Rows:
-    """Turns rows into items. Runs user code: iterating rows, keys, pickling."""
+    """Turns rows into items. This runs user code: it iterates over rows, computes keys and pickles arguments."""
 
     def __init__(
         self, functions: Functions, function: Function, spec: Spec, taker: Taker, *, is_single: bool, is_batched: bool
@@ -75,9 +75,9 @@ class Rows:
         self._is_batched = is_batched
 
     def submit(self, number: int, rows: list[Any]) -> int:
-        """Rows of which the first has this number. How many were taken.
+        """Turn these rows into items; `number` is that of the first. Return how many were taken.
 
-        Pickling one may end the map, or the runner, in any way: then the others are of no use.
+        User code may end the map or the runner while it runs. The remaining rows are then not taken.
         """
         if self._is_batched and self._is_bare:
             data = encode_small(rows)
@@ -88,9 +88,9 @@ class Rows:
         for place, row in enumerate(rows):
             try:
                 is_taken = not self._taker.is_done() and self._submit_row(number + place, row)
-            except KeyboardInterrupt:  # taken for the terminal's
+            except KeyboardInterrupt:  # treated as a Ctrl-C
                 raise
-            except BaseException as error:  # user code: its failure is this item's
+            except BaseException as error:  # user code: only this item fails
                 if is_taken := not self._taker.is_done():
                     self._taker.take_failure(as_error(error, "pickling"))
             if not is_taken:
@@ -98,7 +98,7 @@ class Rows:
         return len(rows)
 
     def _submit_row(self, number: int, row: Any) -> bool:
-        """Whether it was taken."""
+        """Turn one row into an item. Return whether it was taken."""
         args = tuple(row) if self._spec.star else (row,) if self._is_single else row
         key = None
         if self._spec.key is not None and (given := self._spec.key(*args)) is not None:
@@ -117,6 +117,6 @@ class Rows:
             self._taker.take_item(body, key, shares)
             return True
         weight = size or weight_of(args)
-        assert weight is not None  # since `is_inline` is true of them
+        assert weight is not None  # `is_inline` is true for them
         self._taker.take_run(Run(number, [body], False, weight), size)
         return True
