@@ -1,4 +1,4 @@
-"""What is told of objects that cannot be sent: which it was, why not, and what to send instead."""
+"""Error messages about objects that cannot be sent. They name the object and the reason, and say what to send instead."""
 
 import inspect
 from collections.abc import Callable
@@ -35,26 +35,26 @@ _INSTEAD: Final = {
     "module": ("return its name", "give its name"),
     "memoryview": ("return pickle.PickleBuffer(view), or bytes(view)", "give pickle.PickleBuffer(view), or bytes(view)"),
 }
-"""By the name of a class: for a result, and for an argument."""
+"""Advice by class name: for a result, and for an argument."""
 
 
 def unpicklable(value: object, exc: BaseException) -> RemoteError:
-    """What the caller gets instead of a result that could not be pickled: what it is, why not, what to return."""
+    """Return the error that the caller gets for a result that cannot be pickled. It says what to return instead."""
     text = _told("the result", value, exc, "return plain data instead", 0)
     return RemoteError(type_name_of(exc), text, format_traceback(exc))
 
 
 def unsendable(what: str, value: object, error: Exception) -> Exception:
-    """What is to be raised instead of this `error`, with which something could not be pickled.
+    """Return the exception to raise instead of `error`, which pickling `value` raised. `what` names the value in the message.
 
-    Another error of the same class where pickle or cloudpickle has said that it cannot: their words name neither a function nor an
-    argument. The very error where the user's code has raised one of its own.
+    If pickle or cloudpickle raised `error`, return an error of the same class with a message that names the function and the
+    argument, which theirs does not. If the user's code raised it, return `error` itself.
     """
     return _retold(error, _told(what, value, error, "send plain data instead", 1))
 
 
 def unsendable_function(name: str, error: Exception) -> Exception:
-    """As `unsendable`, of a function."""
+    """Like `unsendable`, for the function `name`."""
     text = f"the function {name} cannot be pickled ({type_name_of(error)}: {text_of(error)})"
     return _retold(error, f"{text}; give a function of a module, and what it needs as arguments")
 
@@ -70,7 +70,7 @@ def _retold(error: Exception, text: str) -> Exception:
 def _told(what: str, value: object, exc: BaseException, otherwise: str, place: int) -> str:
     culprit = _culprit(value)
     known = value if culprit is None else culprit
-    # A subclass (a response class of the user's own, asyncio's C task) is advised as its known base.
+    # A subclass (a response class of the user, asyncio's C task) gets the advice for its known base.
     names = [base.__name__ for base in type(known).__mro__]
     verb = "is" if known is value else "contains"
     advice = next((_INSTEAD[name][place] for name in names if name in _INSTEAD), None)
@@ -81,14 +81,14 @@ def _told(what: str, value: object, exc: BaseException, otherwise: str, place: i
 
 
 def _culprit(value: object, depth: int = 3) -> object | None:
-    """The first known unpicklable thing in `value`. Looks into plain containers only: no user code runs."""
+    """Find the first object in `value` of a type known to be unpicklable. Searches plain containers only: no user code runs."""
     if type(value) in CAREFUL or any(base.__name__ in _INSTEAD for base in type(value).__mro__):
         return value
     if not depth or type(value) not in (list, tuple, dict, set, frozenset):
         return None
     try:
         items = list(value.values() if isinstance(value, dict) else cast("list[object]", value))
-    except RuntimeError:  # another thread changes it meanwhile
+    except RuntimeError:  # another thread is changing the container
         return None
     for item in items[:100]:
         found = _culprit(item, depth - 1)
@@ -97,15 +97,15 @@ def _culprit(value: object, depth: int = 3) -> object | None:
     return None
 
 
-# What a worker does not find
+# Names that a worker cannot import
 
 
 IMPORT_ERRORS: Final = (ModuleNotFoundError, AttributeError)
-"""What unpickling raises where a name leads nowhere."""
+"""The errors that unpickling raises if it cannot import a name."""
 
 
 def advise_importing(error: BaseException) -> None:
-    """Add a note to what unpickling a call has raised, where a worker lacks a module, or has another version of it."""
+    """Add a note to `error`, raised by unpickling a call, if the worker lacks a module or has another version of it."""
     if type(error) is ModuleNotFoundError:
         BaseException.add_note(
             error,
@@ -127,9 +127,10 @@ def advise_importing(error: BaseException) -> None:
 def blamed(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], can_pickle: Callable[[object], bool]
 ) -> tuple[str, object]:
-    """Which argument of a call could not be pickled, in words, and the argument.
+    """Return a description of the argument that could not be pickled, and the argument.
 
-    One that is known is found without running the user's code. Otherwise they are pickled once more, one by one.
+    An argument of a type known to be unpicklable is found without running user code. Otherwise the arguments are pickled again, one
+    by one, with `can_pickle`.
     """
     name = qualified_name(fn)
     parts: list[tuple[str | int, object]] = [*enumerate(args), *kwargs.items()]
@@ -147,7 +148,7 @@ def _argument(fn: Callable[..., Any], place: str | int) -> str:
         return f"the argument {place!r}"
     try:
         parameters = [*inspect.signature(fn).parameters.values()][: place + 1]
-    except Exception:  # a builtin, or a signature of the user's making
+    except Exception:  # a builtin, or a `__signature__` of the user that is wrong
         parameters = []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(parameters) > place and all(parameter.kind in kinds for parameter in parameters):
@@ -156,24 +157,24 @@ def _argument(fn: Callable[..., Any], place: str | int) -> str:
 
 
 class Nowhere:
-    """A file that keeps nothing of what is pickled."""
+    """A file for picklers that discards everything written."""
 
     def __init__(self) -> None:
         self.buffers: list[memoryview] = []
 
     def write(self, data: object, /) -> None:
-        """It is gone."""
+        """Discard `data`."""
 
     def contains(self, needle: bytes) -> bool:
-        """Nothing is kept to be looked at."""
+        """Return False, since nothing is stored."""
         return False
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing, since nothing is stored."""
 
     def keep(self, buffer: object) -> bool:
-        """It is left out of the pickle."""
+        """Return False: the buffer is left out of the pickle."""
         return False
 
     def write_buffers(self) -> None:
-        """None were kept."""
+        """Do nothing, since no buffers are stored."""

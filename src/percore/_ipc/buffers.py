@@ -1,9 +1,9 @@
-"""Buffers that travel beside a pickle: the layout of a payload that has some.
+"""The layout of a payload with buffers beside its pickle.
 
     pickle │ buffer │ buffer │ … │ table: offset and length of each │ length of the pickle, number of buffers, a zero
 
-Every buffer begins at a multiple of 64 bytes from the payload's start. A pickle ends with a full stop, and this with a zero: so the
-last byte tells whether a payload has buffers, wherever it lies.
+Every buffer starts at a multiple of 64 bytes from the payload's start. A pickle ends with a full stop, and this layout with a zero.
+So the last byte shows whether a payload has buffers, whether it lies in a slot or in a frame.
 """
 
 import struct
@@ -12,10 +12,10 @@ from typing import Final
 from percore._ipc.ring import BrokenFrame
 
 BUFFER_LIMIT: Final = 64 << 10
-"""Bytes from which a buffer travels beside the pickle; below it a copy costs less than a view."""
+"""Buffers of at least this many bytes travel beside the pickle. Below that a copy costs less than a view."""
 
 ALIGNMENT: Final = 64
-"""What vectorised code likes to find."""
+"""The alignment of buffers in bytes. Vectorised code is fastest with it."""
 
 _STOP: Final = 0x2E
 _ROW: Final = struct.Struct("<QQ")
@@ -23,20 +23,20 @@ _END: Final = struct.Struct("<QIB")
 
 
 def table_of(pickled: int, places: list[tuple[int, int]]) -> bytes:
-    """The end of a payload whose pickle has so many bytes, and whose buffers lie there: offset and length of each."""
+    """Return the end of a payload: the table for a pickle of `pickled` bytes and buffers at these offsets and lengths."""
     return b"".join(_ROW.pack(*place) for place in places) + _END.pack(pickled, len(places), 0)
 
 
 def has_buffers(data: memoryview | bytes) -> bool:
-    """Whether these bytes are more than a pickle."""
+    """Whether the payload `data` has buffers beside its pickle."""
     return len(data) > 0 and data[-1] != _STOP
 
 
 def places_in(data: memoryview | bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of the pickle, and beginning and end of each buffer.
+    """Return the size of the pickle, and the start and end of each buffer in `data`.
 
     Raises:
-        BrokenFrame: they do not lie in these bytes, or end with no table.
+        BrokenFrame: `data` does not end with a valid table, or a buffer does not lie inside it.
     """
     size = len(data) - _END.size
     if size < 0:

@@ -1,9 +1,12 @@
-"""Messages to frames and back.
+"""Encode messages as frames, and decode them.
 
-marshal, because it is several times faster than pickle for scalars and cannot run anyone's code. Three things keep it right:
-only values whose type is exactly one of a few immutable ones go in as they are (marshal silently turns other buffers into bytes;
-immutable, so that sharing is harmless); version 2 (no references); and the ring's CRC is checked before it sees a frame (it can be
-led by damaged bytes to ask for gigabytes).
+Frames are marshalled: marshal is several times faster than pickle for scalars, and loading never runs code. Three rules make it
+safe:
+
+- a value goes in as it is only if its type is exactly one of a few immutable types. marshal would silently turn other buffers into
+  bytes, and immutable values may be shared;
+- version 2 is used, which has no references;
+- the ring checks its CRC before marshal reads a frame, because damaged data can make marshal allocate gigabytes.
 """
 
 import marshal
@@ -22,21 +25,21 @@ _LEAST = 1 - _INT_LIMIT
 _COUNT_LIMIT = 32
 
 SMALL: Final = 5
-"""Bytes of an int of up to 32 bits in a frame: an i, and its value."""
+"""Bytes of an int of up to 32 bits in a frame: the letter i, and the value."""
 
 _HEAD: Final = 5
-"""Bytes before the items of a list or the text of a string: its kind, and its length."""
+"""Bytes before the items of a list or the text of a string: the type, and the length."""
 
 _SMALL_LIMIT: Final = 1 << 31
 _DIGIT: Final = 15
-"""Bits of a larger int that take two bytes in a frame."""
+"""How many bits of a larger int take two bytes in a frame."""
 _HEAVIEST_INT: Final = SMALL + 2 * -(-256 // _DIGIT)
 _HEAVIEST_SCALAR: Final = 9
 """Bytes of a float in a frame; bool and None take less."""
 
 
 def is_inline_value(value: object) -> bool:
-    """Whether this value can travel in a frame as it is: small, and of an exact immutable type."""
+    """Whether `value` can travel in a frame as it is: it is small, and its type is exactly an immutable one."""
     kind = type(value)
     if kind is int:
         return _LEAST <= value < _INT_LIMIT  # type: ignore[operator]
@@ -46,7 +49,7 @@ def is_inline_value(value: object) -> bool:
 
 
 def is_inline(args: tuple[object, ...]) -> bool:
-    """As `is_inline_value`, for the arguments of a call: not too many, and small together."""
+    """Like `is_inline_value`, for the arguments of a call. There must not be too many, and their total size must be small."""
     text = 0
     for value in args:
         kind = type(value)
@@ -61,7 +64,7 @@ def is_inline(args: tuple[object, ...]) -> bool:
 
 
 def weight_of(args: Collection[object]) -> int | None:
-    """Bytes that many values take in a frame at most, all together, where `is_inline_value` is true of each; else None."""
+    """Return an upper bound on the bytes that `args` take together in a frame, or None if one of them is not inline."""
     weight = _HEAD
     for value in args:
         kind = type(value)
@@ -84,9 +87,9 @@ def weight_of(args: Collection[object]) -> int | None:
 
 
 def encode_small(values: list[object]) -> bytes:
-    """Many ints of up to 32 bits as they go into a frame, `SMALL` bytes each; empty where there is another value among them.
+    """Encode ints of up to 32 bits as in a frame, `SMALL` bytes each. Return empty bytes if `values` has any other value.
 
-    What a map of ints takes on its way is mostly looking at each of them: to encode them once and look at that is the quickest way.
+    A map of ints spends most of its time in checking each value. It is fastest to encode all values at once and check the result.
     """
     count = len(values)
     if countOf(map(type, values), int) < count:
@@ -98,12 +101,12 @@ def encode_small(values: list[object]) -> bytes:
 
 
 def list_small(data: bytes) -> bytes:
-    """What `marshal` makes a list of, of what `encode_small` has given."""
+    """Turn ints encoded by `encode_small` into the marshalled form of a list of them."""
     return b"[" + (len(data) // SMALL).to_bytes(_HEAD - 1, "little") + data
 
 
 def weight_inline(values: list[object]) -> int | None:
-    """Bytes that the heaviest of many values takes in a frame at most, where `is_inline_value` is true of each; else None."""
+    """Return an upper bound on the bytes that the largest of `values` takes in a frame, or None if one of them is not inline."""
     kinds = set(map(type, values))
     if kinds == {int}:
         largest: int = max(max(values), -min(values))  # type: ignore[type-var, operator, call-overload]
@@ -117,15 +120,15 @@ def weight_inline(values: list[object]) -> int | None:
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """The data of one frame."""
-    return marshal.dumps(messages, _VERSION)  # type: ignore[arg-type]  # holds what is_inline let in, and pickles
+    """Encode messages as the data of one frame."""
+    return marshal.dumps(messages, _VERSION)  # type: ignore[arg-type]  # bodies are inline values and pickles
 
 
 def decode(data: memoryview | bytes) -> list[Message]:
-    """What `encode` was given. The messages themselves are checked by whoever unpacks them: a wrong one fails there.
+    """Decode the messages of one frame. Each message is checked only when its receiver unpacks it.
 
     Raises:
-        BrokenFrame: it is no frame.
+        BrokenFrame: `data` is not the data of a frame.
     """
     try:
         messages = marshal.loads(data)

@@ -1,4 +1,4 @@
-"""One process's copy of a shared object: built when it is first asked for, over memory that all processes read."""
+"""One process's copy of a shared object. It is built on first use, over memory that all processes read."""
 
 import threading
 from collections.abc import Callable
@@ -10,33 +10,33 @@ CLOSED = "the shared object was closed"
 
 
 class Copy:
-    """The object behind a handle, in this process."""
+    """The object behind a `Shared` handle, in this process."""
 
     def __init__(self, leases: Leases, payload: int, forgotten: Callable[[], None]) -> None:
-        """`forgotten` is called once, in the loop: after `forget`, when nothing looks at the payload any more."""
+        """`forgotten` is called once, in the loop, after `forget` and when no view of the payload is left."""
         self._leases = leases
         self._payload = payload
         self._forgotten = forgotten
         self._building = threading.RLock()
-        self._state = threading.Lock()  # for the two that follow
+        self._state = threading.Lock()  # guards the next two attributes
         self._views = 0
         self._is_given_up = False
         self._value: Any = None
         self._is_built = False
 
     def value(self) -> Any:
-        """The object. Others that ask for it meanwhile wait.
+        """Return the object, and build it on the first call. Other threads that call this meanwhile wait.
 
         Raises:
-            RuntimeError: it is given up.
-            BaseException: whatever unpickling it raises; the next one who asks tries again.
+            RuntimeError: the object was given up.
+            BaseException: any exception that unpickling raises. The next call tries again.
         """
         if not self._is_built:
             with self._building:
                 if not self._is_built:
                     return self._build()
         value = self._value
-        if self._is_given_up:  # looked at afterwards: it was there, or is not
+        if self._is_given_up:  # checked after the value was read, because `forget` may have cleared it
             raise RuntimeError(CLOSED)
         return value
 
@@ -52,7 +52,7 @@ class Copy:
         return value
 
     def forget(self) -> None:
-        """Give it up: nobody gets it any more. Those who have it keep it. In the loop, once."""
+        """Give the object up: `value` raises from now on. Objects already returned stay valid. Call this once, in the loop."""
         with self._state:
             self._is_given_up = True
             is_seen = bool(self._views)

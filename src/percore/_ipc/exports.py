@@ -1,7 +1,8 @@
-"""Views of memory that tell when the last one of them has gone.
+"""Views of memory with a callback for when the last of them is freed.
 
-What unpickles a buffer keeps no view that it is given, but what that is a view of: neither the death of a view nor its `release`
-says anything. So views are made of an object that exports the memory, and dies after everything that looks at it.
+An array that is unpickled from a view keeps no reference to the view, but one to the object that exports the memory. So neither the
+end of the view nor its `release` means that the memory is unused. This module therefore puts an object of its own in between: it
+exports the memory, and is freed after everything that refers to it.
 """
 
 import asyncio
@@ -18,28 +19,31 @@ Ended = Callable[[], None]
 
 
 def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool = False) -> list[memoryview]:
-    """Views of these places of what `export` has given, or of bytes. Each may be used in another thread: see `Memory.part`."""
+    """Return views of these places (start, end) of `exported`, which `export` has returned or which is a view of bytes.
+
+    Each view may be used in another thread; `Memory.part` says why that matters.
+    """
     views = [PickleBuffer(exported.obj).raw()[start:end] for start, end in places]
     return [view.toreadonly() for view in views] if readonly else views
 
 
 class Endings:
-    """Calls in the loop what finalisers ask for: they run in any thread, in the midst of anything, and do nothing themselves."""
+    """Runs the callbacks of finalisers in the loop. A finaliser may run in any thread, at any point, so it only queues one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For the thread of `loop`, in which it is made."""
+        """Call this in the thread of `loop`."""
         self._loop = loop
         self._thread = threading.get_ident()
         self._ended: deque[Ended] = deque()
         self._is_due = False
 
     def add(self, ended: Ended) -> None:
-        """Have `ended` called by the loop; never once that is closed."""
+        """Have the loop call `ended`. If the loop is closed, it is never called. Any thread may call this."""
         self._ended.append(ended)
         if self._is_due:
             return
         self._is_due = True
-        with contextlib.suppress(RuntimeError):  # it is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             if threading.get_ident() == self._thread:
                 self._loop.call_soon(self._run)
             else:
@@ -58,14 +62,15 @@ _watched: Final[dict[int, ref[Any]]] = {}
 def _array_of(size: int) -> Any:
     import ctypes  # seldom needed, and not cheap to import
 
-    return ctypes.c_char * size  # a class, which takes longer to make than to use: of slots, there is one in a runner
+    return ctypes.c_char * size  # cached, because making the class takes longer than using it; all slots of a runner share one
 
 
 def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
-    """A view of the same writable memory; `ended` is called when nothing that was made of it is left.
+    """Return another view of the writable memory of `view`. The loop calls `ended` when no object refers to it any more.
 
-    By way of ctypes: an object of our own with `__buffer__` (3.12) exports from a view that may be collected with it, which ends
-    the process where that is cleared first (gh-77894, up to 3.12.6 and 3.13.0).
+    A ctypes array exports the memory. A Python class with `__buffer__` (3.12) would keep the view that it exports from, and both
+    may be garbage-collected together. If the collector clears the view first, the process crashes (gh-77894, up to 3.12.6 and
+    3.13.0).
     """
 
     def gone(watch: ref[Any]) -> None:
@@ -74,5 +79,5 @@ def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
 
     array = _array_of(len(view)).from_buffer(view)
     watch = ref(array, gone)
-    _watched[id(watch)] = watch  # by its number: a reference is as hashable as what it refers to
-    return PickleBuffer(array).raw()  # of plain bytes, where a view of the array would be one of characters
+    _watched[id(watch)] = watch  # keyed by id: a weak reference is hashable only if its object is
+    return PickleBuffer(array).raw()  # raw() gives format B; a view of the array itself would have the format of characters

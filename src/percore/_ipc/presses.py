@@ -1,7 +1,7 @@
-"""Presses: what makes payloads of objects, one after the other.
+"""Presses: reusable picklers that turn objects into payloads.
 
-To make a pickler and its file takes longer than to pickle something small. So they are kept for the next object, as long as nothing
-but a small pickle has come of them.
+Creating a pickler and its file takes longer than pickling a small object. So both are kept for the next object, but only after
+small pickles.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pickle import Pickler
 
 _KEPT: Final = 16 << 10
-"""Bytes of a pickle behind which its press is kept: the table of what it has seen never becomes smaller."""
+"""A press is kept after a pickle of at most this many bytes, because the memo table of a pickler never shrinks."""
 
 
 class Press:
-    """A pickler and its file. For one object at a time: what is pickled may pickle something else meanwhile."""
+    """A pickler and its file, for one object at a time. Code that pickles another object meanwhile needs another press."""
 
     __slots__ = ("_idle", "_main_by_value", "_pickler", "sink")
 
@@ -29,12 +29,14 @@ class Press:
         self._pickler: Pickler = FastPickler(sink, PROTOCOL, buffer_callback=sink.keep)
 
     def payload(self, obj: object) -> Payload:
-        """Pickle `obj`: bytes, or the slot that holds them, which is then the caller's to discard. Once; then take another press.
+        """Pickle `obj` and return the bytes, or the slot that holds them, which the caller must then discard.
+
+        Call this only once for each press that `Presses.take` returns.
 
         Raises:
-            PayloadTooLarge: above the limit of the slots.
-            PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle it.
-            BaseException: whatever user code on the way raises.
+            PayloadTooLarge: the pickle exceeds the limit of the slots.
+            PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle `obj`.
+            BaseException: any exception of the user code that pickling runs.
         """
         sink = self.sink
         failed: type[Exception] | None = None
@@ -59,17 +61,17 @@ class Press:
 
 
 class Presses:
-    """The presses of one side of a runner. From any thread."""
+    """The presses of one side of a runner. Any thread may use them."""
 
     def __init__(self, slots: SlotWriter, *, main_by_value: bool, sparing: bool = False) -> None:
-        """`sparing`: take no slot when more than half of them are in use."""
+        """With `sparing`, presses take no slot while about half of the slots are in use (`SlotWriter.is_scarce`)."""
         self._slots = slots
         self._main_by_value = main_by_value
         self._sparing = sparing
         self._idle: list[Press] = []
 
     def take(self) -> Press:
-        """One that nobody uses."""
+        """Return an idle press, or a new one."""
         try:
             return self._idle.pop()
         except IndexError:

@@ -1,11 +1,11 @@
-"""Log records to bytes and back.
+"""Pack log records into bytes, and unpack them.
 
-A record travels as text and numbers alone, so that nobody's code is needed to read it. Its message, its stack and its traceback are
-formatted where it was logged; the traceback leaves percore's own frames out. What was given as `extra` travels as it is where it is
-a number, a text, bytes or None, and as its `str` otherwise. What a record says of its own process holds in the other one as well,
-but for `relativeCreated`, which counts from the start of a process.
+A record travels as text and numbers only, so unpacking it needs none of the user's code. The process that logs it formats its
+message, its stack and its traceback, without percore's own frames. Values in `extra` travel unchanged if they are numbers, str,
+bytes or None, and as their `str` otherwise. All attributes keep the values they had in the process that logged the record, except
+`relativeCreated`, which counts from the start of a process.
 
-A record takes at most RECORD_LIMIT bytes: where it would take more, its longest texts are cut in the middle.
+A packed record has at most RECORD_LIMIT bytes. If it would have more, its longest texts are cut in the middle.
 """
 
 import logging
@@ -18,7 +18,7 @@ from percore._ipc.rebuild import format_parts
 from percore._ipc.ring import BrokenFrame
 
 RECORD_LIMIT: Final = 1 << 15
-"""Bytes of a packed record."""
+"""The largest size of a packed record in bytes."""
 
 _VERSION = 2
 _FIELDS = (
@@ -32,17 +32,17 @@ _formatter = logging.Formatter()
 
 
 def pack(record: logging.LogRecord) -> bytes:
-    """The bytes of a record.
+    """Pack `record` into bytes.
 
     Raises:
-        Exception: its message cannot be formatted.
+        Exception: the message of the record cannot be formatted.
     """
     known = record.__dict__
     texts = _text(record.getMessage()), _traceback(record)
     extra = {name: value for name, value in known.items() if name not in _OWN}
     try:
         fields = _fields_of(known)
-    except KeyError:  # made by hand
+    except KeyError:  # the record was made by hand and lacks an attribute
         fields = tuple(map(known.get, _FIELDS))
     if [*map(type, fields[:3])] == [str, int, float] and _SCALARS.issuperset(map(type, (*fields, *extra, *extra.values()))):
         data = marshal.dumps((*fields, *texts, extra), _VERSION)
@@ -54,10 +54,10 @@ def pack(record: logging.LogRecord) -> bytes:
 
 
 def unpack(data: bytes) -> logging.LogRecord:
-    """The record, as the record factory of this process makes it, with everything that was said of it there.
+    """Make a record with the record factory of this process, and give it the attributes that it had where it was logged.
 
     Raises:
-        BrokenFrame: these bytes are none that `pack` gave.
+        BrokenFrame: `data` did not come from `pack`.
         Exception: the record factory raised.
     """
     try:
@@ -83,17 +83,17 @@ def unpack(data: bytes) -> logging.LogRecord:
 
 
 def _text(value: object) -> str:
-    """As `str(value)`, but never one of a subclass, which marshal refuses."""
+    """Return `str(value)` as a plain str, because marshal refuses subclasses."""
     return str.__str__(str(value))
 
 
 def _plain(value: Any) -> Any:
-    """A value that marshal takes and gives back as it was."""
+    """Return `value` if it survives marshal unchanged, and otherwise its `str`."""
     if type(value) is str or is_inline_value(value):
         return value
     try:
         return _text(value)
-    except Exception as error:  # a record is not lost for an attribute that perhaps nobody looks at
+    except Exception as error:  # do not lose the record because of one attribute
         return f"<{type(value).__qualname__}, whose str raised {type(error).__qualname__}>"
 
 
@@ -103,12 +103,12 @@ def _traceback(record: logging.LogRecord) -> str | None:
     found = record.exc_info
     if not found:
         return None
-    # A formatter's own words, for what is no exception: made by hand, or asked for where none was handled.
+    # Without an exception, use the formatter's text: exc_info was made by hand, or `exc_info=True` was given outside a handler.
     return _text(_formatter.formatException(found)) if found[1] is None else format_parts(*found).removesuffix("\n")
 
 
 def _shortened(values: tuple[Any, ...], extra: dict[str, Any]) -> bytes:
-    """In RECORD_LIMIT bytes: shorter and shorter texts, at the very last nothing that was given as `extra`."""
+    """Pack a record into RECORD_LIMIT bytes. Cut its texts ever shorter, and finally leave out `extra`."""
     limit = RECORD_LIMIT
     while limit > 64:
         cut = {name: _cut(value, limit) for name, value in extra.items()}
@@ -120,7 +120,7 @@ def _shortened(values: tuple[Any, ...], extra: dict[str, Any]) -> bytes:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """A text of at most about so many characters: its beginning, and its end, where a traceback names its exception."""
+    """Cut a text to about `limit` characters. Keep its start and its end, since a traceback ends with the exception."""
     if type(value) is str and len(value) > limit:
         half = limit // 2
         return f"{value[:half]} [{len(value) - 2 * half} characters are left out] {value[-half:]}"

@@ -1,17 +1,17 @@
-"""The tables by which picklers treat some types otherwise than pickle would.
+"""Dispatch tables of the picklers, for types that pickle itself would send wrongly.
 
-pickle has no doubts about these, and what arrives is useless or worse:
+pickle accepts objects of these types, but the copy that arrives is useless or harmful:
 
 - a lock, event or queue of asyncio becomes an independent copy, which synchronises nothing;
-- a Connection of multiprocessing becomes the number of a descriptor, which is somebody else's in the other process;
+- a Connection of multiprocessing becomes the number of a descriptor, which belongs to something else in the other process;
 - shared ctypes of multiprocessing (`RawArray`, `RawValue`) become private copies.
 
-`FAST` is the table of the fast picklers: copyreg's, and an entry for each such type that makes them fail. `CAREFUL` says how the
-careful pickler, which is tried next, sends or refuses them.
+`FAST` is the table of the fast picklers. It has copyreg's entries, and one for each of these types that makes the pickler fail.
+Then the careful pickler is tried. Its table `CAREFUL` has reducers that send such an object or raise an error with advice.
 
-A look-up in a dict costs a pickler nothing for what it knows by itself, and as much as before for the rest. In return a plain dict
-does not follow copyreg and the modules that are imported meanwhile: so after a pickle that names any function or class, `refresh`
-tells whether the tables were up to date.
+A plain dict adds no cost: a pickler does not look up the types that it handles itself, and would look up the others in copyreg's
+table. But a plain dict does not follow changes of copyreg's table, nor modules that are imported later. So after a pickle that
+names a function or class, the caller checks with `is_current` or `refresh` whether the tables were up to date.
 """
 
 import asyncio
@@ -29,35 +29,36 @@ Reducer = Callable[[Any], Any]
 FAST: Final[dict[type, Reducer]] = {}
 CAREFUL: Final[dict[type, Reducer]] = {}
 REGISTERED: Final[dict[type, Reducer]] = {}
-"""What programs and libraries have registered with multiprocessing (`ForkingPickler.register`)."""
+"""The reducers that programs and libraries have registered with multiprocessing (`ForkingPickler.register`)."""
 
 _lock: Final = threading.RLock()
 _modules: int = -1
 _live: dict[type, Reducer] = {}
-"""multiprocessing's own dict of what is registered with it."""
+"""multiprocessing's own dict of the reducers registered with it."""
 _copyreg: Final[dict[type, Any]] = {}
 
 is_worker = False
-"""Whether this process is a worker, whose descriptors nobody may wait for."""
+"""Whether this process is a worker. Other processes must not depend on fetching descriptors from a worker."""
 
 
 def become_worker() -> None:
-    """This process is a worker: it sends no descriptors."""
+    """Mark this process as a worker, which sends no descriptors."""
     global is_worker
     is_worker = True
 
 
 def is_current() -> bool:
-    """Whether nothing has changed that the tables depend on."""
-    # Modules that were imported, classes that were registered: they are seldom taken back.
+    """Whether the tables are up to date."""
+    # Comparing counts is enough for modules and registered classes, because programs seldom remove any.
     return len(sys.modules) == _modules and len(_live) == len(REGISTERED) and copyreg.dispatch_table == _copyreg
 
 
 def refresh() -> frozenset[bytes]:
-    """Bring the tables up to date, and return what a pickle contains that an older `FAST` may have pickled wrongly.
+    """Bring the tables up to date. A pickle that contains one of the returned strings may be wrong, if it was made before.
 
-    That is the name of a class whose entry has changed: its pickle names the class. The pickle of a class that was registered with
-    copyreg may name any other function, so then it is the empty name, which every pickle contains.
+    They are the names of the classes whose entries have changed, because the pickle of an object names its class. The exception is
+    a class registered with copyreg: its pickle may name any function instead. Then the empty string is returned, which every pickle
+    contains.
     """
     global _live, _modules
     if is_current():
@@ -65,7 +66,7 @@ def refresh() -> frozenset[bytes]:
     with _lock:
         modules = len(sys.modules)
         reduction: Any = sys.modules.get("multiprocessing.reduction")
-        # Without the name another thread is about to import it: then there will be more modules.
+        # If the module lacks the name, another thread is still importing it. The number of modules will then change again.
         _live = getattr(getattr(reduction, "ForkingPickler", None), "_extra_reducers", _live)
         has_registered = _update(_copyreg, copyreg.dispatch_table.copy())
         _update(REGISTERED, _live.copy())
@@ -77,7 +78,7 @@ def refresh() -> frozenset[bytes]:
 
 
 def _update(table: dict[type, Any], wanted: dict[type, Any]) -> set[type]:
-    """Make `table`, which other threads read meanwhile, like `wanted`. The classes whose entries have changed."""
+    """Make `table` equal to `wanted`, and return the classes whose entries have changed. Other threads may read it meanwhile."""
     if table == wanted:
         return set()
     changed = {cls for cls in table.keys() | wanted.keys() if table.get(cls) is not wanted.get(cls)}
@@ -88,7 +89,7 @@ def _update(table: dict[type, Any], wanted: dict[type, Any]) -> set[type]:
 
 
 def _fail(obj: object) -> NoReturn:
-    """In the fast picklers: the careful one knows what to do."""
+    """Make a fast pickler fail, so that the careful one is tried."""
     raise TypeError(f"{type(obj).__qualname__} is left to the careful pickler")
 
 
@@ -147,11 +148,11 @@ def _refuse(library: str, obj: object) -> NoReturn:
     )
 
 
-# What belongs to multiprocessing
+# Objects of multiprocessing
 
 
 def _send_descriptor(obj: Any) -> Any:
-    """As multiprocessing sends it: the receiver fetches it, once, from a thread of this process."""
+    """Reduce `obj` as multiprocessing does: the receiver fetches the descriptor, once, from a thread of this process."""
     if is_worker:
         raise TypeError(
             f"a worker cannot return a {type(obj).__qualname__}: make it in the program, and give one to the call as an argument"
@@ -163,7 +164,7 @@ def _send_descriptor(obj: Any) -> Any:
 
 
 def _shared_ctypes() -> dict[type, Reducer]:
-    """Types of which there may be shared objects."""
+    """Return a reducer for each ctypes type that may have objects in shared memory."""
     data: Any = getattr(sys.modules.get("ctypes"), "_SimpleCData", None)
     if data is None or "multiprocessing.sharedctypes" not in sys.modules:
         return {}
@@ -181,11 +182,11 @@ def _reduce_ctype(obj: Any) -> Any:
     return obj.__reduce_ex__(5)
 
 
-# What cloudpickle would send as something else
+# Objects that cloudpickle would send as another type
 
 
 def _refuse_view(_view: memoryview) -> NoReturn:
-    """cloudpickle would copy it into bytes, and what arrives would be something else than what was sent."""
+    """Refuse a memoryview: cloudpickle would send a bytes copy, so the receiver would get another type."""
     raise TypeError(
         "a memoryview cannot be sent as it is: send pickle.PickleBuffer(view), which arrives as a memoryview without a copy "
         "where it is large, or bytes(view)"
@@ -193,7 +194,7 @@ def _refuse_view(_view: memoryview) -> NoReturn:
 
 
 def _refuse_file(file: io.TextIOWrapper) -> Any:
-    """cloudpickle would send what it reads from it, as a StringIO."""
+    """Refuse an open text file except stdout and stderr: cloudpickle would read it and send the content as a StringIO."""
     for name in ("stdout", "stderr"):
         if file is getattr(sys, name):
             return getattr, (sys, name)
@@ -201,7 +202,7 @@ def _refuse_file(file: io.TextIOWrapper) -> Any:
 
 
 def _reduce_cached_property(found: Any) -> Any:
-    """Up to Python 3.11 it has a lock, for which cloudpickle cannot send a class that has one."""
+    """Reduce a cached_property: up to Python 3.11 it holds a lock, so cloudpickle could not send a class that has one."""
     return _cached_property, (found.func, found.attrname)
 
 
@@ -217,6 +218,6 @@ _FIXED: Final[dict[type, Reducer]] = {
     functools.cached_property: _reduce_cached_property,
 }
 _NOT_FAST: Final = _FIXED.keys()
-"""The fast picklers fail with these by themselves, or are right."""
+"""Types that need no entry in `FAST`: C pickle already fails for them, or pickles them correctly."""
 
 refresh()

@@ -1,12 +1,13 @@
-"""A byte ring for frames: one writer, one reader, positions told by a doorbell.
+"""A byte ring for frames, with one writer and one reader. A doorbell carries the positions.
 
-What must stay true
-    Positions are cumulative counts of bytes; neither lies in the memory. The writer owns [written, read + size), the reader
-    [read, end): a byte changes hands only when a doorbell carrying the new position has been received, so the kernel orders
-    memory (also on ARM) and nobody looks at bytes the other may be writing.
-    The writer publishes whole frames, so what a reader is told of is always a whole number of frames.
+Invariants
+    Positions are cumulative counts of bytes, and are not stored in the shared memory. The writer owns [written, read + size), and
+    the reader owns [read, end). A byte changes owner only when a side has received the new position by the doorbell. So the kernel
+    orders memory accesses (also on ARM), and no side reads bytes that the other may be writing.
+    The writer publishes whole frames only, so the reader always sees a whole number of frames.
 
-A frame is 8 bytes of header (length of the data, CRC-32 of the data; little endian) and the data. Both may wrap around the end.
+A frame is a header of 8 bytes (length of the data, CRC-32 of the data, both little endian), and the data. Both may wrap around the
+end.
 """
 
 import struct
@@ -20,24 +21,24 @@ _unpack_from = _HEADER.unpack_from
 
 
 OWED: Final = 4
-"""The part of a ring that a reader may have read without telling, where it has no other occasion to tell: one in so many."""
+"""A reader that has nothing to send reports what it has read once that is more than 1/OWED of the ring."""
 
 
 def largest_frame(size: int) -> int:
-    """Bytes of data that a frame may have in a ring of `size`: what fits, at the latest when the reader has read everything else.
+    """Return how many bytes of data a frame may have in a ring of `size` bytes, so that it fits once the reader has read the rest.
 
-    A reader tells what it has read when it owes more than a quarter. So it may owe a quarter, and tell nothing more: a larger frame
-    could wait for ever.
+    A reader reports what it has read when it owes more than a quarter of the ring. If it owes just a quarter, that part never
+    becomes free, and a larger frame could wait for ever.
     """
     return size - size // OWED - HEADER_SIZE
 
 
 class BrokenFrame(Exception):
-    """The peer wrote what it never should: it is broken, and nothing it says can be believed."""
+    """The peer sent invalid data. It is broken, and nothing more from it can be trusted."""
 
 
 class RingWriter:
-    """The writing end."""
+    """The writing end of a ring."""
 
     __slots__ = ("_view", "acknowledged", "size", "written")
 
@@ -48,15 +49,15 @@ class RingWriter:
         self.acknowledged = 0
 
     def free(self) -> int:
-        """Bytes that can be written now."""
+        """Return how many bytes can be written now."""
         return self.size - self.written + self.acknowledged
 
     def is_unread(self) -> bool:
-        """Whether the peer has not said yet that it read everything."""
+        """Whether the peer has yet to report that it has read everything."""
         return self.written != self.acknowledged
 
     def write(self, data: bytes) -> int:
-        """Write one frame and return its bytes, header included, to be published by the doorbell. `free()` must hold it."""
+        """Write one frame, which must fit into `free()`. Return its size with the header, for the doorbell to publish."""
         frame = _pack(len(data), crc32(data)) + data
         length = len(frame)
         at = self.written % self.size
@@ -71,10 +72,10 @@ class RingWriter:
         return length
 
     def acknowledge(self, count: int) -> None:
-        """The peer has read `count` bytes more.
+        """Count `count` bytes more as read by the peer.
 
         Raises:
-            BrokenFrame: it cannot have read what was never written, nor have unread anything.
+            BrokenFrame: `count` is negative, or more than was written.
         """
         self.acknowledged += count
         if count < 0 or self.acknowledged > self.written:
@@ -85,7 +86,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end."""
+    """The reading end of a ring."""
 
     __slots__ = ("_view", "end", "read", "size")
 
@@ -96,27 +97,29 @@ class RingReader:
         self.end = 0
 
     def publish(self, count: int) -> None:
-        """The peer has published `count` bytes more.
+        """Count `count` bytes more as published by the peer.
 
         Raises:
-            BrokenFrame: more than the ring holds, or less than nothing.
+            BrokenFrame: `count` is negative, or more than the ring holds.
         """
         self.end += count
         if count < 0 or self.end - self.read > self.size:
             raise BrokenFrame(f"peer published {self.end - self.read} bytes into a ring of {self.size}")
 
     def next(self) -> memoryview | bytes:
-        """The data of the next frame, checked, where `read != end`. It may be decoded until its bytes are told as consumed.
+        """Return the checked data of the next frame. Call this only if `read != end`.
+
+        The data is valid until its bytes are reported as consumed.
 
         Raises:
-            BrokenFrame: a length that does not fit what was published, or a wrong CRC.
+            BrokenFrame: the length exceeds what was published, or the CRC is wrong.
         """
         read = self.read
         available = self.end - read
         if available < HEADER_SIZE:
             raise BrokenFrame(f"{available} bytes published: less than a header")
         at = read % self.size
-        if at + available <= self.size:  # nothing of it wraps around: the short way
+        if at + available <= self.size:  # nothing wraps around: the fast path
             length, crc = _unpack_from(self._view, at)
             data: memoryview | bytes = self._view[at + HEADER_SIZE : at + HEADER_SIZE + length]
         else:

@@ -1,6 +1,7 @@
-"""How much memory is left for large payloads: who touches more is killed, where an allocator would refuse.
+"""How much memory is left for large payloads. A process that touches more shared memory than is left is killed, not refused.
 
-Best effort: others take memory at the same time. So what is asked for has to leave a margin, and a long payload asks again.
+This is a best effort, since other processes take memory at the same time. So callers must leave a margin, and must check again
+while they write a long payload.
 """
 
 import os
@@ -10,7 +11,7 @@ from contextlib import suppress
 from percore._platform import HAS_MEMFD
 
 MARGIN = 16 << 20 if HAS_MEMFD else 0
-"""Bytes of fresh pages that are touched without asking: writing them takes longer than asking. A file's room is asked at once."""
+"""Bytes of fresh pages written between two checks, so that a check takes less time than the writing. 0 for files on a disk."""
 
 _CGROUPS = "/sys/fs/cgroup"
 _NO_LIMIT = 1 << 60
@@ -19,10 +20,10 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file")
 
 
 def room_left() -> int | None:
-    """Bytes that may still be touched: of the machine and of this process's cgroups, or of the disk. None: nobody tells."""
+    """Return how many bytes the machine and this process's cgroups, or the disk, have left. None if the system does not say."""
     if HAS_MEMFD:
         return min(_rooms(), default=None)
-    import tempfile  # as for the files themselves
+    import tempfile  # seldom needed, and not cheap to import
 
     status = os.statvfs(tempfile.gettempdir())
     return status.f_bavail * status.f_frsize
@@ -42,12 +43,12 @@ def _rooms() -> Iterator[int]:
 
 
 def _of_cgroup(root: str, path: str, names: tuple[str, str, bytes]) -> Iterator[int]:
-    """What this cgroup and those around it have left. In a container the path may be the host's: only the root is there."""
+    """Yield the bytes left in this cgroup and its parents. In a container the path may be the host's; then only the root exists."""
     most, used, cache = names
     parts = path.strip("/").split("/") if path != "/" else []
     for depth in range(len(parts) + 1):
         folder = "/".join([root, *parts[:depth]])
-        # Without a limit it says "max", which is no number, or one beyond all memory; what it has used is then not worth asking.
+        # Without a limit the file has "max", which is not a number, or a number beyond all memory. Then the usage is not read.
         with suppress(OSError, KeyError, ValueError):
             if (limit := _number(f"{folder}/{most}")) < _NO_LIMIT:
                 yield limit - _number(f"{folder}/{used}") + _fields(f"{folder}/memory.stat")[cache]
