@@ -1,4 +1,4 @@
-"""The user's data in a worker: what a call was sent, and what it answers. Runs user code, in any thread."""
+"""The user's data in a worker: unpickles functions and arguments, and sends results and errors. Runs user code, in any thread."""
 
 import threading
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from percore._points import POINTS, point
 Send = Callable[[int, int, Body], None]
 
 SMALL: Final = 16_384
-"""Bytes of a pickled result up to which it travels with others of its batch."""
+"""Largest pickled result, in bytes, that is sent together with other results of its batch."""
 
 
 class Function:
-    """A function the supervisor has named by a number, unpickled by the first call that needs it."""
+    """A function that the supervisor has given a number. The first call that needs it unpickles it."""
 
     __slots__ = ("fn", "kind", "loading", "name", "payload")
 
@@ -33,11 +33,11 @@ class Function:
         self.fn: Callable[..., Any] | None = None
         self.name = "percore"
         self.loading = threading.RLock()
-        """Held by the thread that unpickles it."""
+        """Held by the thread that unpickles the function."""
 
 
 class Answers:
-    """Unpacks calls and answers them. Whatever the user's code raises, BaseException included, goes to the caller of `unpack`."""
+    """Unpacks calls and answers them. Any exception of the user's code, also a BaseException, propagates from `unpack`."""
 
     def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
         self._channel = channel
@@ -50,11 +50,11 @@ class Answers:
             self._channel.send_lazily(UNLEASED, 0, payload)
 
     def function(self, function: Function) -> Callable[..., Any]:
-        """The function itself."""
+        """Return the function itself. Unpickle it first if no call has done so yet."""
         fn = function.fn
         if fn is None:
-            # Who comes meanwhile waits: what is bound to it may be large, and each thread would begin a call and unpickle its own.
-            # Where it fails, the next one tries by itself: the failure is that of a call.
+            # Other threads wait here: otherwise each would begin a call and unpickle its own copy of what is bound to the function,
+            # which may be large. If unpickling fails, only this call fails, and the next one tries again.
             with function.loading:
                 fn = function.fn
                 if fn is None:
@@ -72,10 +72,11 @@ class Answers:
         return fn
 
     def _receive(self, payload: Payload) -> Received:
-        """What lies there, ready to be unpickled. Its lease, if it has one, is begun for the supervisor, too.
+        """Return the payload, ready to be unpickled. If it has a lease, queue LEASED for the supervisor.
 
-        Told before the views exist that end it: they may have gone when unpickling returns, and the loop may hear of that before
-        this thread does anything else. What is queued goes in the order in which it was queued, whoever sends it.
+        LEASED is queued before any view exists whose end could end the lease. The views may be gone when unpickling returns, and
+        the loop may then send UNLEASED before this thread does anything else. Messages leave the queue in order, whichever thread
+        sends them.
         """
         received = self._channel.leases.receive(payload)
         if received.is_leased:
@@ -85,7 +86,7 @@ class Answers:
     def unpack(
         self, call_id: int, function: Function | None, body: Body, send: Send
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
-        """Function, arguments and keywords of a call."""
+        """Return the function, the arguments and the keyword arguments of a call."""
         if function is None:
             fn, args, kwargs = self._load(call_id, cast("Payload", body), send)
             return fn, args, kwargs
@@ -96,7 +97,7 @@ class Answers:
         return fn, args, kwargs
 
     def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
-        if type(payload) is bytes and payload[-1:] == b".":  # most of them: no buffers
+        if type(payload) is bytes and payload[-1:] == b".":  # the common case: a pickle without buffers
             try:
                 loaded = load(payload)
             except IMPORT_ERRORS as error:
@@ -117,7 +118,7 @@ class Answers:
         return loaded
 
     def result(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
-        """Send a result; with `keep_small`, a small one that is no scalar is given back, pickled, instead."""
+        """Send a result. With `keep_small`, do not send a small result that is not a scalar: return its pickle instead."""
         if is_inline_value(value):
             if POINTS:
                 point("worker.outcome.ready")
@@ -126,12 +127,12 @@ class Answers:
         return self.pickled(call_id, value, send, keep_small=keep_small)
 
     def pickled(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
-        """As `result`, of one that is no scalar."""
+        """Like `result`, for a value that is not a scalar."""
         press = self._presses.take()
         try:
             payload = press.payload(value)
         except PayloadTooLarge as error:
-            self.error(call_id, error.with_traceback(None), send)  # of ours, which would itself be too large for some limits
+            self.error(call_id, error.with_traceback(None), send)  # percore's own traceback would itself exceed some limits
         except BaseException as error:
             self.error(call_id, error if press.sink.lacks_room else self._refused(value, error), send)
         else:
@@ -146,11 +147,11 @@ class Answers:
         return None
 
     def _refused(self, value: object, error: BaseException) -> BaseException:
-        """What a caller gets whose result could not be pickled, by this error."""
+        """Return the exception that the caller gets if pickling its result raised `error`."""
         return unpicklable(value, error)
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
-        """Send what was raised."""
+        """Send an exception as the outcome of a call."""
         sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value)
         if POINTS:
             point("worker.outcome.ready")

@@ -1,4 +1,4 @@
-"""What a call can ask of the worker it runs in."""
+"""The worker that a call runs in: `current_worker()` and `state()`."""
 
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CurrentWorker:
-    """The worker a call runs in.
+    """The worker that a call runs in.
 
     Attributes:
-        index: its slot, from 0.
-        generation: how many workers the slot has had, this one included.
-        pid: its process id.
+        index: the worker's slot, counted from 0.
+        generation: how many workers the slot has had, including this one.
+        pid: the process id.
     """
 
     index: int
@@ -24,68 +24,68 @@ class CurrentWorker:
 
 
 class WorkerContext:
-    """One worker, as its calls see it."""
+    """A worker as seen by its calls."""
 
     __slots__ = ("has_value", "shares", "value", "worker")
 
     def __init__(self, worker: CurrentWorker) -> None:
         self.worker = worker
         self.shares: Any = None
-        """What the worker knows of shared objects, once it serves."""
+        """The worker's `Shares`, once it serves."""
         self.value: Any = None
         self.has_value = False
 
     def enter(self, value: object) -> None:
-        """The lifespan has yielded `value`."""
+        """Store `value`, which the lifespan has yielded."""
         self.value = value
         self.has_value = True
 
     def leave(self) -> None:
-        """The lifespan ends."""
+        """Drop the value: the lifespan has ended."""
         self.value = None
         self.has_value = False
 
 
-# A worker process has one context for all of its threads, whoever made them. Workers inside one process (a test's engine) have
-# one each, which their tasks and threads inherit.
+# A worker process has one context for all its threads, including those that user code starts. Workers that share a process (in a
+# test's engine) have one each, which their tasks and threads inherit.
 of_process: WorkerContext | None = None
 of_task: Final[ContextVar[WorkerContext | None]] = ContextVar("percore_worker", default=None)
 
-# A task, a callback and, from a task, a thread's call copy the context of whoever makes them. So what calls start is told from what
-# the lifespan starts: calls are received in a context in which this is set, and the lifespan runs in one in which it is not.
+# A task, a callback and, from a task, a call in a thread copy the context of the code that creates them. Calls are received in a
+# context in which this is set, and the lifespan runs in one in which it is not. This tells the tasks of calls from the lifespan's.
 of_call: Final[ContextVar[bool]] = ContextVar("percore_of_call", default=False)
 
 
 def context_of_calls() -> Context:
-    """A copy of the current context for what receives and runs calls."""
+    """Return a copy of the current context, for the code that receives and runs calls."""
     context = copy_context()
     context.run(of_call.set, True)
     return context
 
 
 importing_main = False
-"""Whether this worker is running the user's script, to find something of it."""
+"""Whether this worker is running the user's script in order to find a name in it."""
 
 
 UNGUARDED: Final = "starts percore when a worker imports it: put the start under `if __name__ == '__main__':`"
 
 
 class StartedByImport(RuntimeError):
-    """The user's script starts percore in the worker that imports it."""
+    """The user's script starts percore while a worker imports it."""
 
 
 def check_start() -> None:
-    """That no worker is importing the user's script, which would start workers that import it, and so on.
+    """Refuse to start percore while this worker imports the user's script: the new workers would import it as well, without end.
 
     Raises:
-        StartedByImport: one is.
+        StartedByImport: this worker is importing the user's script.
     """
     if importing_main:
         raise StartedByImport(f"your script {UNGUARDED}")
 
 
 def current() -> WorkerContext | None:
-    """The worker that this code runs in; None: in none."""
+    """Return the worker that this code runs in, or None outside a worker."""
     return of_task.get() or of_process
 
 
@@ -97,10 +97,10 @@ def _current(what: str) -> WorkerContext:
 
 
 def current_worker() -> CurrentWorker:
-    """Index, generation and pid of the worker this call runs in.
+    """Return the index, generation and pid of the worker that this call runs in.
 
     Raises:
-        RuntimeError: outside a worker.
+        RuntimeError: the caller does not run in a worker.
     """
     return _current("current_worker").worker
 
@@ -110,17 +110,18 @@ def state() -> Any: ...
 @overload
 def state(kind: type[T], /) -> T: ...
 @overload
-def state(kind: Callable[..., T], /) -> T: ...  # abstract classes and protocols, which are no type[T]
+def state(kind: Callable[..., T], /) -> T: ...  # abstract classes and protocols, which are not type[T]
 def state(kind: Any = None, /) -> Any:
-    """What the lifespan of this worker yielded.
+    """Return the value that the lifespan of this worker yielded.
 
     Args:
-        kind: its expected class, which is checked and which type checkers then know. It may be abstract, a protocol (one without
-            `typing.runtime_checkable` is not checked) or have parameters (which are not checked).
+        kind: the expected class of the value. `state` checks it at run time, and type checkers infer it as the return type. It may
+            be an abstract class, a protocol (checked only with `typing.runtime_checkable`) or a parametrized class such as
+            `dict[str, int]` (its parameters are not checked).
 
     Raises:
-        RuntimeError: outside a worker, or without a lifespan.
-        TypeError: it is no `kind`, or `kind` is no class.
+        RuntimeError: the caller does not run in a worker, or the runner has no lifespan.
+        TypeError: the value is not an instance of `kind`, or `kind` is not a class.
     """
     found = _current("state")
     if not found.has_value:
@@ -138,7 +139,7 @@ def _is_instance(value: object, kind: Any) -> bool:
     except TypeError:
         if isinstance(origin := getattr(kind, "__origin__", None), type):  # dict[str, int]
             return isinstance(value, origin)
-        if getattr(kind, "_is_protocol", False):  # one that is not for isinstance
+        if getattr(kind, "_is_protocol", False):  # not runtime_checkable: isinstance() refuses it
             return True
         if isinstance(kind, type):  # its own __instancecheck__ has raised
             raise

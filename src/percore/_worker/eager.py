@@ -1,6 +1,6 @@
-"""Tasks that take their first step at once, instead of an iteration of the loop later.
+"""Tasks that take their first step at once, instead of in the next iteration of the loop.
 
-A coroutine that never suspends is then done when it has been started, which is a third of the way there and back of a call.
+A coroutine that never suspends is then done as soon as it has started. This saves a third of the round trip of a call.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ _HAS_EAGER_TASKS: Final = sys.version_info >= (3, 12, 1)
 
 
 def task_starter(loop: asyncio.AbstractEventLoop) -> Starter:
-    """What starts a named task on `loop`, in a context or a copy of the current one, eagerly where that is right.
+    """Return a function that starts a named task on `loop`, in a given context or in a copy of the current one.
 
-    To be called from a callback of the loop, never inside a task.
+    The task starts eagerly if the loop allows it. Call the returned function only from a callback of the loop, never inside a task.
     """
     if _HAS_EAGER_TASKS:
         return lambda coro, name, context: asyncio.Task(  # type: ignore[call-arg]  # 3.12+
@@ -26,16 +26,17 @@ def task_starter(loop: asyncio.AbstractEventLoop) -> Starter:
         )
     try:
         vars(loop)
-    except TypeError:  # its methods cannot be overlaid
+    except TypeError:  # the loop has no `__dict__`: its methods cannot be replaced
         return lambda coro, name, context: loop.create_task(coro, name=name, context=context)
     return _Overlaid(loop)
 
 
 class _Overlaid:
-    """Eager start for Python 3.11, where a new task always asks its loop to take the first step soon.
+    """Eager start for Python 3.11, where a new task always schedules its first step with `loop.call_soon`.
 
-    For the moment of its making the loop's `call_soon` only keeps that step, which is then called here. This is the loop's own
-    thread, but a garbage collection may begin, and a `__del__` that it runs may call something soon, or start another task.
+    While the task is created, an override of the loop's `call_soon` keeps that step, and `__call__` then runs it. This happens in
+    the loop's own thread. Even so, a garbage collection may begin there, and a `__del__` may call `call_soon` or start another
+    task. So the override passes on every callback but the step of this task.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,12 +1,14 @@
-"""What a process that a call forks here (`os.fork`, multiprocessing's "fork") takes along of its worker: nothing.
+"""Cleanup in processes that calls fork in a worker (`os.fork`, or multiprocessing's "fork").
 
-It may outlive the worker, and it is no worker itself.
+Such a process may outlive the worker and is not a worker itself, so it keeps nothing of percore's.
 
-Descriptors  Those of percore are replaced by the null device under the same numbers: what still exists of the objects that had
-             them may close them, and hits nothing else. (Up to Python 3.12 a mapping has a descriptor of its own, with a number
-             that nobody is told; hence the look at what each one is.) The channel closes its bells by itself.
-SIGTERM      It drains a worker, by a handler that writes to a socket of its loop, and forks share that socket: sent to the fork it
-             would drain the worker, and not end the fork. There it is what it was before; and held back while a fork is made.
+Descriptors  The fork replaces percore's descriptors by the null device under the same numbers. Objects that held a descriptor may
+             still close that number, and do not hit another file. (Up to Python 3.12 an mmap duplicates its descriptor under a
+             number that Python does not expose. So the fork compares the file of each open descriptor.) The channel closes its
+             bells itself.
+SIGTERM      A worker drains on SIGTERM, by a handler that writes to a socket of its loop. Forks share that socket, so a SIGTERM to
+             the fork would drain the worker and not end the fork. So the fork restores the default action. SIGTERM is blocked
+             while the fork is made.
 """
 
 import os
@@ -22,14 +24,17 @@ _handlers: Final[list[Any]] = []
 
 
 def withhold(files: Iterable[int], others: Iterable[int]) -> None:
-    """Keep these descriptors, and every other one of the same `files`, from forks of this process. For a worker's start."""
+    """In forks of this process, replace the descriptors `others`, and every descriptor of the same files as `files`.
+
+    A worker calls this at its start.
+    """
     _files.update(map(_identity, files))
     _numbers.update(others)
     os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_behind)
 
 
 def sigterm_drains() -> None:
-    """The handler of SIGTERM that is set now is the worker's alone."""
+    """Reset the current handler of SIGTERM in forks: it belongs to the worker."""
     _handlers.append(signal.getsignal(signal.SIGTERM))
 
 
@@ -47,7 +52,7 @@ def _let_through() -> None:
 
 
 def _leave_behind() -> None:
-    if signal.getsignal(signal.SIGTERM) in _handlers:  # else the user's own, to be inherited as in any fork
+    if signal.getsignal(signal.SIGTERM) in _handlers:  # otherwise a user's handler, which forks inherit as usual
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     _let_through()
@@ -61,5 +66,5 @@ def _leave_behind() -> None:
 def _is_withheld(fd: int) -> bool:
     try:
         return _identity(fd) in _files
-    except OSError:  # that of the listing, closed by now
+    except OSError:  # the descriptor of the listing itself, which is closed by now
         return False

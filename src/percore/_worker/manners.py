@@ -1,10 +1,11 @@
-"""What a worker of an executor does otherwise than one of a Runner: as the standard library's executors promise.
+"""How a worker of an executor differs from a worker of a Runner, to match the standard library's executors.
 
-Exceptions   of every class arrive as themselves, and so does what pickling a result raised.
-Initializer  It has run before the worker tells that it is ready, and before its loop runs: it may run one of its own. `initargs`
-             come with the process where multiprocessing starts it, so that its locks and queues can be among them.
-Limit        After so many calls the worker begins no other, hands the rest back, and ends with the last one.
-Pool         With broken="pool": a call that cannot be unpickled ends the worker, and SIGTERM does, too.
+Exceptions   Exceptions of every class arrive unchanged, and so do those raised when a result is pickled.
+Initializer  It runs before the worker reports that it is ready, and before the worker's loop runs, so it may run a loop itself. If
+             multiprocessing starts the process, `initargs` come with the process, so they may contain multiprocessing's locks and
+             queues.
+Limit        After `max_tasks` calls the worker begins no other call, hands back the rest, and ends with the last one.
+Pool         With broken="pool", a call that cannot be unpickled ends the worker. So does SIGTERM.
 """
 
 import logging
@@ -23,22 +24,22 @@ from percore._messages import ERROR, Body
 from percore._worker.answers import Answers, Function, Send
 
 logger: Final = logging.getLogger("concurrent.futures")
-"""Where the standard library tells of an initializer that failed."""
+"""The logger to which the standard library reports a failed initializer."""
 
 Given = tuple[Callable[..., object] | None, tuple[Any, ...]]
 
 of_process: list[Given] = []
-"""Initializer and its arguments, where they came with the process."""
+"""The initializer and its arguments, if they came with the process."""
 
 
 class Manners(NamedTuple):
-    """As the supervisor tells them.
+    """The settings of a worker of an executor, as the supervisor sends them.
 
     Attributes:
-        is_pool: what cannot be unpickled ends the worker, and SIGTERM does.
-        max_tasks: calls after which it begins no other; 0: no limit.
-        has_main: multiprocessing has seen to the `__main__` of this process.
-        initializer: pickled initializer and arguments; empty: there is none, or it came with the process.
+        is_pool: a call that cannot be unpickled ends the worker, and so does SIGTERM.
+        max_tasks: number of calls after which the worker begins no other call; 0 means no limit.
+        has_main: multiprocessing has set up `__main__` in this process.
+        initializer: the pickled initializer and its arguments; empty if there is none or if it came with the process.
     """
 
     is_pool: bool
@@ -48,7 +49,7 @@ class Manners(NamedTuple):
 
 
 def initialize(manners: Manners) -> BaseException | None:
-    """Run the initializer. What it raised, or None. Runs user code."""
+    """Run the initializer. Return the exception that it raised, or None. Runs user code."""
     if not of_process and not manners.initializer:
         return None
     try:
@@ -63,7 +64,7 @@ def initialize(manners: Manners) -> BaseException | None:
 
 
 class ThreadInitializerFailed(PercoreError):
-    """The thread_initializer of an executor has raised; its cause tells what."""
+    """The thread_initializer of an executor has raised `__cause__`."""
 
 
 class ThreadStart:
@@ -82,7 +83,7 @@ class ThreadStart:
 
 
 class MannerlyAnswers(Answers):
-    """Answers as the standard library's workers do."""
+    """Answers calls as the standard library's workers do."""
 
     def __init__(self, channel: Channel, *, main_by_value: bool, is_pool: bool) -> None:
         super().__init__(channel, main_by_value=main_by_value)
@@ -91,7 +92,7 @@ class MannerlyAnswers(Answers):
     def unpack(
         self, call_id: int, function: Function | None, body: Body, send: Send
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
-        """As there; in a pool a failure ends this process."""
+        """Like `Answers.unpack`, but in a pool a failure ends this process."""
         try:
             return super().unpack(call_id, function, body, send)
         except BaseException:
@@ -100,7 +101,7 @@ class MannerlyAnswers(Answers):
             raise
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
-        """Send what was raised, of whatever class."""
+        """Send an exception of any class, unchanged."""
         sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value, as_itself=True)
         self._channel.send_payload(ERROR, call_id, sink.payload(), send)
 
@@ -110,7 +111,7 @@ class MannerlyAnswers(Answers):
 
 
 def _die() -> NoReturn:
-    """End now, as a process of multiprocessing that cannot read what it was sent."""
+    """End the process at once, as a multiprocessing process does that cannot unpickle a message."""
     try:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()

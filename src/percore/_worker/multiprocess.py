@@ -1,7 +1,7 @@
-"""Where a worker's process begins that multiprocessing has started, for an executor with an `mp_context`.
+"""The entry point of a worker process that multiprocessing has started, for an executor with an `mp_context`.
 
-By then multiprocessing has seen to `sys.path`, the working directory and `__main__`, or has forked all of it. Its process object is
-made a daemon, since an executor ends its workers itself; here it is none any more, so that calls may start processes of their own.
+By then multiprocessing has set up `sys.path`, the working directory and `__main__`, or has forked all of it. The executor ends its
+workers itself, so it starts the process as a daemon. In the worker the daemon flag is cleared, so that calls may start processes.
 """
 
 import atexit
@@ -17,18 +17,18 @@ from percore._worker.world import HELD_BACK, die_with, take_signals
 
 
 class Duplicate(Protocol):
-    """A descriptor on its way, as multiprocessing sends it."""
+    """A descriptor in transit, as multiprocessing sends it."""
 
     def detach(self) -> int: ...
 
 
 def received(duplicates: Sequence[Duplicate]) -> list[int]:
-    """The descriptors that came with a process."""
+    """Return the descriptors that came with the process."""
     return [duplicate.detach() for duplicate in duplicates]
 
 
 def begin(boot: bytes, fds: Sequence[int], given: manners.Given, is_fork: bool) -> NoReturn:
-    """Be a worker. `fds`: the lifeline, then the worker's own."""
+    """Run a worker. `fds`: the lifeline, then those that `main.run` takes."""
     lifeline, *own = fds
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -44,11 +44,11 @@ def begin(boot: bytes, fds: Sequence[int], given: manners.Given, is_fork: bool) 
 
 
 def _leave_the_parent() -> None:
-    """A fork has everything that its parent had set up: what would now be done twice is not to be done here."""
+    """Drop the parent's exit functions and log handlers, which a fork inherits: otherwise both processes would run them."""
     util: Any = sys.modules["multiprocessing.util"]
     atexit._clear()
     atexit.register(util._exit_function)
-    # Records go to the parent, whose handlers these are.
+    # The worker forwards its records to the parent, and the parent's handlers handle them there.
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     for logger in loggers:
         if isinstance(logger, logging.Logger):

@@ -1,4 +1,4 @@
-"""Shared objects in a worker: met in arguments, built when a call asks for one, given up when the supervisor says so."""
+"""Shared objects in a worker: they arrive in arguments, are unpickled when a call asks for the value, and are dropped on FORGET."""
 
 import threading
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from percore._worker.context import current
 
 
 class Known:
-    """A shared object that this worker has met."""
+    """A shared object that has arrived in this worker. It is the `Source` of its handles here."""
 
     def __init__(self, channel: Channel, number: int, payload: int) -> None:
         self._number = number
@@ -36,22 +36,22 @@ class Known:
         return self._number, self._payload
 
     def left(self) -> None:
-        """The supervisor knows better when it is of no use any more."""
+        """Do nothing: the supervisor decides when the object is dropped."""
 
     def __str__(self) -> str:
         return f"number {self._number}, in a worker"
 
 
 class Shares:
-    """All that one worker has met."""
+    """All shared objects that have arrived in one worker."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._lock = threading.RLock()  # for arithmetic alone; re-entrant, since a collection may begin in there
+        self._lock = threading.RLock()  # held only around dict operations; re-entrant, since a garbage collection may begin there
         self._known: dict[int, Known] = {}
 
     def arrive(self, number: int, payload: int) -> Shared[Any]:
-        """The handle of this number, in any thread, while a call that holds it is unpickled."""
+        """Return the handle of a shared object while a call that contains it is unpickled. From any thread."""
         with self._lock:
             known = self._known.get(number)
             is_new = known is None
@@ -62,11 +62,11 @@ class Shares:
         return Shared(known)
 
     def forget(self, number: int, _body: None) -> None:
-        """No call that may use it is left. In the loop."""
+        """Drop a shared object: no call is left that may use it. From the loop."""
         self._known.pop(number).copy.forget()
 
     def stop(self) -> None:
-        """The worker ends: let go of all of them."""
+        """Drop all shared objects when the worker ends."""
         for number in list(self._known):
             self.forget(number, None)
 

@@ -1,13 +1,11 @@
-"""What multiprocessing in a worker takes over from multiprocessing in the program.
+"""Sets up multiprocessing in a worker as multiprocessing does in the processes that it starts itself.
 
-multiprocessing hands these to the processes that it starts itself:
+Authentication key  It is needed to connect to a manager, and to fetch descriptors that are pickled with a call.
+Resource tracker    The process that removes named resources (shared memory, semaphores) when the program has ended. If a worker had
+                    its own tracker, that tracker would remove the program's shared memory when the worker ends, even if the worker
+                    has merely attached it.
 
-Authentication key  Proxies of a manager, and descriptors that travel with a call, are fetched with it.
-Resource tracker    The process that removes named resources (shared memory, semaphores) when a program has ended. A worker with a
-                    tracker of its own would have that remove shared memory of the program's when the worker ends: also where
-                    the worker has merely attached it.
-
-A worker does not import multiprocessing for that. It waits until the user's code does.
+A worker does not import multiprocessing for this. It waits until the user's code does.
 """
 
 import logging
@@ -24,11 +22,12 @@ logger: Final = logging.getLogger("percore")
 
 
 def take_over(authkey: bytes, tracker: int | None) -> None:
-    """Give multiprocessing the key and the tracker of the program as soon as it is imported here.
+    """Set the program's key and tracker in multiprocessing, now or when user code imports it.
 
     Args:
-        authkey: empty: the program has none.
-        tracker: a descriptor to write to. None: the program had no resource tracker when this worker was started.
+        authkey: the program's authentication key; empty if it has none.
+        tracker: a descriptor for writing to the program's resource tracker, or None if the program had no tracker when this worker
+            was started.
     """
     steps: dict[str, Step] = {}
     if authkey:
@@ -49,14 +48,14 @@ def _set_key(process: Any, authkey: bytes) -> None:
 
 
 def _set_tracker(module: Any, tracker: int) -> None:
-    # As multiprocessing.spawn does it.
+    # multiprocessing.spawn does the same.
     module._resource_tracker._fd = tracker
 
 
 def _leave_untracked(shared_memory: Any) -> None:
-    """The program had not imported shared memory when this worker was started, and has no tracker that could be asked.
+    """Disable tracking of shared memory here: the program had no resource tracker when this worker was started.
 
-    One of this worker's own would remove what the program goes on using. So nothing is tracked here.
+    A tracker of this worker would remove shared memory that the program still uses.
     """
     shared_memory.resource_tracker = _NoTracker()
     logger.warning(
@@ -70,14 +69,14 @@ class _NoTracker:
     """A resource tracker that tracks nothing."""
 
     def register(self, name: str, rtype: str) -> None:
-        """Nobody is told."""
+        """Do nothing."""
 
     def unregister(self, name: str, rtype: str) -> None:
-        """Nobody is told."""
+        """Do nothing."""
 
 
 class _AfterImport:
-    """A finder that does something with a module right after its import."""
+    """A finder that runs a step for each of some modules right after the import of the module."""
 
     def __init__(self, steps: dict[str, Step]) -> None:
         self._steps = steps
@@ -85,7 +84,7 @@ class _AfterImport:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._steps:
             return None
-        step = self._steps.pop(name)  # the other finders are asked through this one
+        step = self._steps.pop(name)  # `find_spec` below asks all finders, and this one now passes
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, step)  # type: ignore[assignment]
@@ -93,7 +92,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """The loader of a module, followed by one step more."""
+    """The original loader of a module. After `exec_module` it runs one more step."""
 
     def __init__(self, loader: Any, step: Step) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""What a call is run under: how long it may take, and the context variables that came with it."""
+"""The terms of a call: its timeout and the context variables that came with it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from percore._ipc.pickles import load
 
 
 class Terms(NamedTuple):
-    """As the supervisor tells them.
+    """The terms of a call, as the supervisor sends them.
 
     Attributes:
-        timeout: seconds that the call may run; None: as long as it takes.
-        values: of context variables, by number: scalars, or a pickle of all; None: none is set.
-        is_beside: a thread of its own is for it, if it needs one.
+        timeout: seconds that the call may run; None means no limit.
+        values: values of context variables, by number: a dict of scalars, or a pickle of such a dict; None if none is set.
+        is_beside: if the call needs a thread, it runs in a new one outside the pool.
     """
 
     timeout: float | None
@@ -24,14 +24,14 @@ class Terms(NamedTuple):
 
 
 class Variables:
-    """The context variables of a runner, found when the first value comes."""
+    """The context variables of a runner, each imported when its first value arrives."""
 
     def __init__(self, references: Sequence[tuple[str, str]]) -> None:
         self._references = references
         self._found: dict[int, ContextVar[Any]] = {}
 
     def context(self, values: dict[int, Any] | bytes) -> Context:
-        """A copy of the current context in which they have these values. Runs user code: imports, and unpickling."""
+        """Return a copy of the current context with these values set. Runs user code: imports and unpickling."""
         context = copy_context()
         loaded: Any = load(values) if type(values) is bytes else values
         for number, value in loaded.items():
@@ -47,6 +47,6 @@ class Variables:
 
 
 async def within(seconds: float, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """The result of a coroutine function, as under `asyncio.timeout`."""
+    """Call a coroutine function under `asyncio.timeout` and return its result."""
     async with asyncio.timeout(seconds):
         return await (fn(*args, **kwargs) if kwargs else fn(*args))
