@@ -1,4 +1,4 @@
-"""The user's data in a worker: unpickles functions and arguments, and sends results and errors. Runs user code, in any thread."""
+"""Unpickles functions and arguments in a worker, and sends results and errors. Runs user code, in any thread."""
 
 import threading
 from collections.abc import Callable

@@ -6,7 +6,8 @@
 
 Invariants:
 
-- It has one thread and never runs user code after the preload. So it always answers, and no other thread holds a lock at a fork.
+- It has one thread and never runs user code. So it always answers, and a fork copies no held lock. (On systems without F_SETSIG
+  there is also the lifeline's thread, which holds no lock.)
 - It ends when the supervisor ends (it polls the supervisor's pidfd), when `ctl` is closed, and when its own lifeline is cut. The
   lifeline works even while it is stopped. When it ends, the lifelines of its workers are cut, and they end, too.
 - A worker closes all inherited fds of the fork server: an open write end of a sibling's lifeline would keep that sibling alive.

@@ -1,4 +1,4 @@
-"""The main task of a worker: it enters the lifespan, reports readiness, waits for the end, and cancels the tasks left behind.
+"""The main task of a worker: it enters and leaves the lifespan, reports readiness, and cancels the tasks left behind.
 
 The main task both enters and leaves the lifespan, as task groups and cancel scopes require. A task belongs to the calls if
 `context.of_call` is set in its context: a call created it, or a task or callback that a call created. All other tasks belong to the

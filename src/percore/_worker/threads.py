@@ -154,7 +154,7 @@ class Threads:
             self._ids.put(None)
 
     def join(self) -> None:
-        """Wait until stopped threads have ended. For workers that share a process with other workers."""
+        """Wait until the stopped threads have ended. For workers that share a process with other workers."""
         for thread in [*self._threads, *self._leaving, *self._beside.values()]:
             thread.join()
 
