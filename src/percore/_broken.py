@@ -65,11 +65,12 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         age: seconds since the call began in that worker, or None if it had not begun.
         started: whether the call had begun in that worker. It is False only if no other worker will run the call.
         attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
+        why: why percore itself killed the worker; empty if it died in another way.
     """
 
-    _fields = ("pid", "exitcode", "call", "age", "started", "attempts")
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,
         pid: int | None,
         exitcode: int | None,
@@ -77,6 +78,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         age: float | None = None,
         started: bool = True,
         attempts: int = 1,
+        why: str = "",
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
@@ -85,17 +87,19 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.age = age
         self.started = started
         self.attempts = attempts
+        self.why = why
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if not started:
-            why = "No other worker will run it"
+            advice = "No other worker will run it"
         elif attempts > 1:
-            why = f"That was attempt {attempts}; no retries are left"
+            advice = f"That was attempt {attempts}; no retries are left"
         else:
-            why = (
+            advice = (
                 "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
             )
         who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
-        super().__init__(f"{who} died {how(exitcode)} {began}. {why}")
+        end = f"was killed by percore ({why})" if why else f"died {how(exitcode)}"
+        super().__init__(f"{who} {end} {began}. {advice}")
 
 
 class RunnerBroken(PercoreError, BrokenProcessPool):

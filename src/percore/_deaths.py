@@ -55,7 +55,7 @@ class Deaths:
         fault = failure = faults.last
         assert fault is not None
         with faults:
-            failure = WorkerDied(member.pid, exitcode, call.function.name)
+            failure = WorkerDied(member.pid, exitcode, call.function.name, why=member.killed_why)
             failure.__cause__ = fault
         self._supervisor.give_up(call, failure or fault, faults)
 
@@ -70,7 +70,7 @@ class Deaths:
             call.cut_off()
         else:
             attempts = 1 if call.plan is None else call.plan.failed + 1
-            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts)
+            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts, why=member.killed_why)
             death.__cause__ = member.failure
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
@@ -139,7 +139,8 @@ class Deaths:
         elif self._is_hopeless() or call.kind == Kind.BESIDE:
             self._supervisor.release(call)
             attempts = 0 if call.plan is None else call.plan.failed
-            death = WorkerDied(member.pid, exitcode, call.function.name, None, started=False, attempts=attempts)
+            name, why = call.function.name, member.killed_why
+            death = WorkerDied(member.pid, exitcode, name, None, started=False, attempts=attempts, why=why)
             death.__cause__ = member.failure
             call.set_exception(death)
 

@@ -314,6 +314,7 @@ async def test_a_bad_frame_kills_that_worker_and_nothing_else(
         bad = pid_of(runner, 1 - index)
         error = await died(runner.submit(calls.misbehave, how))
         assert (error.pid, error.signal) == (bad, "SIGKILL")
+        assert error.why.startswith("its channel broke")
         gate.give(1)
         assert await ended(survivor) == (index, 1, pid)
         assert [(await ended(runner.submit(calls.who)))[2] != bad for _ in range(10)] == [True] * 10

@@ -15,6 +15,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(4242, -9, "jobs.fetch", 1.25),
     WorkerDied(None, None, "jobs.fetch", None, started=False, attempts=0),
     WorkerDied(1, 3, "jobs.fetch", 0.5, True, 4),
+    WorkerDied(1, -9, "jobs.fetch", 0.5, why="its channel broke"),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     StartupFailed("worker 0 died", "Traceback …"),
@@ -115,6 +116,13 @@ def test_a_death_by_signal() -> None:
 def test_a_call_that_was_repeated_says_how_often() -> None:
     death = WorkerDied(7, -9, "fetch", 1.5, attempts=3)
     assert str(death).endswith("while it ran fetch for 1.5 s. That was attempt 3; no retries are left")
+
+
+def test_a_death_by_percore_says_why() -> None:
+    died = WorkerDied(4242, -9, "jobs.fetch", 1.25, why="its channel broke: OSError()")
+    assert str(died).startswith(
+        "worker (pid 4242) was killed by percore (its channel broke: OSError()) while it ran jobs.fetch for 1.25 s. "
+    )
 
 
 def test_a_death_before_the_call_began() -> None:
