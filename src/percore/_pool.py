@@ -1,8 +1,13 @@
-"""The pool: which worker has which slot, from its start to its end, and who takes over from it.
+"""The pool: starts workers in slots, replaces them and ends them.
 
-death of a worker     ─▶ its replacement starts, at once or after the delay that the slot's budget says
-asked from outside    ─▶ it drains, and its replacement starts now
-max_tasks_per_worker  ─▶ its replacement starts before the last calls are sent; when they are, it takes over, the old one drains
+Reasons for a replacement:
+
+death of a worker     ─▶ its replacement starts, at once or after the delay given by the slot's budget
+asked from outside    ─▶ the worker drains, and its replacement starts now
+max_tasks_per_worker  ─▶ its replacement starts before the last calls are sent; once they are, it takes over and the old one drains
+
+Invariant: a slot without a current worker has a start scheduled, has failed for good, or belongs to a runner that closes or whose
+first start failed.
 """
 
 import logging
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Past(NamedTuple):
-    """What the dead workers of a slot have done, up to the one of this generation. Replaced as a whole: other threads read it."""
+    """Counts of the dead workers of a slot, up to `generation`. A slot replaces it as a whole, because other threads read it."""
 
     done: int = 0
     failed: int = 0
@@ -38,13 +43,13 @@ class Past(NamedTuple):
     generation: int = 0
 
     def with_(self, member: Member) -> "Past":
-        """After the death of this one, too."""
+        """Return these counts with those of another dead worker added."""
         done, failed, retried, _ = self
         return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
 
 
 class Slot:
-    """A place in the pool: its worker of now, and how its workers have fared."""
+    """A place in the pool: its current worker, the next one, and the history of its workers."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -52,19 +57,19 @@ class Slot:
         self.budget = RestartBudget()
         self.current: Member | None = None
         self.next: Member | None = None
-        """The worker that is to take over from the current one, while it starts."""
+        """The replacement of the current worker. It starts, or is ready and takes over later."""
         self.timer: asyncio.TimerHandle | None = None
-        """While there is a delay before the next start."""
+        """The timer of a delayed start; None if no start is delayed."""
         self.is_due = False
-        """While it is about to be looked at whether, and when, another worker is started after one that never began."""
+        """Whether `_never_began` is scheduled. It decides whether and when the slot gets another worker."""
         self.is_failed = False
         self.restarts = 0
         self.past = Past()
         self.failure: BaseException | None = None
-        """Why the last worker that died had failed, where it has said so."""
+        """The error that the last dead worker reported, if it reported one."""
 
     def stop_timer(self) -> None:
-        """Nothing is to be started by and by."""
+        """Cancel the delayed start, if there is one."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -77,7 +82,7 @@ class Pool:
         self.slots = [Slot(index) for index in range(workers)]
         self.members: set[Member] = set()
         self.low: set[Limited] = set()
-        """Those that may begin few calls more, and have not been relieved."""
+        """Workers near or at their limit of calls that have not been replaced yet."""
         self._supervisor = supervisor
         self._loop = supervisor.loop
         self._options = supervisor.options
@@ -94,7 +99,8 @@ class Pool:
         """Start every worker and wait until all are ready.
 
         Raises:
-            StartupFailed: one could not be started, died, failed, or was late. The others run on: the caller closes.
+            StartupFailed: a worker could not be started, died, failed, or was not ready in time. The others run on, and the caller
+                must close the runner.
         """
         starting = self._starting = self._loop.create_future()
         for slot in self.slots:
@@ -105,18 +111,18 @@ class Pool:
             self._starting = None
 
     def _spawn(self, slot: Slot) -> None:
-        """Start the slot's worker, or the one that is to take over from it."""
+        """Start a worker for the slot. It becomes the current one if the slot has none, else the next one."""
         slot.timer = None
         slot.generation += 1
         member: Member | None = None
         try:
             member = self._member(slot)
             self._launch(slot, member)
-        except BaseException as error:  # whatever it is, the slot has to go on
+        except BaseException as error:  # after any exception, the slot must get another try
             self._last_report = f"worker {slot.index} could not be started: {error!r}"
-            if member is not None and member in self.members:  # its burial follows
+            if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
                 member.worker.kill()
-            elif isinstance(error, Exception) or self._starting is None:  # else the first start fails by it
+            elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
                 slot.is_due = True
                 self._loop.call_soon(self._never_began, slot, None)
             if not isinstance(error, Exception):
@@ -157,7 +163,7 @@ class Pool:
         self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
 
     def ready(self, slot: Slot, member: Member) -> None:
-        """A worker has entered its lifespan."""
+        """A worker has entered its lifespan. If it does not wait to take over, it gets calls from now on."""
         if self.lives.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
@@ -172,10 +178,10 @@ class Pool:
                 self._retire(old)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
-            self._starting = None  # now, not when its waiter runs: a worker may die before that and has to be replaced
+            self._starting = None  # now: a worker that dies before `start` continues must be replaced
 
     def unready(self, member: Member, error: BaseException, text: str) -> None:
-        """A worker's start failed, with this exception; it is about to end."""
+        """A worker's start failed with this error, and the worker is about to end. `text`: the error as the log shows it."""
         self.lives.advance(member, Event.FAIL)
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
@@ -186,25 +192,25 @@ class Pool:
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or error)
 
     def failing(self, member: Member) -> None:
-        """The lifespan of a worker has failed while it served. It gets nothing more, and is about to end."""
+        """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
         self.lives.advance(member, Event.FAIL)
         self._supervisor.dispatch.unseat(member)
 
     def failed(self, member: Member, error: BaseException, text: str) -> None:
-        """This is why the lifespan of a worker has failed."""
+        """Note and log the error by which a worker's lifespan failed. `text`: the error as the log shows it."""
         self._last_report, member.failure = text, error
         report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
 
     # Taking over
 
     def _is_low(self, member: Limited) -> None:
-        """A worker may begin few calls more, or none."""
+        """A worker may begin few more calls, or none: let the next `relieve` replace it."""
         if member not in self.low or member.is_spent:
             self.low.add(member)
-            self._loop.call_soon(self._supervisor.advance)  # it may be in the midst of sending
+            self._loop.call_soon(self._supervisor.advance)  # deferred: the worker may be sending
 
     def _take_back(self, call: Unit) -> None:
-        """A call was meant for a worker that may not begin it."""
+        """Queue a call again whose worker may not begin it."""
         if isinstance(call, Batch):
             call.flow.left(call)
             self._supervisor.put_back(call.flow, call.run)
@@ -212,7 +218,7 @@ class Pool:
             self._supervisor.dispatch.returned([(call, call.queue)])
 
     def relieve(self) -> None:
-        """Start the replacements of workers that may begin few calls more. Where one may begin none, its replacement takes over."""
+        """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
         supervisor = self._supervisor
         if self._starting is not None or supervisor.is_cut:
             return
@@ -221,7 +227,7 @@ class Pool:
             if slot.current is not member or not member.is_ready:
                 self.low.discard(member)
             elif slot.next is None:
-                # A closing runner starts it only for calls that wait.
+                # A closing runner starts a replacement only if the worker is at its limit and calls wait.
                 if (
                     slot.timer is None
                     and not slot.is_due
@@ -235,7 +241,7 @@ class Pool:
                 self._retire(member)
 
     def _promote(self, slot: Slot) -> None:
-        """The worker that is to take over does so: at once if it is ready, else as soon as it is."""
+        """Make the next worker of the slot, if any, the current one. If it is ready, it gets calls from now on, else once it is."""
         slot.current, slot.next = slot.next, None
         if slot.current is not None and slot.current.is_ready:
             self._supervisor.dispatch.seat(slot.current)
@@ -247,7 +253,7 @@ class Pool:
             member.worker.channel.send(DRAIN, 0, None)
 
     def draining(self, slot: Slot, member: Member) -> None:
-        """A worker was asked from outside to end: it gets nothing more, and its replacement starts now."""
+        """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
         self.lives.advance(member, Event.DRAIN)
         self._supervisor.dispatch.unseat(member)
         if POINTS:
@@ -271,14 +277,17 @@ class Pool:
         if not member.life.is_gone:
             member.killed_why = why
             text = f"{_name(member)} was killed: {why}"
-            if member.life.state is State.STARTING:  # else there may be the traceback of its lifespan
+            if member.life.state is State.STARTING:  # otherwise the last report may be the traceback of its lifespan
                 self._last_report = text
             report(self._level(member), "%s", text)
             member.worker.kill()
 
     def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
-        """The system has reported a worker dead. Its last words count; then its memory is race-free and read once."""
-        if member not in self.members:  # a KeyboardInterrupt came in the midst of its start: it never was anybody's
+        """The system has reported a worker's death. Receive its last messages, then end its calls and replace it.
+
+        After the death nothing writes to the worker's memory, so its messages and start marks can be read without races.
+        """
+        if member not in self.members:  # an exception interrupted its start before it was added
             return
         faults = Faults(f"the calls of worker {slot.index} were ended and the worker was replaced")
         with faults:
@@ -286,10 +295,10 @@ class Pool:
                 point("supervisor.worker.exited")
             member.worker.channel.receive()
         self._bury(slot, member, exitcode, faults)
-        faults.finish()  # a KeyboardInterrupt goes on, and has left no calls of a dead worker behind
+        faults.finish()  # raises a KeyboardInterrupt only now, when no call of the dead worker is left
 
     def _bury(self, slot: Slot, member: Member, exitcode: int | None, faults: Faults) -> None:
-        """Whatever one of the steps raises, the others are taken: the calls end, and the slot is filled."""
+        """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
         supervisor = self._supervisor
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
@@ -298,12 +307,12 @@ class Pool:
         if faults.last is not None:
             with faults:
                 supervisor.dispatch.expel(member)
-        # It stays one of the members meanwhile: an error of one of its calls may cancel others, in its batches too.
+        # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
         began = supervisor.deaths.end_calls(member, exitcode, faults)
         began = began or member.done > 0 or member.retried > 0
         with faults:
             supervisor.end_leases(member, faults)
-        slot.past = slot.past.with_(member)  # before it leaves: so nobody finds its counts in neither place
+        slot.past = slot.past.with_(member)  # before it leaves `members`: another thread must find its counts in one place at least
         self.members.discard(member)
         slot.failure = member.failure
         with faults:
@@ -328,7 +337,7 @@ class Pool:
         if POINTS:
             point("supervisor.worker.buried")
         if state in (State.STARTING, State.READY):
-            # That percore has killed it was reported then.
+            # `_kill` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode))
         on_death = self._supervisor.on_death
@@ -337,7 +346,7 @@ class Pool:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
 
     def _succeed(self, slot: Slot, member: Member, exitcode: int | None, *, began: bool) -> None:
-        """Somebody takes the place of a worker that has died."""
+        """Promote the next worker to the place of a dead one, or arrange a start."""
         if slot.next is member:
             slot.next = None
             self._never_began(slot, exitcode)
@@ -349,7 +358,7 @@ class Pool:
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         is_closing = self._supervisor.is_closing
-        if self._starting is not None and (is_closing or not began):  # it drained, perhaps; and no other will be ready in its place
+        if self._starting is not None and (is_closing or not began):  # it may have drained; no other gets ready for it
             if not self._starting.done():
                 if is_closing:
                     error: Exception = RunnerClosed("the runner was closed while it started")
@@ -379,14 +388,14 @@ class Pool:
         if self._supervisor.is_closing and not is_spent:
             return
         delay = slot.budget.died()
-        if delay is None and slot.current is not None and not is_spent:  # its worker lives, and could not be relieved: it goes on
+        if delay is None and slot.current is not None and not is_spent:  # the current worker goes on; try later
             slot.budget.began()
             delay = LONGEST_DELAY
         if delay is not None:
             slot.timer = self._loop.call_later(delay, self._spawn, slot)
             return
         slot.is_failed = True
-        if slot.current is not None:  # it may begin nothing more, and nobody will relieve it
+        if slot.current is not None:  # the worker is at its limit and will not be replaced
             self._retire(slot.current)
             slot.current = None
         if all(other.is_failed for other in self.slots):
@@ -404,9 +413,10 @@ class Pool:
             )
 
     def _level(self, member: Member | None = None) -> int:
-        """How much a death matters: little where the user wants an end, also by a second Ctrl-C, which may well hit a channel.
+        """Return the log level for a death: DEBUG if it is expected, else WARNING.
 
-        In the first start it fails that start, and StartupFailed says it.
+        It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
+        During the first start, StartupFailed reports the death.
         """
         is_expected = self._supervisor.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
         return logging.DEBUG if is_expected else logging.WARNING
@@ -414,7 +424,7 @@ class Pool:
     # Ending
 
     def finish(self) -> None:
-        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed."""
+        """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
         faults = Faults("workers were asked to end")
         for member in list(self.members):
             with faults:
@@ -429,12 +439,12 @@ class Pool:
         self.lives.advance(member, Event.FINISH)
 
     def stop_timers(self) -> None:
-        """No worker will be started any more."""
+        """Cancel all delayed starts."""
         for slot in self.slots:
             slot.stop_timer()
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send every worker this signal, which ends it. Their exits follow."""
+        """Send a signal to every worker, SIGKILL by default. The exits of the workers that it ends are reported later."""
         faults = Faults("workers were sent a signal")
         for member in list(self.members):
             with faults:
@@ -442,10 +452,10 @@ class Pool:
         faults.finish()
 
     def is_expected(self) -> bool:
-        """Whether any worker is ready or will be."""
+        """Return whether any worker is starting or ready."""
         return any(member.life.state in (State.STARTING, State.READY) for member in self.members)
 
 
 def _name(member: Member) -> str:
-    """The worker in a report. One that was never born has no pid."""
+    """Return the worker's name for log messages. A worker whose process never started has no pid."""
     return f"worker {member.index}" + ("" if member.pid is None else f" (pid {member.pid})")

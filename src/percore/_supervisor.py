@@ -1,11 +1,16 @@
-"""The shell: owns every pending call, turns what workers and users do into inputs of the pure core, and does what it decides.
+"""The supervisor: the imperative shell around the pure core.
+
+It owns every pending call. It turns events from users and workers into inputs of the core (dispatch, life cycles, restart budgets),
+and carries out the core's decisions.
 
     submit ─▶ Dispatch ─▶ Member.send ─▶ channel ═▶ worker
     future ◀─ outcome  ◀─ Outcomes    ◀─ channel ◀═ worker
-    exit of a worker ─▶ Life, Dispatch, RestartBudget ─▶ its started calls fail, the others wait again, a replacement starts
+    exit of a worker ─▶ Life, Dispatch, RestartBudget ─▶ its started calls fail or are retried, the others wait again, a replacement
+                                                         starts
 
-Every call has one owner: the queue of Dispatch while it waits, the Member it was sent to afterwards. It leaves the first by being
-sent or withdrawn, the second by its outcome or by the worker's death.
+Every call has one owner. While it waits, this is a queue of Dispatch; once it is sent, this is the Member. A call leaves its queue
+when it is sent or withdrawn, and its member when its outcome arrives, when it is handed back, or when the worker dies. Two kinds of
+calls wait elsewhere: those between two attempts in Attempts, and those of broadcasts in Beside.
 """
 
 import asyncio
@@ -43,11 +48,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOKS: Final = 4
-"""Functions of which calls still run that are looked at whenever something has ended: a few, however many there are."""
+"""Number of retired functions with running calls to check after each outcome, so that the cost stays constant."""
 
 
 class Supervisor:
-    """Keeps the workers of one runner. All methods belong to the thread of its loop."""
+    """Supervises the workers and calls of one runner. Only the thread of its loop may call its methods, except `abandon`."""
 
     def __init__(
         self,
@@ -68,31 +73,31 @@ class Supervisor:
         self.known = self.functions.known
         self.functions.on_forgotten = self._undefine_forgotten
         self.policy = Policy(retries=options.retries) if options.retries else None
-        """What calls are run under that are given nothing else."""
+        """The policy of calls without options of their own; None: the defaults."""
         self.policy_of = Policy.checked
-        """Checks options; here, since a view of a runner may be made for each call, and an import there would cost as much."""
+        """Checks call options. Kept here to save an import per view of the runner, since users may make a view for each call."""
         self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
         self.beside = Beside(self)
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.attempts = Attempts(self)
         self.deaths = Deaths(self)
         self.loose: set[Unit] = set()
-        """Calls that are neither where they waited nor where they ran: what ends one may cancel the others."""
+        """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self._recalls = Recalls(self.loop, self.dispatch)
         self.broken: RunnerBroken | None = None
         self.is_closing = False
-        """No call is taken any more, and no worker replaced."""
+        """Whether the runner accepts no more calls and replaces no workers."""
         self.is_cut = False
-        """Nothing is begun any more."""
+        """Whether no accepted call may begin any more."""
         self._on_progress: Callable[[], None] | None = None
         self.on_death: Callable[[Member, int | None, bool], None] | None = None
-        """Told of each death that nobody has asked for: the worker, its exit code, and whether it had been ready."""
+        """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
         self._pid = os.getpid()
         self._is_settling = False
         self._retired: deque[tuple[Function, list[Unit]]] = deque()
-        """Held functions of no use any more, and their calls that were under way when that was said."""
+        """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self.enders: set[Callable[[], None]] = set()
-        """Called when no more calls will be taken: by whoever waits for something else meanwhile."""
+        """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
         self.intake = Intake(self)
         self.pool = Pool(self, options.workers)
         self.slots, self.members, self.lives = self.pool.slots, self.pool.members, self.pool.lives
@@ -100,13 +105,13 @@ class Supervisor:
     # Calls
 
     def withdraw(self, call: Awaited) -> None:
-        """What is awaited of this call was cancelled."""
+        """Withdraw a call of `run` whose await was cancelled."""
         if not call.is_over:
             call.is_over = True
             self.cancelled(call)
 
     def accept(self, call: Awaited | Call | Item) -> None:
-        """Send a call, or let it wait."""
+        """Send a call, or queue it. An error ends the call."""
         try:
             member = self.dispatch.submitted(call, call.queue)
             if member is not None:
@@ -115,9 +120,9 @@ class Supervisor:
             self.failed_with(call, error)
 
     def send_waiting(self, kind: int) -> None:
-        """Send what waits, of one kind, as far as there are places."""
+        """Send the waiting calls of one kind, as far as workers have room."""
         for call, member in self.dispatch.fill(kind):
-            if isinstance(call, Awaited) and call.future.done():  # cancelled, and its task will say so in a moment
+            if isinstance(call, Awaited) and call.future.done():  # cancelled; its task will call `withdraw` soon
                 call.is_over = True
                 if call.key is not None:
                     self.dispatch.left(call)
@@ -128,10 +133,10 @@ class Supervisor:
                     self.failed_with(call, error)
 
     def failed_with(self, call: Unit, error: BaseException) -> None:
-        """To go on with a call has raised this: the call ends so, wherever it is, and no other.
+        """End one call with an error that percore raised while it handled the call, wherever the call is.
 
         Raises:
-            BaseException: it is no Exception; the call has ended.
+            BaseException: `error`, if it is no Exception. The call has ended by then.
         """
         faults = Faults(f"a call of {call.function.name} was sent, or its outcome received")
         faults.note(error)
@@ -139,7 +144,10 @@ class Supervisor:
         faults.finish()
 
     def give_up(self, call: Unit, error: BaseException, faults: Faults) -> None:
-        """End a call with this error, by which percore has failed to go on with it. It may be anywhere."""
+        """End a call with this error and remove it from wherever it is: a worker, a queue, or the calls that wait for an attempt.
+
+        `faults` takes the errors of these steps.
+        """
         failure = as_error(error, "percore")
         with faults:
             if isinstance(call, Batch):
@@ -152,13 +160,13 @@ class Supervisor:
                 member.give_up(call)
             elif not isinstance(call, Batch):
                 self.attempts.drop(call)
-                self.beside.remove(call)  # type: ignore[arg-type]  # no other is there
+                self.beside.remove(call)  # type: ignore[arg-type]  # finds only calls
                 self.dispatch.remove(call, call.queue)
         with faults:
             self.release(call)
 
     def put_back(self, flow: Flow, run: Run) -> None:
-        """Items of a batch have come back: they go to other places, unless nobody will come."""
+        """Queue items again that a worker handed back or lost, or fail them if no more calls may begin."""
         batches = flow.queue.batches
         assert batches is not None
         if self.is_over:
@@ -169,7 +177,7 @@ class Supervisor:
             self.dispatch.appended(flow.queue)
 
     def unanswered(self, member: Member, call: Call) -> None:
-        """A call that was for this worker alone has not begun, and never will."""
+        """End a broadcast's call that has not begun in its worker and never will. Its error is WorkerDied."""
         try:
             self.release(call)
             if not call.done():
@@ -178,8 +186,8 @@ class Supervisor:
             self.failed_with(call, error)
 
     def cancelled(self, call: Unit) -> None:
-        """The caller has cancelled: withdraw the call, or have it cancelled where it runs."""
-        if os.getpid() != self._pid:  # a copy of the call, in a fork of this process: the worker is none of its
+        """Withdraw a cancelled call if it waits, or ask its worker to cancel it."""
+        if os.getpid() != self._pid:  # a copy of the call in a fork of this process, which has no workers
             return
         member: Member | None = call.member
         if isinstance(call, Batch):
@@ -188,7 +196,7 @@ class Supervisor:
         elif member is None:
             self.release(call)
             if call.kind == Kind.BESIDE:
-                self.beside.remove(call)  # type: ignore[arg-type]  # such are calls
+                self.beside.remove(call)  # type: ignore[arg-type]  # BESIDE implies Call
             elif call in self.attempts.delayed:
                 self.attempts.drop(call)
             elif call not in self.loose:
@@ -197,21 +205,21 @@ class Supervisor:
         elif call.call_id in member.parked:
             self.release(member.take(call.call_id))
             self.advance()
-        elif not self.is_cut:  # else closing has cancelled it already, and a second time would cancel its clean-up
+        elif not self.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
             member.worker.channel.send(CANCEL, call.call_id, None)
 
     def release(self, call: Unit) -> None:
-        """Nobody will need the call's arguments again, nor what was shared with it."""
-        if isinstance(call, Batch):  # its items are scalars or small pickles
+        """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""
+        if isinstance(call, Batch):  # its items are scalars or small pickles, which hold no slots
             return
         self._free(call, ())
         if self.shares.held:
             self.shares.drop(call)
 
     def unpickled(self, call: Unit) -> None:
-        """Nobody will unpickle the call's arguments again."""
+        """Release the call's arguments, because no worker will unpickle them again. The call keeps its shared objects."""
         assert not isinstance(call, Batch)
-        self._free(call, b"" if call in self.shares.held else ())  # which tells that there is something to be released later
+        self._free(call, b"" if call in self.shares.held else ())  # not a tuple: `receive` then calls `release`
 
     def _free(self, call: Awaited | Call | Item, body: tuple[()] | bytes) -> None:
         before, call.body = call.body, body
@@ -221,7 +229,7 @@ class Supervisor:
                 point("supervisor.call.released")
 
     def end_leases(self, member: Member, faults: Faults) -> None:
-        """The worker is dead: nobody looks at the slots any more that its arrays lay in."""
+        """Release the payload slots that arrays of a dead worker used, and note the death for shared objects."""
         leases, member.leases = member.leases, []
         for payload in leases:
             with faults:
@@ -230,7 +238,10 @@ class Supervisor:
             self.shares.buried(member)
 
     def advance(self) -> None:
-        """Something has ended or begun: send what can be sent now, and let a closing look whether it can go on."""
+        """Send all calls that can be sent now, and let a closing check whether it can go on.
+
+        To be called when calls or workers have ended, and when workers have sent messages or read some.
+        """
         try:
             if self._retired:
                 self._forget_retired()
@@ -247,7 +258,7 @@ class Supervisor:
             self._advance_despite(error)
 
     def _advance_despite(self, error: BaseException) -> None:
-        """As `advance`, when one of its steps has raised this: all of them once more, each by itself."""
+        """Run all steps of `advance` again, each isolated, after one of them raised this error."""
         steps = (
             self._forget_retired,
             self.lives.look_drained,
@@ -259,10 +270,10 @@ class Supervisor:
         self._take(steps, "calls were sent to workers", error)
 
     def _look_idle(self) -> None:
-        """Let a closing look whether it can go on: not while calls are between two places, where it would not see them."""
+        """Let a closing check whether it can go on, unless calls are in `loose`, where the check would miss them."""
         if not self.is_closing or self.loose:
             return
-        if not self.members:  # and none will come
+        if not self.members:  # a closing runner starts no more workers
             self._expect_nobody()
         if self._on_progress is not None:
             self._on_progress()
@@ -276,27 +287,28 @@ class Supervisor:
             self.loop.call_soon(self._settle)
 
     def _settle(self) -> None:
-        """Calls with keys move to where they belong since the workers have changed, a piece in each iteration of the loop."""
+        """Move some calls with keys to their new workers, after the set of workers changed. One piece per iteration of the loop."""
         self._is_settling = False
         self.dispatch.settle()
         self._dispatch()
 
     def forget(self, function: Function, calls: Iterable[Unit]) -> None:
-        """A held function is of no use any more, once those of these calls have ended that are under way; there are no others."""
+        """Retire a held function, and forget it once all of these calls that are in workers have ended. It has no other calls."""
         if function.users:
             function.users = 0
             self._retired.append((function, [call for call in calls if call.member is not None]))
             self._forget_retired()
 
     def _forget_retired(self) -> None:
-        """Forget retired functions that no worker can still need: a call that has begun may be about to unpickle its own.
+        """Forget the retired functions that no worker needs any more.
 
-        Only the last of a function's calls is looked at, and few functions of which one runs: this is done for each outcome. When
-        the last of all these calls has ended, all functions are forgotten, whatever the order.
+        A worker may need a function as long as it has one of its calls, since even a call that has begun may still have to unpickle
+        the function. This runs for each outcome, so it checks only the last call of a function, and at most `_LOOKS` functions with
+        running calls. Once all calls have ended, all functions are forgotten, in whatever order the calls ended.
         """
         kept = 0
         for _ in range(len(self._retired)):
-            if not self._retired or kept == _LOOKS:  # what is forgotten may run a `__del__`, which ends a map
+            if not self._retired or kept == _LOOKS:  # forgetting a function may run a `__del__` that ends a map
                 return
             function, calls = self._retired.popleft()
             while calls and calls[-1].member is None:
@@ -315,9 +327,10 @@ class Supervisor:
         self.functions.drop(function)
 
     def _undefine_forgotten(self) -> None:
-        """Functions are not known any more: workers need not remember them either.
+        """Let workers forget the functions that `Functions` has forgotten.
 
-        Those whose calls are on their way stay, for the next time. A worker that is sent another call is told of its function anew.
+        A worker keeps those whose calls it has; the next run of this method looks at them again. Before a worker is sent another
+        call of a forgotten function, it is sent the function again.
         """
         in_use = self.functions.numbers()
         for member in list(self.members):
@@ -327,7 +340,7 @@ class Supervisor:
                 member.worker.channel.send(UNDEFINE, number, None)
 
     def refuse(self, call: Unit) -> None:
-        """End a call that nobody will run any more."""
+        """End a call that no worker will run."""
         self.release(call)
         if call.done():
             return
@@ -340,11 +353,11 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is begun, not even what was accepted."""
+        """Whether no call may begin any more, not even an accepted one."""
         return self.is_cut or self.broken is not None
 
     def refusal(self) -> Exception:
-        """A new instance of the reason why no call is taken."""
+        """Return a new instance of the error for calls that the runner does not accept or will not run."""
         if self.broken is not None:
             refusal = RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
             refusal.__cause__ = self.broken.__cause__
@@ -354,23 +367,23 @@ class Supervisor:
     # Ending
 
     def refuse_calls(self) -> None:
-        """Take no more calls and replace no worker. The calls that wait when the last worker has gone end then. Idempotent."""
+        """Accept no more calls and replace no workers. Waiting calls end when the last worker has ended. Idempotent."""
         self.is_closing = True
         self._take((self.end_maps, self.attempts.end), "the runner took no more calls")
 
     def close(self, on_progress: "Callable[[], None]") -> None:
-        """Refuse calls for the one closing, which is told whenever a call or a worker has ended."""
+        """Refuse calls for the runner's only closing. `on_progress` is called whenever a call or a worker may have ended."""
         assert self._on_progress is None, "a supervisor has one closing"
         self._on_progress = on_progress
         self.refuse_calls()
 
     def fail(self, error: RunnerBroken) -> None:
-        """No worker can be started any more."""
+        """Break the runner, because no worker can be started any more: end all waiting calls and open maps."""
         self.broken = error
         self._take((self.end_maps, self.attempts.end, self._refuse_waiting), "the runner broke")
 
     def _refuse_waiting(self) -> None:
-        """End what waits for a worker."""
+        """End all calls that wait for a worker."""
         calls: list[Unit] = [*self.dispatch.withdraw(), *self.beside.withdraw()]
         self._refuse_all(calls)
 
@@ -386,7 +399,7 @@ class Supervisor:
         faults.finish()
 
     def end_maps(self) -> None:
-        """No more calls are taken: open maps pull no more, and nobody waits to be let in."""
+        """Stop open maps from pulling inputs, and refuse the callers that wait for admission or for an object to be shared."""
         faults = Faults("maps were ended")
         for end in list(self.enders):
             with faults:
@@ -403,7 +416,10 @@ class Supervisor:
     async def broadcast(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None
     ) -> list[Any]:
-        """Run a call in every ready worker, beside all others. Cancelled, or when one fails: the others are cancelled."""
+        """Run a call in every ready worker, and return the results by the index of the worker.
+
+        If this is cancelled or one call fails, the other calls are cancelled.
+        """
         if self.broken is not None or self.is_closing:
             raise self.refusal()
         calls: list[Call] = []
@@ -414,23 +430,23 @@ class Supervisor:
                 await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             for call in calls:
                 if call.done():
-                    call.result()  # the first failure is raised, though others may run
+                    call.result()  # raise the first failure, though other calls may still run
             return [call.result() for call in calls]
         finally:
             for call in calls:
                 if not call.cancel() and not call.cancelled():
-                    call.exception()  # nobody will read it: it is not "never retrieved"
+                    call.exception()  # mark it as retrieved, so asyncio does not log it
 
     def waiting(self) -> int:
-        """Calls that wait here: for a place, or for their next attempt."""
+        """Return the number of calls that wait for a place or for their next attempt."""
         return self.dispatch.waiting() + len(self.attempts.delayed) + len(self.beside)
 
     def unfinished(self) -> bool:
-        """Whether any call waits or runs, those included whose callers have gone."""
+        """Return whether any call waits or runs, including cancelled calls that still run."""
         return bool(self.waiting()) or any(member.calls for member in self.members)
 
     def cut(self) -> None:
-        """Withdraw what waits and cancel what runs; the callers get RunnerClosed. Once: a second time does nothing."""
+        """End all waiting calls and cancel the running ones. The callers get RunnerClosed. A second call does nothing."""
         if self.is_cut:
             return
         self.is_cut = True
@@ -438,7 +454,7 @@ class Supervisor:
         with faults:
             self._refuse_waiting()
         for member in list(self.members):
-            for call in reversed(list(member.calls.values())):  # else what is next may begin before it is heard of
+            for call in reversed(list(member.calls.values())):  # last first: else a worker may begin the next
                 with faults:
                     self._cut(member, call)
         faults.finish()
@@ -450,21 +466,21 @@ class Supervisor:
             member.worker.channel.send(CANCEL, call.call_id, 0 if isinstance(call, Batch) else None)
 
     def finish(self) -> None:
-        """Ask every worker to end: nothing runs any more. Those that are not ready yet are killed.
+        """Ask every worker to end, and kill those that are not ready yet. No call may run any more.
 
-        What still waits does so for workers that have died meanwhile and are not replaced any more.
+        Calls that still wait are ended: their workers died during the closing and were not replaced.
         """
-        self.is_cut = True  # from now on nothing is begun
+        self.is_cut = True
         self._take((self._expect_nobody, self.pool.finish), "the workers were asked to end")
 
     def _expect_nobody(self) -> None:
-        """No worker will be started any more, nor become ready: nothing waits for one."""
+        """End the calls that wait for a worker or an attempt, and stop recalls and delayed starts: no worker will get ready."""
         steps = (self.attempts.end, self._refuse_waiting, self._recalls.stop, self.pool.stop_timers)
         self._take(steps, "calls that nobody will run were ended")
 
     @staticmethod
     def _take(steps: "Iterable[Callable[[], object]]", when: str, error: BaseException | None = None) -> None:
-        """Take each of these steps, whatever another one raises. `error`: what one before them has raised."""
+        """Run each of these steps, even if another one raises. `error`: an exception from an earlier step, to be handled alike."""
         faults = Faults(when)
         if error is not None:
             faults.note(error)
@@ -474,24 +490,24 @@ class Supervisor:
         faults.finish()
 
     def kill_all(self) -> None:
-        """End every worker now, and start none. Their exits follow."""
+        """Kill every worker and start none. Their exits are reported later."""
         self.is_cut = True
         self._take((self._expect_nobody, self.pool.kill), "all workers were killed")
 
     def signal_all(self, signum: int) -> None:
-        """Send every worker this signal, and start none. What they do then is theirs; see `refuse_calls`."""
+        """Refuse calls, start no worker, and send every worker this signal. The signal need not end the workers."""
         self.refuse_calls()
         self.pool.stop_timers()
         self.pool.kill(signum)
 
     def abandon(self) -> None:
-        """Nobody holds the runner any more, whose loop may be closed: end the workers, and touch nothing else.
+        """Kill the workers of a runner that was garbage-collected without being closed, and touch nothing else.
 
-        From any thread, in the midst of anything: that is where the garbage collector finds out. Where the loop still runs it does
-        this itself, the calls end as the workers do, and nothing is replaced.
+        The garbage collector may call this in any thread, at any point of the program, and the loop may be closed. If the loop
+        still runs, the workers are killed from the loop: the calls end when the workers have ended, and no worker is replaced.
         """
         if self.loop.is_running():
-            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self.loop.call_soon_threadsafe(self._abandon)
                 return
         self._abandon()
