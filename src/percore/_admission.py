@@ -1,4 +1,4 @@
-"""How many calls may be accepted and not done: `max_pending`."""
+"""The limit on pending calls: `max_pending`."""
 
 import asyncio
 from collections import OrderedDict
@@ -8,30 +8,30 @@ from percore._errors import RunnerFull
 
 
 class Admission:
-    """Lets calls in, first come first served."""
+    """Admits calls while fewer than `limit` are pending. Waiting calls are admitted in the order they came."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
         self.limit = limit
         self._loop = loop
         self._inside = 0
-        # Ordered, and any of them can be taken out at once: thousands may be cancelled together.
+        # An ordered dict, because removing one waiter must be fast: thousands may be cancelled together.
         self._waiters: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
     def enter_now(self) -> None:
-        """Let one call in that cannot wait.
+        """Admit one call without waiting.
 
         Raises:
-            RunnerFull: there is no room, or others wait for it.
+            RunnerFull: there is no room, or other calls wait for room.
         """
         if self._waiters or self._inside >= self.limit:
             raise RunnerFull(self.limit)
         self._inside += 1
 
     async def enter(self, most: int = 1) -> int:
-        """Wait until there is room, and let up to `most` calls in: how many. Cancelled: none.
+        """Wait until there is room, admit up to `most` calls, and return how many. If cancelled, admit none.
 
         Raises:
-            Exception: what `refuse` gave.
+            Exception: the error passed by `refuse`.
         """
         if self._waiters or self._inside >= self.limit:
             waiter = self._loop.create_future()
@@ -42,18 +42,18 @@ class Admission:
                 if waiter in self._waiters:
                     del self._waiters[waiter]
                 elif not waiter.cancelled() and waiter.exception() is None:
-                    self.leave()  # 1. it is let in  2. it is cancelled before it runs: the room is another's
+                    self.leave()  # 1. it is admitted  2. it is cancelled before it resumes: pass its room on
                 raise
             most -= 1
             count = 1
         else:
             count = 0
-        more = max(0, min(most, self.limit - self._inside))  # none while others wait: then it is full
+        more = max(0, min(most, self.limit - self._inside))  # 0 while other calls wait, since all room is taken then
         self._inside += more
         return count + more
 
     def leave(self, count: int = 1) -> None:
-        """So many calls are done."""
+        """Note that `count` calls are done, and admit waiting calls in their place."""
         assert 0 <= count <= self._inside
         self._inside -= count
         while self._waiters and self._inside < self.limit:
@@ -63,12 +63,12 @@ class Admission:
                 waiter.set_result(None)
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Let in none of those that wait: each gets an error of its own."""
+        """Refuse all waiting calls. Each raises a new error, made by `error`."""
         waiters, self._waiters = self._waiters, OrderedDict()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error())
 
     def left(self, _call: object) -> None:
-        """As `leave`, as the callback of a future."""
+        """As `leave()`, in the form of a done callback of a future."""
         self.leave()

@@ -1,4 +1,4 @@
-"""What a map is made of: its inputs, pulled in step."""
+"""The inputs of a map: one or several iterables, pulled in step."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sized
@@ -11,12 +11,12 @@ from percore._errors import shown
 
 
 class Pulled(NamedTuple):
-    """What came of a pull.
+    """The result of a pull.
 
     Attributes:
-        rows: the items of the only iterable, or tuples of one of each.
-        is_end: whether there is no more.
-        error: what the input raised behind these rows.
+        rows: the items of a single iterable; for several iterables, tuples with one item of each.
+        is_end: whether the input has ended.
+        error: the error that the input raised after these rows; None: it raised none.
     """
 
     rows: list[Any]
@@ -25,7 +25,7 @@ class Pulled(NamedTuple):
 
 
 class Inputs:
-    """Several sync or async iterables, pulled in step until the shortest ends."""
+    """One or several sync or async iterables, pulled in step until the shortest ends."""
 
     def __init__(self, iterables: tuple[Iterable[Any] | AsyncIterable[Any], ...]) -> None:
         self._sources = iterables
@@ -36,17 +36,17 @@ class Inputs:
         self.is_single = len(iterables) == 1
 
     def open(self) -> None:
-        """Begin to iterate: user code."""
+        """Make the iterators. This runs user code."""
         for source in self._sources:
             self._iterators.append(aiter(source) if isinstance(source, AsyncIterable) else iter(source))
         if not self.is_async:
             self._rows = self._iterators[0] if self.is_single else zip(*self._iterators, strict=False)  # type: ignore[assignment]
 
     def pull_now(self, most: int) -> Pulled:
-        """Up to `most` rows of sync iterables."""
+        """Pull up to `most` rows from sync iterables."""
         rows: list[Any] = []
         try:
-            rows.extend(islice(self._rows, most))  # where that raises, the list keeps what came before
+            rows.extend(islice(self._rows, most))  # if this raises, the list keeps the rows before the error
         except asyncio.CancelledError as error:
             return Pulled(rows, True, _disguised(error))
         except Exception as error:
@@ -54,11 +54,11 @@ class Inputs:
         return Pulled(rows, len(rows) < most, None)
 
     async def pull(self) -> Pulled:
-        """One row."""
+        """Pull one row from iterables of any kind."""
         row = []
         try:
             for iterator in self._iterators:
-                # `async for` does not ask for an __aiter__ of what an __aiter__ gave, as AsyncIterator does.
+                # Not isinstance(iterator, AsyncIterator): that requires an `__aiter__` of the iterator, which `async for` does not.
                 is_async = hasattr(iterator, "__anext__")
                 row.append(await anext(iterator) if is_async else next(iterator))  # type: ignore[arg-type]
         except (StopIteration, StopAsyncIteration):
@@ -68,9 +68,9 @@ class Inputs:
         return Pulled([row[0] if self.is_single else tuple(row)], False, None)
 
     async def close(self) -> None:
-        """Close the generators among the inputs; never a file or a list of the user's."""
+        """Close the generators among the inputs. Other inputs, such as files, stay open."""
         iterators, self._iterators, self._rows = self._iterators, [], iter(())
-        async with AsyncExitStack() as stack:  # each is closed, whatever another raises
+        async with AsyncExitStack() as stack:  # all are closed, even if closing one raises
             for iterator in reversed(iterators):
                 if isasyncgen(iterator):
                     stack.push_async_callback(iterator.aclose)
@@ -85,7 +85,7 @@ class Inputs:
 
 
 def _disguised(error: BaseException) -> Exception:
-    """Not to be taken for the end of the input, nor for a cancellation of whoever uses the map."""
+    """Return a RuntimeError for an error that would look like the end of the input, or like a cancellation of the map's user."""
     failure = RuntimeError(f"the input raised {shown(error)}")
     failure.__cause__ = error
     return failure

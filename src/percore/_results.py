@@ -1,11 +1,11 @@
-"""The results of a map that nobody has asked for yet: as a stream in order, as a stream as they come, or as a list."""
+"""Buffers for the results of a map until the user asks for them: in order, as they come, or as a list."""
 
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 
 class Failure:
-    """An error in the place of a result, which ends the map there."""
+    """An error in place of a result. The map ends there."""
 
     __slots__ = ("error",)
 
@@ -14,11 +14,11 @@ class Failure:
 
 
 class Part(NamedTuple):
-    """Results to be handed over, one after the other.
+    """Consecutive results, ready to be handed over.
 
     Attributes:
         values: the results.
-        size: bytes of each, about, as it was pickled.
+        size: approximate size of each pickled result in bytes.
     """
 
     values: list[Any]
@@ -26,16 +26,16 @@ class Part(NamedTuple):
 
 
 class Results(Protocol):
-    """Where the results of a map wait."""
+    """A buffer for the results of a map."""
 
     ready: deque[Part]
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """Results of the items from this number on, `size` bytes together."""
+        """Add the results of consecutive items. `number` is that of the first item, `size` the bytes of all results together."""
 
 
 class Ordered:
-    """Ready is what nothing before it is missing of."""
+    """Results in the order of the inputs. A result is ready when all results before it have come."""
 
     def __init__(self) -> None:
         self.ready: deque[Part] = deque()
@@ -55,7 +55,7 @@ class Ordered:
 
 
 class AsTheyCome:
-    """Everything is ready."""
+    """Results as they come. Each is ready at once."""
 
     def __init__(self) -> None:
         self.ready: deque[Part] = deque()
@@ -66,7 +66,7 @@ class AsTheyCome:
 
 
 class Listed:
-    """All results as a list, in order or as they came. Nothing is handed over before the end."""
+    """All results as a list, in order or as they came. `ready` stays empty."""
 
     def __init__(self, *, ordered: bool) -> None:
         self.ready: deque[Part] = deque()

@@ -1,9 +1,10 @@
-"""Shared objects at the supervisor: each pickled once into a slot of the arena, which stays until nobody needs it.
+"""Shared objects on the supervisor's side. Each is pickled once, into a slot of the arena, which is freed when nothing needs it.
 
     handle dies, or close() ─▶ no call holds it ─▶ workers that have met it are asked to forget it ─▶ all have ─▶ the slot is free
 
-A call holds what was met while it was pickled, from then until it has ended: however its worker fares, what unpickles it finds the
-object. So a worker that is asked to forget one can meet it no more.
+A call holds all shared objects that were part of its pickle, from the pickling until the call has ended. Every worker that
+unpickles the call therefore finds them, even on a retry. Workers are asked to forget an object only when no call holds it, so they
+cannot meet it again.
 """
 
 import asyncio
@@ -30,37 +31,37 @@ if TYPE_CHECKING:
 
 _numbers: Final = itertools.count(1)
 _live: Final[WeakValueDictionary[int, "Share"]] = WeakValueDictionary()
-"""By number, those of all runners of this process."""
+"""The shared objects of all runners in this process, by number."""
 
 
 class Share:
-    """One shared object."""
+    """One shared object. Implements `Source` for its handle."""
 
     def __init__(self, shares: "Shares", payload: int) -> None:
         self.number = next(_numbers)
         self.payload = payload
         self.holders = 0
         self.members: set[Member] = set()
-        """Workers that have met it and not forgotten it."""
+        """Workers that have met the object and not forgotten it."""
         self._shares = shares
         self._copy = Copy(shares.leases, payload, self._forgotten_here)
         self._handle: ref[Shared[Any]] | None = None
         self._is_closed = False
         self.is_ending = False
-        """Whether nobody gets it any more; views may still be looked at."""
+        """Whether the object is no longer available. Views of it may still exist."""
         self._is_looked_at = True
-        """Whether something in this process may look at it."""
+        """Whether something in this process may still refer to the object's memory."""
         _live[self.number] = self
 
     def handle(self) -> Shared[Any]:
-        """The handle; while there is one, always the same."""
+        """Return the handle: the existing one, if there is one."""
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Shared(self)
             self._handle = ref(handle)
         return handle
 
-    # As a Source
+    # Source
 
     def value(self) -> Any:
         if self._is_closed:
@@ -85,17 +86,17 @@ class Share:
         state = "closed" if self._is_closed else f"{self.payload >> SLOT_BITS} bytes"
         return f"number {self.number}, {state}"
 
-    # Its end
+    # Ending
 
     def shut(self) -> None:
-        """The runner is closed: its memory goes."""
+        """Close the object, because the runner is closed and its memory is released."""
         self._is_closed = True
         if not self.is_ending:
             self.is_ending = True
             self._copy.forget()
 
     def look(self) -> None:
-        """Whether it is of no use any more: then it ends."""
+        """End the object if it has no holders, and no open handle refers to it."""
         has_handle = self._handle is not None and self._handle() is not None
         if self.is_ending or self.holders or (has_handle and not self._is_closed):
             return
@@ -105,7 +106,7 @@ class Share:
         self._copy.forget()
 
     def forgotten(self, member: "Member") -> None:
-        """This worker has forgotten it, or is dead."""
+        """Note that a worker has forgotten the object, or is dead."""
         self.members.discard(member)
         self._look_free()
 
@@ -119,18 +120,18 @@ class Share:
 
 
 class Shares:
-    """The shared objects of one runner. Methods are the loop's."""
+    """The shared objects of one runner. Call its methods in the runner's event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, arena: SlotWriter, *, main_by_value: bool) -> None:
         self._loop = loop
         self._thread = threading.get_ident()
         self._arena = arena
         self._main_by_value = main_by_value
-        self._limit = arena.count // 4  # and as many again that views still refer to
+        self._limit = arena.count // 4  # and as many closed ones to which views still refer
         self._pending = 0
         self._shares: set[Share] = set()
         self.held: dict[Any, list[Share]] = {}
-        """By the call or function that uses them."""
+        """Shared objects by the call or the function that holds them."""
         self._waiters: set[asyncio.Future[Payload]] = set()
         self._met: Sequence[Share] | None = None
         self.endings = Endings(loop)
@@ -139,12 +140,14 @@ class Shares:
     # Making one
 
     async def share(self, obj: object) -> Shared[Any]:
-        """Pickle `obj` in a thread of its own, and keep it. Cancelled: the pickling runs on, and nothing is kept.
+        """Pickle `obj` in a new thread, store it, and return its handle.
+
+        If cancelled, the pickling continues in its thread, and its result is discarded.
 
         Raises:
             RunnerClosed: the runner was closed meanwhile.
-            RuntimeError: too many are shared.
-            Exception: whatever pickling it raises.
+            RuntimeError: too many objects are shared.
+            Exception: any error of pickling the object.
         """
         live = sum(not share.is_ending for share in self._shares) + self._pending
         if live >= self._limit or len(self._shares) + self._pending >= 2 * self._limit:
@@ -157,7 +160,7 @@ class Shares:
         self._pending += 1
         self._waiters.add(waiter)
         try:
-            # Not by the loop's executor: the user may have filled it with calls that never end.
+            # Not in the loop's default executor: the user may have filled it with calls that never end.
             threading.Thread(target=self._pickle, args=(obj, waiter), name="percore-share", daemon=True).start()
             payload = await waiter
         finally:
@@ -169,7 +172,7 @@ class Shares:
         return share.handle()
 
     def _pickle(self, obj: object, waiter: "asyncio.Future[Payload]") -> None:
-        """In a thread."""
+        """Pickle the object. Runs in a thread."""
         sink = Sink(self._arena)
         try:
             dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
@@ -181,7 +184,7 @@ class Shares:
         del obj, sink
         try:
             self._loop.call_soon_threadsafe(self._pickled, waiter, payload)
-        except RuntimeError:  # the loop was closed, and with it all that could be told
+        except RuntimeError:  # the loop was closed, so no task can be waiting
             return
 
     def _pickled(self, waiter: "asyncio.Future[Payload]", payload: Payload | BaseException) -> None:
@@ -191,7 +194,8 @@ class Shares:
         elif isinstance(payload, int):
             self._stored(waiter, payload)
         elif not waiter.done():
-            # Too small for a slot of its own, or none was free. It waits for one, so as to travel as a name.
+            # The pickle is too small for the sink to take a slot, or none was free. It has to be in a slot, so that calls can refer
+            # to it: wait for one.
             stored = self._arena.store(payload)
             if stored is None:
                 self._arena.wait(lambda: self._store_later(waiter, payload))
@@ -199,34 +203,34 @@ class Shares:
                 self._stored(waiter, stored)
 
     def _store_later(self, waiter: "asyncio.Future[Payload]", payload: bytes) -> bool:
-        """In whatever thread gave the slot back."""
+        """Try to store the pickle again. Runs in the thread that gave a slot back."""
         if waiter.done():
             return False
         self._loop.call_soon_threadsafe(self._pickled, waiter, payload)
         return False
 
     def _stored(self, waiter: "asyncio.Future[Payload]", payload: int) -> None:
-        if waiter.done():  # nobody waits for it any more
+        if waiter.done():  # share() was cancelled or refused
             self._arena.discard(payload)
         else:
             waiter.set_result(payload)
 
-    # Calls that use them
+    # Calls that hold shared objects
 
     def check_thread(self, what: str) -> None:
-        """That this is the thread of the runner.
+        """Check that the current thread is the runner's.
 
         Raises:
-            RuntimeError: it is another one.
+            RuntimeError: it is another thread.
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError(f"a shared object can be {what} only in the thread that its runner was started in")
 
     def met(self, share: Share) -> None:
-        """It is being pickled, as part of something.
+        """Note that a shared object is being pickled as part of a call.
 
         Raises:
-            TypeError: which is no call of its runner.
+            TypeError: it is not being pickled as part of a call of its runner.
         """
         if self._met is None or threading.get_ident() != self._thread:
             raise TypeError(
@@ -236,49 +240,57 @@ class Shares:
         self._met = (*self._met, share)
 
     def watch(self) -> Sequence[Share] | None:
-        """Something of a call is about to be pickled: `seen` tells which shared objects it has in it, and wants what this gives.
+        """Begin to collect the shared objects that are met while part of a call is pickled. Pass the return value to `seen`.
 
-        In between user code runs, which may submit another call.
+        Pairs of `watch` and `seen` may be nested: pickling runs user code, which may submit another call.
         """
         outer, self._met = self._met, ()
         return outer
 
     def seen(self, outer: Sequence[Share] | None) -> Sequence[Share]:
-        """What was met since that `watch`."""
+        """Return the shared objects met since the `watch` that returned `outer`."""
         met, self._met = self._met, outer
         assert met is not None
         return met
 
     def hold(self, holder: Any, shares: Sequence[Share]) -> None:
-        """A call, or a function, uses these, until it is dropped."""
+        """Let a call or a function hold these shared objects until `drop`."""
         self.held.setdefault(holder, []).extend(shares)
         for share in shares:
             share.holders += 1
 
     def drop(self, holder: Any) -> None:
-        """It uses none any more. Nothing happens if it used none."""
+        """Release the shared objects that a call or a function holds. Does nothing if it holds none."""
         for share in self.held.pop(holder, ()):
             share.holders -= 1
             share.look()
 
-    # What workers say
+    # What workers report
 
     def known(self, member: "Member", number: int) -> None:
-        """A worker has met one."""
+        """Note that a worker has met a shared object.
+
+        Raises:
+            BrokenFrame: there is no such object.
+        """
         share = _live.get(number)
         if share is None or share not in self._shares:
             raise BrokenFrame(f"shared object {number} was met, which does not exist")
         share.members.add(member)
 
     def forgotten(self, member: "Member", number: int) -> None:
-        """A worker has forgotten one, as it was asked to."""
+        """Note that a worker has forgotten a shared object, as it was asked to.
+
+        Raises:
+            BrokenFrame: the worker had not met such an object.
+        """
         share = _live.get(number)
         if share is None or member not in share.members:
             raise BrokenFrame(f"shared object {number} was forgotten, which was not known")
         share.forgotten(member)
 
     def buried(self, member: "Member") -> None:
-        """A worker is dead."""
+        """Note that a worker is dead, so that it refers to no shared objects."""
         for share in list(self._shares):
             if member in share.members:
                 share.forgotten(member)
@@ -286,20 +298,20 @@ class Shares:
     # Ending
 
     def free(self, share: Share) -> None:
-        """Nobody looks at it any more."""
+        """Free the slot of a shared object that nothing refers to any more."""
         if share in self._shares:
             self._shares.discard(share)
             _live.pop(share.number, None)
             self._arena.discard(share.payload)
 
     def refuse(self) -> None:
-        """No more calls are taken: nobody waits for one to be pickled."""
+        """End every waiting `share` with RunnerClosed, because the runner takes no more calls."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(RunnerClosed("the runner was closed before the object was shared"))
 
     def shut(self) -> None:
-        """The runner is closed, and its memory goes."""
+        """Close all shared objects, because the runner is closed and its memory is released."""
         self.refuse()
         for share in list(self._shares):
             share.shut()
