@@ -237,10 +237,12 @@ class SlotReader:
         """Return the bytes of a payload that the other side sent.
 
         Raises:
-            BrokenFrame: the payload names memory outside its slot.
+            BrokenFrame: the payload names memory outside its slot, or is no payload.
         """
         if isinstance(payload, bytes):
             return payload
+        if not isinstance(payload, int):
+            raise BrokenFrame(f"a {type(payload).__name__} in place of a payload")
         slot, length = payload & SLOT_MASK, payload >> SLOT_BITS
         if slot >= self.count or not 0 <= length <= self._slot_size:
             raise BrokenFrame(f"payload of {length} bytes in slot {slot}: there are {self.count} slots of {self._slot_size} bytes")
