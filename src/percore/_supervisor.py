@@ -86,7 +86,7 @@ class Supervisor:
         self._recalls = Recalls(self.loop, self.dispatch)
         self.broken: RunnerBroken | None = None
         self.is_closing = False
-        """Whether the runner accepts no more calls and replaces no workers."""
+        """Whether the runner accepts no more calls. It then replaces no dead workers, and spent ones only for waiting calls."""
         self.is_cut = False
         """Whether no accepted call may begin any more."""
         self._on_progress: Callable[[], None] | None = None
@@ -166,7 +166,7 @@ class Supervisor:
             self.release(call)
 
     def put_back(self, flow: Flow, run: Run) -> None:
-        """Queue items again that a worker handed back or lost, or fail them if no more calls may begin."""
+        """Queue the items of a batch again that its worker has not begun, or fail them if no more calls may begin."""
         batches = flow.queue.batches
         assert batches is not None
         if self.is_over:
@@ -273,7 +273,7 @@ class Supervisor:
         """Let a closing check whether it can go on, unless calls are in `loose`, where the check would miss them."""
         if not self.is_closing or self.loose:
             return
-        if not self.members:  # a closing runner starts no more workers
+        if not self.members:  # a closing runner does not replace dead workers
             self._expect_nobody()
         if self._on_progress is not None:
             self._on_progress()
@@ -367,7 +367,7 @@ class Supervisor:
     # Ending
 
     def refuse_calls(self) -> None:
-        """Accept no more calls and replace no workers. Waiting calls end when the last worker has ended. Idempotent."""
+        """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""
         self.is_closing = True
         self._take((self.end_maps, self.attempts.end), "the runner took no more calls")
 
