@@ -1,15 +1,15 @@
-"""A small internet on this machine: 64 sites of real pages, for a crawler to crawl.
+"""A test server with 64 sites of real pages on this machine, for a crawler to crawl.
 
-    python examples/farm.py     # serves until Ctrl-C, having printed the start pages
+    python examples/farm.py     # prints the start pages, then serves until Ctrl-C
 
-The pages (sites.py) are the standard library's documentation as pydoc renders it, rendered once at the start and kept
-in memory. Every address 127.0.0.1 to 127.0.0.64 is a site of its own, with its own selection of the pages in several
-releases, links within the site, to its neighbours and out into the world, and what crawlers meet out there: robots.txt,
-slow pages, errors that stay and errors that pass, redirects, broken links, connections that are reset, and one page of
-several megabytes.
+The pages (sites.py) are the standard library's documentation. pydoc renders them once at the start, and they are kept in
+memory. Every address from 127.0.0.1 to 127.0.0.64 is a separate site with its own selection of the pages, in several
+releases. A site has links within itself, to its neighbours and to the internet, and the usual trouble for crawlers:
+robots.txt, slow pages, permanent and temporary errors, redirects, broken links, connections that are reset, and one page
+of several megabytes.
 
-`Farm` starts it in a process of its own, which ends when told to, and by itself when its parent has gone. It counts how
-many requests each site has at once, so that a crawler's politeness can be judged from the other side.
+`Farm` starts the server in a separate process, which ends when `close` is called or when its parent has ended. It counts
+how many requests each site has at once, so that the politeness of a crawler can be checked from the server's side.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from aiohttp import web
 
 from sites import HOSTS, MODULES, RELEASES, Answer, Site, build_sites, crawlable, render_pages
 
-LATENCY = 0.005  # seconds each answer takes at least, as if the sites were some way off
-SLOW = 1.0  # seconds a slow page takes
+LATENCY = 0.005  # the least seconds that each answer takes, to simulate the network
+SLOW = 1.0  # the seconds that a slow page takes
 NOT_HERE = Answer(404, body=b"not here")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the farm has served, the CPU seconds it took for that, and the most requests that one site had at once."""
+    """The number of requests served, the CPU seconds they took, and the most requests that one site had at once."""
 
     cpu: float
     requests: int
@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Visits:
-    """The requests to one site: under way now, the most there were at once, and how many came for each path."""
+    """The requests to one site: in progress now, the most at once, and how many for each path (all, and in progress)."""
 
     now: int = 0
     most_at_once: int = 0
@@ -70,7 +70,7 @@ class Visits:
 
 
 class Server:
-    """Answers from memory, and counts. A request counts until its answer is ready or its client has gone."""
+    """Answers from memory, and counts requests. A request is in progress until its answer is ready or its client disconnects."""
 
     def __init__(self, sites: dict[str, Site], latency: float) -> None:
         self._sites = sites
@@ -78,7 +78,7 @@ class Server:
         self.forget()
 
     def forget(self) -> None:
-        """Counts from nothing again; what fails the first times does so again."""
+        """Reset all counts. Pages that fail the first times do so again."""
         self._cpu_before = time.process_time()
         self._visits = {host: Visits() for host in self._sites}
         self._failed: Counter[tuple[str, str]] = Counter()
@@ -89,7 +89,7 @@ class Server:
         return Usage(time.process_time() - self._cpu_before, requests, most)
 
     def tell(self, what: str) -> Any:
-        """The answer to a word of the parent's."""
+        """Answer a request of the parent process."""
         match what:
             case "usage":
                 return astuple(self.usage())
@@ -103,8 +103,8 @@ class Server:
         raise ValueError(f"the farm was asked for {what!r}, which it does not know")
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        # The end of a connection takes some turns of the loop to reach its handler, a new request takes fewer: with these
-        # turns, who has gone before this request was sent no longer counts when it does.
+        # The end of a connection takes more turns of the loop to reach its handler than a new request does. After these
+        # turns, a client that disconnected before this request was sent is no longer counted.
         for _ in range(3):
             await asyncio.sleep(0)
         site = self._sites.get(request.host)
@@ -129,7 +129,7 @@ def respond(answer: Answer) -> web.Response:
 
 
 def reset(transport: asyncio.Transport | None) -> None:
-    """Ends the connection as a crashed machine would: the client reads "connection reset by peer"."""
+    """Reset the connection, as a crashed machine would: the client gets "connection reset by peer"."""
     if transport is not None:
         no_linger = struct.pack("ii", 1, 0)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
@@ -137,7 +137,7 @@ def reset(transport: asyncio.Transport | None) -> None:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, as percore's workers have it, else asyncio's."""
+    """Create a uvloop loop if uvloop is installed, as percore's workers do, else an asyncio loop."""
     try:
         import uvloop
     except ImportError:
@@ -146,7 +146,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def bind_all(hosts: tuple[str, ...], tries: int = 20) -> list[socket.socket]:
-    """One free port, the same on all addresses. Another program may hold it on one of them: then another port."""
+    """Bind the same free port on all addresses. If another program uses it on one of them, try another port."""
     sockets: list[socket.socket] = []
     try:
         for host in hosts:
@@ -163,7 +163,7 @@ def bind_all(hosts: tuple[str, ...], tries: int = 20) -> list[socket.socket]:
 
 @asynccontextmanager
 async def serving(sockets: list[socket.socket], server: Server) -> AsyncIterator[None]:
-    # A client that goes away ends its handler, so that nothing counts that nobody waits for.
+    # When a client disconnects, its handler is cancelled, so that its request is no longer counted as in progress.
     protocols = web.Server(server.answer, access_log=None, handler_cancellation=True)
     listening = [await asyncio.get_running_loop().create_server(protocols, sock=sock) for sock in sockets]
     try:
@@ -175,7 +175,7 @@ async def serving(sockets: list[socket.socket], server: Server) -> AsyncIterator
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serves until SIGINT or SIGTERM; as a child also until standard input ends, answering each line there."""
+    """Serve until SIGINT or SIGTERM. As a child process, also answer each line of standard input, and end when that ends."""
     sockets = bind_all(HOSTS[: options.sites])
     port: int = sockets[0].getsockname()[1]
     hosts = [f"{host}:{port}" for host in HOSTS[: options.sites]]
@@ -201,7 +201,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def answer_parent(server: Server, ended: asyncio.Event) -> None:
-    """A line from the parent asks for something; the end of its pipe says that it has gone, however it went."""
+    """Answer each line that the parent sends. End the server when the pipe ends, since the parent has then ended."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -213,11 +213,11 @@ async def answer_parent(server: Server, ended: asyncio.Event) -> None:
 
 
 class Farm:
-    """The farm in a process of its own: `with Farm() as farm: crawl(farm.starts)`.
+    """The farm in a separate process: `with Farm() as farm: crawl(farm.starts)`.
 
-    Making one returns when all pages are served (RuntimeError when that fails); leaving the block ends the process.
-    It is in a process group of its own, so that Ctrl-C on a terminal ends the crawl and not what is being crawled.
-    Its questions are answered within milliseconds, or RuntimeError if it has died.
+    The constructor returns when all pages are being served, or raises RuntimeError. Leaving the block ends the process. The
+    process has its own process group, so that Ctrl-C on a terminal ends only the crawl. The other methods return within
+    milliseconds, or raise RuntimeError if the process has died.
     """
 
     def __init__(self, **sizes: float) -> None:
@@ -232,26 +232,26 @@ class Farm:
             raise
 
     def usage(self) -> Usage:
-        """What the farm has served until now, and what it took."""
+        """Return what the farm has served until now, and the CPU time for it."""
         return Usage(*self._ask("usage"))
 
     def visits(self) -> dict[str, Visits]:
-        """What each site, by its "address:port", has seen of the crawler."""
+        """Return the requests to each site, by its "address:port"."""
         told = self._ask("visits")
         return {host: Visits(now, most, Counter(paths), Counter(held)) for host, (now, most, paths, held) in told.items()}
 
     def pages(self) -> dict[str, int]:
-        """Every URL that a crawler comes to which obeys robots.txt, and the status it gets in the end; 0: a reset."""
+        """Return every URL that a crawler which obeys robots.txt finds, with its final status. 0: the connection is reset."""
         pages: dict[str, int] = self._ask("pages")
         return pages
 
     def forget(self) -> None:
-        """Begins to count anew; what fails the first times does so again."""
+        """Reset all counts. Pages that fail the first times do so again."""
         self._ask("forget")
 
     def close(self) -> int:
-        """Ends the farm; its exit code."""
-        # SIGTERM too: while the pages are being rendered nobody reads the pipe yet.
+        """End the farm and return its exit code."""
+        # Also by SIGTERM, because the process does not read the pipe while it renders the pages.
         self._process.terminate()
         self._process.communicate()
         return self._process.returncode

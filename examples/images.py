@@ -1,11 +1,11 @@
-"""An image pipeline on every CPU: photographs are decoded, made small, graded by a table of all colours, and measured.
+"""An image pipeline on every CPU: decode photographs, shrink them, grade them by a table of all colours, and measure them.
 
-    python examples/images.py                                # 48 photographs, which it makes itself; then the same in one process
+    python examples/images.py                                # makes 48 photographs; develops them with percore, then alone
     python examples/images.py 200 --size 2400x1800 --output sheet.jpg
 
-The table says for each of the 16.7 million colours what becomes of it. It has 48 MiB: too much to send along with every photograph,
-and too much to have in every worker. `runner.share(table)` puts it into shared memory once, and each worker reads it there. The
-small pictures come back as numpy arrays, which are views of the memory that the worker wrote them to.
+The table maps each of the 16.7 million colours to another one. It takes 48 MiB: too much to send along with every photograph, and
+too much to copy to every worker. `runner.share(table)` puts it into shared memory once, and each worker reads it there. The small
+pictures come back as numpy arrays, which are views of the memory that the worker wrote them to.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import percore
 PHOTOGRAPHS = 48
 SIZE = (1600, 1200)
 SMALL = (320, 240)
-WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue in what looks bright
+WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue in the perceived brightness
 BANDS = 8  # of brightness
 BAR = 40  # characters of the longest bar
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
@@ -41,7 +41,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What becomes of a photograph: the small one, and how many of its pixels are in each band of brightness."""
+    """A processed photograph: the small picture, and how many of its pixels are in each band of brightness."""
 
     name: str
     small: Pixels
@@ -61,12 +61,12 @@ def develop(path: Path, table: Pixels) -> Picture:
 
 
 def develop_shared(path: Path, table: percore.Shared[Pixels]) -> Picture:
-    """The same, as a call: the first one in each worker finds the table in shared memory, and the others find it here."""
+    """As `develop`, for a worker. The first call in each worker maps the shared table; later calls reuse it."""
     return develop(path, table.value)
 
 
 def make_photograph(path: Path, number: int, size: Size) -> None:
-    """Hills of colour, coarse ones and fine ones, always the same for a number."""
+    """Make a photograph of coarse and fine hills of colour. The same number always gives the same photograph."""
     chance = np.random.default_rng(number)
 
     def hills(rows: int) -> Image.Image:
@@ -80,7 +80,7 @@ def make_photograph(path: Path, number: int, size: Size) -> None:
 
 
 def colour_table() -> Pixels:
-    """`table[red, green, blue]` is the colour that takes its place: more vivid, with more contrast."""
+    """Make the table: `table[red, green, blue]` is the new colour, which is more vivid and has more contrast."""
     level = np.linspace(0, 1, 256, dtype=np.float32)
     table = np.empty((256, 256, 256, 3), np.uint8)
     for red in range(256):
@@ -92,7 +92,7 @@ def colour_table() -> Pixels:
 
 
 class Sheet:
-    """A contact sheet: the small pictures side by side, and the bands of them all."""
+    """A contact sheet: the small pictures side by side, and the sums of their bands."""
 
     def __init__(self, pictures: int) -> None:
         self._columns = math.ceil(math.sqrt(pictures))
@@ -119,9 +119,9 @@ class Sheet:
 
 
 async def develop_all(paths: list[Path], size: Size, table: Pixels, workers: int | None) -> tuple[Sheet, float, int]:
-    """The sheet, the seconds it took, and with how many workers."""
+    """Return the sheet, the seconds it took, and the number of workers."""
     sheet = Sheet(len(paths))
-    # All of it may be repeated without harm: so a worker that dies costs some time and no picture.
+    # All calls may be repeated safely. With retries, a worker that dies costs some time, but no picture.
     async with percore.Runner(workers, retries=2) as runner:
         print(f"making {len(paths)} photographs of {size[0]} x {size[1]}", flush=True)
         await runner.map(make_photograph, paths, range(len(paths)), repeat(size))
@@ -158,13 +158,13 @@ def compare(folder: Path, options: argparse.Namespace) -> int:
 def save(sheet: Sheet, path: Path) -> None:
     try:
         sheet.save(path)
-    except (OSError, ValueError) as error:  # Pillow knows the format by the ending
+    except (OSError, ValueError) as error:  # ValueError: Pillow does not know the file name's extension
         sys.exit(f"cannot save {path}: {error}")
 
 
 @contextmanager
 def timed() -> Iterator[list[float]]:
-    """The seconds that the block took."""
+    """Measure the block. After it, the list contains the seconds that it took."""
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds

@@ -1,12 +1,12 @@
-"""A pipeline on every CPU: pages are fetched, parsed, and written to a file, in the same memory whatever the length.
+"""A pipeline on every CPU: fetch pages, parse them, and write them to a file, with bounded memory for any number of pages.
 
     python examples/pipeline.py 5000 --output pages.jsonl                 # pages of a farm of sites on this machine
     python examples/pipeline.py --input urls.txt --output pages.jsonl     # the pages of a list of any length
 
-The stages are a map over a map: `runner.map(parse, runner.map(fetch, urls))`. Each takes from the one before it what the one after
-it has room for. Where parsing is slower than fetching, fetching waits; where the file is the slowest, both wait. They share the
-workers: fetches run in their event loops, parsing in their threads. The lines have the order of the input. At a terminal it says
-how far it is. The exit status is 1 if no page at all could be had.
+The stages are a map over a map: `runner.map(parse, runner.map(fetch, urls))`. Each stage takes only as much from the previous stage
+as the next one has room for. If parsing is slower than fetching, fetching waits; if writing the file is the slowest, both wait. The
+stages share the workers: fetches run in their event loops, parsing in their threads. The lines are in the order of the input. At a
+terminal, the program shows its progress. The exit status is 1 if every page failed.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from farm import Farm, new_event_loop
 from sites import MODULES, RELEASES
 
 FARM_PAGES = 2000
-FARM_MODULES = 24  # a part of the farm: it has to be rendered before the first page can be fetched
+FARM_MODULES = 24  # only a part of the farm, because it is rendered before the first page can be fetched
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 REFRESH_SECONDS = 0.5
-CLEAR = "\r\x1b[K"  # to the beginning of the terminal's line, and empty it
+CLEAR = "\r\x1b[K"  # moves the cursor to the beginning of the terminal's line, and clears the line
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the first stage hands to the second. `error` says why there is no page, "" if there is one."""
+    """The result of the first stage. `error` says why there is no page; "" if there is one."""
 
     url: str
     html: str = ""
@@ -50,7 +50,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is written of a page."""
+    """The output for one page."""
 
     url: str
     title: str = ""
@@ -68,7 +68,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def fetch(url: str) -> Page:
-    """The first stage: it waits for the network. What fails is a Page too; an exception would end the pipeline."""
+    """The first stage, which waits for the network. A failure is returned as a Page, since an exception would end the pipeline."""
     try:
         async with percore.state(aiohttp.ClientSession).get(url) as response:
             if not response.ok:
@@ -79,7 +79,7 @@ async def fetch(url: str) -> Page:
 
 
 def parse(page: Page) -> Line:
-    """The second stage: it takes a CPU."""
+    """The second stage, which needs the CPU."""
     if page.error:
         return Line(page.url, error=page.error)
     tree = LexborHTMLParser(page.html)
@@ -90,8 +90,8 @@ def parse(page: Page) -> Line:
 
 
 async def run_pipeline(urls: Iterable[str], output: "Output", progress: "Progress", workers: int | None = None) -> None:
-    """Writes a line of JSON for each page."""
-    # Both stages may be repeated without harm: so a worker that dies costs some time and no line.
+    """Write a line of JSON for each page."""
+    # Both stages may be repeated safely. With retries, a worker that dies costs some time, but no line.
     async with percore.Runner(workers, lifespan=http, retries=2) as runner:
         async for line in runner.map(parse, runner.map(fetch, urls)):
             output.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
@@ -102,14 +102,15 @@ async def run_pipeline(urls: Iterable[str], output: "Output", progress: "Progres
 
 
 class CannotWrite(Exception):
-    """The output takes no more; the text is for the user."""
+    """The output cannot be written. The text is for the user."""
 
 
 class Output:
     """A file, or standard output.
 
     Raises:
-        CannotWrite: the disk is full, say; also when it is left, since only then the last lines are written.
+        CannotWrite: the output cannot be written, for example because the disk is full. Leaving the block may raise it too,
+            because the last lines are written only then.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -135,16 +136,16 @@ class Output:
         try:
             yield
         except OSError as error:
-            if self._file is sys.stdout:  # the interpreter writes there once more when it ends
+            if self._file is sys.stdout:  # the interpreter flushes it once more when it ends, which would fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise CannotWrite(f"cannot write {self._name}: {error.strerror}") from error
 
 
 class Progress:
-    """Counts lines, and tells how many on a line of the terminal."""
+    """Counts lines, and shows the count on a line of the terminal."""
 
     def __init__(self, terminal: TextIO | None) -> None:
-        """`terminal`: None where no person watches."""
+        """`terminal`: where to show the count. None: do not show it."""
         self.written = self.failed = 0
         self._terminal = terminal
         self._began = time.monotonic()
@@ -157,7 +158,7 @@ class Progress:
         self._tell()
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Clear the line of the terminal."""
         if self._terminal is not None:
             print(CLEAR, end="", file=self._terminal, flush=True)
 
@@ -176,13 +177,13 @@ class Progress:
 
 
 def urls_of_farm(starts: list[str]) -> Iterator[str]:
-    """The farm's pages over and over again, site after site, so that no site has all the fetches at once."""
+    """Yield the farm's pages, again and again. Sites alternate, so that no site gets all fetches at once."""
     for release, module, start in cycle(product(RELEASES, MODULES[:FARM_MODULES], starts)):
         yield f"{start}{release}/{module}.html"
 
 
 def urls_of_file(file: Iterable[str]) -> Iterator[str]:
-    """The lines that are not empty and do not begin with #, each read when it is wanted."""
+    """Yield the lines that are not empty and do not begin with #. Each line is read only when it is needed."""
     for line in file:
         url = line.strip()
         if url and not url.startswith("#"):
@@ -205,8 +206,8 @@ def main() -> int:
 
 
 def process(options: argparse.Namespace) -> Progress:
-    """From the input to the output. KeyboardInterrupt by Ctrl-C; the output then has what was done."""
-    watches = sys.stderr.isatty() and (options.output or not sys.stdout.isatty())  # lines on the terminal tell by themselves
+    """Run the pipeline from the input to the output. Ctrl-C raises KeyboardInterrupt; the output then has the finished lines."""
+    watches = sys.stderr.isatty() and (options.output or not sys.stdout.isatty())  # no progress if the terminal shows the lines
     with ExitStack() as stack:
         output = stack.enter_context(Output(options.output))
         if options.input:

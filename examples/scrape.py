@@ -1,14 +1,15 @@
-"""A polite crawler on every CPU: one aiohttp session per process, pages fetched and parsed where they arrive.
+"""A polite crawler on every CPU: each process has one aiohttp session, and parses the pages that it fetches.
 
-    python examples/scrape.py                                  # crawls a farm of 64 sites on this machine, and compares
+    python examples/scrape.py                                  # crawls a farm of 64 sites on this machine, with and without percore
     python examples/scrape.py https://example.com --depth 2    # crawls a real site
     python examples/scrape.py --input urls.txt --output pages.jsonl --resume
 
-Every host gets at most `--per-host` requests at once, whichever process they come from, and none that its robots.txt
-forbids; hosts take turns; what fails in a way that may pass is tried again, later and later. The workers fetch and parse
-(crawl/pages.py); this process decides what to visit next (crawl/frontier.py) and how to behave (crawl/manners.py,
-crawl/robots.py). `--single` does all of it in one plain asyncio process, without percore, `--compare` both. Ctrl-C ends a
-crawl and keeps what it has; the same command with `--resume` goes on. The exit status is 1 if no page at all could be had.
+The crawler sends at most `--per-host` requests to a host at once, from all processes together, and none that the host's
+robots.txt forbids. Hosts take turns. Temporary failures are retried, with growing pauses. The workers fetch and parse
+(crawl/pages.py); this process decides which page to visit next (crawl/frontier.py) and how to treat hosts
+(crawl/manners.py, crawl/robots.py). `--single` crawls in one plain asyncio process, without percore; `--compare` crawls
+both ways. Ctrl-C ends a crawl and keeps its results; the same command with `--resume` continues it. The exit status is 1
+if every page failed.
 """
 
 import argparse
@@ -31,16 +32,17 @@ from crawl.robots import read_rules
 from farm import Farm, new_event_loop
 
 DEMO_SECONDS = 8.0
-DEMO_LISTED = 3  # failures of a kind: the farm's are known
+DEMO_LISTED = 3  # URLs to list for each kind of failure: the farm's failures are known
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
-# How many of a host's pages are with percore, for each that may be fetched: the next is there when one ends, and one that
-# waits for its next attempt holds up nobody. The same factor is between all pages under way and the workers' places.
+# How many of a host's pages to submit for each one that may be fetched at once. The next page is then ready when one
+# ends, and a page that waits for its next attempt does not delay the others. The same factor applies to all pages in
+# progress and the workers' places.
 AHEAD = 2
 
 
 class Scraper:
-    """This program: what it was asked for, where its output goes, and the tally of each crawl it has made."""
+    """The program: its options, its output, and the tally of each crawl that it has made."""
 
     def __init__(self, options: argparse.Namespace, console: Console, record: Record | None) -> None:
         self.options = options
@@ -52,19 +54,19 @@ class Scraper:
 
     @property
     def has_failed(self) -> bool:
-        """Whether pages were asked for in vain, and none was had, now or in the crawl that this one goes on with."""
+        """Whether a crawl failed on every page, and the record has no page either, from now or from the crawl that is resumed."""
         had = self.record is not None and any(not page.error for page, _ in self.record.pages())
         return not had and any(tally.failed and not tally.pages for tally in self.tallies)
 
     def crawl_all(self, starts: list[str]) -> None:
-        """The crawls that were asked for, each from its start pages to its end."""
+        """Run the crawls that the options ask for, one after the other."""
         kinds = [True] if self.options.single else [False, True] if self.options.compare else [False]
         self._wanted = len(kinds)
         for single in kinds:
             self.crawl(starts, single=single)
 
     def crawl_farm(self) -> None:
-        """The demonstration: percore crawls the farm, then one plain process does."""
+        """Run the demonstration: crawl the farm with percore, then in one plain process."""
         self.console.print("Starting a farm of 64 sites on this machine ...")
         with Farm() as farm:
             kinds = [True] if self.options.single else [False, True]
@@ -78,25 +80,25 @@ class Scraper:
                     self.tallies[-1].farm_cpu, self.tallies[-1].most_at_once = usage.cpu, usage.most_at_once
 
     def crawl(self, starts: list[str], *, single: bool) -> Tally:
-        """One crawl. KeyboardInterrupt by Ctrl-C; the tally then has what was done."""
+        """Run one crawl. Ctrl-C raises KeyboardInterrupt; the tally then has the results up to that point."""
         tally = Tally("one process" if single else "percore", has_workers=not single, limit=self.options.seconds)
         self.tallies.append(tally)
         if self._wanted > 1:
             tally.place = f"crawl {len(self.tallies)} of {self._wanted}"
-        # The loop that percore's workers have, so that the two kinds of crawl differ in nothing but percore.
+        # Use the same kind of loop as percore's workers, so that the two kinds of crawl differ only in percore.
         with asyncio.Runner(loop_factory=new_event_loop) as loop:
             loop.run(self.in_one_process(starts, tally) if single else self.on_every_cpu(starts, tally))
         return tally
 
     async def on_every_cpu(self, starts: list[str], tally: Tally) -> None:
-        """The crawl on percore's workers."""
+        """Crawl with percore's workers."""
         concurrency, per_host = self.options.concurrency, self.options.per_host
         async with percore.Runner(self.options.workers, lifespan=http, concurrency=concurrency, per_key=per_host) as runner:
             places = concurrency * len(runner.statistics().workers)
             await self._visit_all(starts, tally, EveryCpu(runner, self.manners), places=places, runner=runner)
 
     async def in_one_process(self, starts: list[str], tally: Tally) -> None:
-        """The same crawl in this process alone, for comparison."""
+        """Crawl in this process alone, for comparison."""
         concurrency = self.options.concurrency
         async with http() as session:
             await self._visit_all(starts, tally, OneProcess(session, self.manners, concurrency), places=concurrency)
@@ -119,7 +121,7 @@ class Scraper:
             page = await fetch(fetcher, one)
             frontier.follow(page, one.depth)
             tally.count(page)
-            if self.record is not None and len(self.tallies) == 1:  # the second of two crawls is for the comparison alone
+            if self.record is not None and len(self.tallies) == 1:  # the second of two crawls serves only the comparison
                 self.record.write(page, one.depth)
 
         tally.begin()
@@ -134,7 +136,7 @@ class Scraper:
             tally.end(disallowed=frontier.disallowed, retried=fetcher.retried)
 
     def _make_frontier(self, starts: list[str]) -> Frontier:
-        """What is to be visited: from the start pages, and from what the record has of an earlier crawl."""
+        """Make the frontier from the start pages and from the pages of an earlier crawl in the record."""
         options = self.options
         pages = self.record.pages if self.record is not None else tuple
         visited = (page.url for page, _ in pages())
@@ -146,7 +148,7 @@ class Scraper:
 
 
 async def fetch(fetcher: EveryCpu | OneProcess, visit: Visit) -> Page:
-    """A page that cannot be had is a Page with the reason as its `error`, not an exception: the crawl goes on."""
+    """Fetch a page. A failure is returned as a Page with the reason in `error`, so that the crawl continues."""
     if visit.refusal:
         return Page(visit.url, error=visit.refusal)
     try:
@@ -174,7 +176,7 @@ def main() -> int:
 
 
 def bad_record_of(error: Exception) -> BadRecord:
-    """What was wrong with the record, also where several visits have found that at once. Any other error goes on."""
+    """Return the BadRecord in `error`, even if several visits raised one at once in a group. Any other error is raised again."""
     while isinstance(error, ExceptionGroup) and (found := error.subgroup(BadRecord)):
         error = found.exceptions[0]
     if not isinstance(error, BadRecord):
@@ -184,7 +186,7 @@ def bad_record_of(error: Exception) -> BadRecord:
 
 @contextmanager
 def summary_of(scraper: Scraper) -> Iterator[None]:
-    """Prints what was done, however it ends."""
+    """Print a summary at the end of the block, even if the block raises."""
     try:
         yield
     finally:
@@ -254,7 +256,7 @@ def read_starts(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def read_urls(parser: argparse.ArgumentParser, path: Path | None) -> list[str]:
-    """The lines of a file of URLs; empty ones and those that begin with # do not count."""
+    """Read the URLs in a file, one a line. Empty lines and lines that begin with # are skipped."""
     if path is None:
         return []
     try:

@@ -3,15 +3,15 @@
     python examples/service.py                                        # until Ctrl-C or SIGTERM
     curl --data-binary @README.md http://127.0.0.1:8080/summary       # CPU work, in a worker's thread
     curl --data-binary @urls.txt http://127.0.0.1:8080/fetch          # fetches, in all workers; one answer
-    curl -N --data-binary @urls.txt http://127.0.0.1:8080/stream      # the same, each as soon as it is there
-    curl http://127.0.0.1:8080/usage                                  # what each process takes
-    curl http://127.0.0.1:8080/statistics                             # what each worker does
+    curl -N --data-binary @urls.txt http://127.0.0.1:8080/stream      # the same, each page as soon as it has arrived
+    curl http://127.0.0.1:8080/usage                                  # CPU and memory of each process
+    curl http://127.0.0.1:8080/statistics                             # state and figures of each worker
 
-A client that goes away cancels its calls in the workers. A worker that dies costs the requests whose calls it had begun: they get
-502 and the reason; the others notice nothing. SIGTERM drains: accepted requests are answered, then the workers leave their
-lifespans, then the process ends with exit code 0. A second SIGTERM ends it at once, with exit code 1.
+When a client disconnects, its calls in the workers are cancelled. When a worker dies, the requests whose calls it had begun fail
+with 502 and the reason; other requests are not affected. SIGTERM drains the service: it answers the accepted requests, the workers
+leave their lifespans, and the process ends with exit code 0. A second SIGTERM ends it at once, with exit code 1.
 
-It fetches whatever address it is given, so it listens to this machine alone unless told otherwise.
+The service fetches any address that a client sends, so by default it listens only on 127.0.0.1.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 @asynccontextmanager
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """One session per worker: its connections serve all the requests whose fetches run there."""
+    """One session per worker. Its connections serve all requests whose fetches run in that worker."""
     connector = aiohttp.TCPConnector(limit=0)  # the runner's `concurrency` is the limit
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield session
@@ -54,7 +54,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def fetch(url: str) -> dict[str, Any]:
-    """A page that cannot be had is an answer too: it must not cost the other pages of its request."""
+    """Fetch one page. A failure is returned, not raised, so that the other pages of the request are not lost."""
     worker = percore.current_worker().pid
     try:
         async with percore.state(aiohttp.ClientSession).get(url) as response:
@@ -64,7 +64,7 @@ async def fetch(url: str) -> dict[str, Any]:
 
 
 def summarize(text: str, most: int = 3) -> dict[str, Any]:
-    """The sentences with the most of the text's frequent words. In the service's own loop it would hold everybody up."""
+    """Pick the sentences with the most of the text's frequent words. In the service's own loop this would block all requests."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
     words = [re.findall(r"\w+", sentence.lower()) for sentence in sentences]
     counts = Counter(word for line in words for word in line)
@@ -81,7 +81,7 @@ def summarize(text: str, most: int = 3) -> dict[str, Any]:
 
 
 async def get_summary(request: web.Request) -> web.Response:
-    # submit and not run: where --max-pending calls are under way it raises RunnerFull at once, run would wait.
+    # submit, not run: with --max-pending calls pending, submit raises RunnerFull at once, while run would wait.
     return web.json_response(await request.app[RUNNER].submit(summarize, await request.text()))
 
 
@@ -90,13 +90,13 @@ async def get_pages(request: web.Request) -> web.Response:
 
 
 async def stream_pages(request: web.Request) -> web.StreamResponse:
-    """A line of JSON for each page as it comes. A client that reads slowly slows the fetches down: the map's window bounds them."""
+    """Send a line of JSON for each page as it arrives. A slow client slows the fetches: the map's window bounds them."""
     urls = await read_urls(request)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
-    # The status is sent: from here on an error can only be told in its own line.
+    # The status has been sent, so from here on an error can only be reported in a line of the response.
     async with request.app[RUNNER].map_items(fetch, urls, ordered=False, return_exceptions=True) as pages:
-        with suppress(ConnectionResetError):  # the client has gone in the middle of a line
+        with suppress(ConnectionResetError):  # the client disconnected in the middle of a line
             async for url, page in pages:
                 line = {"url": url, "error": str(page)} if isinstance(page, BaseException) else page
                 await response.write(json.dumps(line).encode() + b"\n")
@@ -120,11 +120,11 @@ async def read_urls(request: web.Request) -> list[str]:
 
 @web.middleware
 async def tell_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What becomes of the workers, in words of HTTP. A timeout needs none: aiohttp makes a TimeoutError a 504."""
+    """Turn percore's errors into HTTP responses. A timeout needs no code here: aiohttp answers a TimeoutError with 504."""
     try:
         return await handler(request)
     except (percore.WorkerDied, percore.RunnerFull, percore.RunnerBroken) as error:
-        if request.writer.output_size:  # a stream whose status is sent: all that is left is to break it off
+        if request.writer.output_size:  # a stream whose status has been sent can only be broken off
             raise
         status = web.HTTPBadGateway if isinstance(error, percore.WorkerDied) else web.HTTPServiceUnavailable
         return web.json_response({"error": type(error).__name__, "reason": str(error)}, status=status.status_code)
@@ -153,8 +153,8 @@ async def keep_runner(options: argparse.Namespace, app: web.Application) -> Asyn
     async with percore.Runner(options.workers, lifespan=http, max_pending=options.max_pending) as runner:
         app[RUNNER] = runner
         yield
-        # Every request has been answered or cut off by now. What still runs has nobody who waits for it (a plain function that
-        # a client has left, the `finally` of a cancelled coroutine): it gets some seconds, not for ever.
+        # Every request has been answered or cut off by now. No request waits for the calls that still run (a plain function whose
+        # client has disconnected, the `finally` of a cancelled coroutine): give them a few seconds.
         await runner.aclose(grace=CLEAN_UP_SECONDS)
 
 
@@ -167,24 +167,24 @@ def main() -> None:
     options = read_command_line()
     try:
         sock = bind(options.host, options.port)
-    except OSError as error:  # the port is in use, or not for everybody; the host is unknown, or another machine
+    except OSError as error:  # the port is in use or privileged; the host is unknown or another machine
         sys.exit(f"cannot listen on {options.host}, port {options.port}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # SIGTERM and Ctrl-C: aiohttp stops listening, gives the handlers shutdown_timeout seconds to answer, cuts off what has not,
+    # On SIGTERM and Ctrl-C, aiohttp stops listening, gives the handlers shutdown_timeout seconds to answer, cuts off the others,
     # and leaves the cleanup contexts last. Then run_app returns, and the exit code is 0.
     web.run_app(
         make_app(options),
         sock=sock,
         shutdown_timeout=options.drain,
-        handler_cancellation=True,  # a client that disconnects cancels its handler, and with that the calls it awaits
+        handler_cancellation=True,  # when a client disconnects, cancel its handler, and thereby the calls that it awaits
         access_log=None,
-        print=partial(print, flush=True),  # says where it listens, also to a pipe
+        print=partial(print, flush=True),  # prints the address at once, also into a pipe
         loop=LOOPS[options.loop](),
     )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with its port chosen (0: a free one), so that it can be told. It listens when the workers are ready, not before."""
+    """Bind a socket, so that its port is known (0: any free port). It starts to listen only when the workers are ready."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with ExitStack() as undo:
         sock = undo.enter_context(socket.socket(family, kind, protocol))
@@ -208,7 +208,7 @@ def read_command_line() -> argparse.Namespace:
 
 def port(text: str) -> int:
     number = int(text)
-    if not 0 <= number <= 65535:  # getaddrinfo would take the rest of a division
+    if not 0 <= number <= 65535:  # getaddrinfo would take the number modulo 65536
         raise ValueError
     return number
 

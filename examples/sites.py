@@ -1,4 +1,4 @@
-"""What the sites of the farm (farm.py) say at each of their addresses: the standard library's documentation, and trouble."""
+"""The responses of the farm's sites (farm.py) at each path: the standard library's documentation, and pages that cause trouble."""
 
 import importlib
 import pydoc
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(1, 65))
 
-# The same text in several releases, as documentation sites keep them: enough pages for a crawl of some seconds.
+# The same text in several releases, as on documentation sites. This gives enough pages for a crawl of some seconds.
 RELEASES = ("3.12", "3.13", "3.14", "3.15")
 
-# Modules that every Python since 3.11 has and that are quick to render. Not os and sys: pydoc shows the values of a
-# module's variables, and nobody's environment or paths belong on a web page.
+# Modules that every Python since 3.11 has and that are quick to render. os and sys are left out: pydoc shows the values
+# of a module's variables, and the environment and the paths of this machine do not belong on a web page.
 MODULES = tuple(
     """
     abc argparse base64 bdb bisect calendar cmd code codecs collections configparser contextlib contextvars copy csv
@@ -32,7 +32,7 @@ PRIVATE = "/private/"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a site says at one path. `first` is the status it fails with so many `times` before that."""
+    """The response of a site at one path. Before it, the site fails `times` times with the status `first`."""
 
     status: int = 200
     body: bytes = b""
@@ -47,12 +47,12 @@ Site = dict[str, Answer]
 
 
 def render_pages(modules: Iterable[str]) -> dict[str, bytes]:
-    """The documentation of these modules, as HTML."""
+    """Render the documentation of these modules as HTML."""
     renderer = pydoc.HTMLDoc()
     known = frozenset(modules)
     pages = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pydoc touches every attribute, the deprecated ones too
+        warnings.simplefilter("ignore")  # pydoc reads every attribute, including deprecated ones
         for name in modules:
             module = importlib.import_module(name)
             pages[name] = relink(renderer.page(name, renderer.document(module)), known).encode()
@@ -60,7 +60,7 @@ def render_pages(modules: Iterable[str]) -> dict[str, bytes]:
 
 
 def relink(html: str, known: frozenset[str]) -> str:
-    """Links to modules the farm does not have lead to the world outside, and links to files of this machine go."""
+    """Point links to modules that the farm does not have to docs.python.org, and remove links to files of this machine."""
 
     def target(link: re.Match[str]) -> str:
         return link[0] if link[1] in known else f'href="https://docs.python.org/3/library/{link[1]}.html"'
@@ -75,12 +75,12 @@ def index_page(title: str, links: list[str]) -> bytes:
 
 
 def build_sites(roots: list[str], pages: dict[str, bytes], releases: Sequence[str], slow: float) -> list[Site]:
-    """A site for each root, such as "http://127.0.0.1:8000/"; a slow page takes `slow` seconds."""
+    """Build a site for each root, such as "http://127.0.0.1:8000/". A slow page takes `slow` seconds."""
     return [build_site(number, roots, pages, releases, slow) for number in range(len(roots))]
 
 
 def build_site(number: int, roots: list[str], pages: dict[str, bytes], releases: Sequence[str], slow: float) -> Site:
-    """Every path of one site. The page of a module that this site does not keep is a redirect to a neighbour's."""
+    """Build every path of one site. Pages of modules that this site does not keep redirect to a neighbour's."""
     neighbours = [roots[(number + step) % len(roots)] for step in (1, 9)]
     kept = [name for place, name in enumerate(pages) if (number + place) % 16]
     site = {**robots_pages(number), **odd_pages(number, releases[-1], slow)}
@@ -99,7 +99,7 @@ def build_site(number: int, roots: list[str], pages: dict[str, bytes], releases:
 
 
 def robots_pages(number: int) -> Site:
-    """A site's robots.txt, which some do not have, some keep elsewhere and some cannot give at once; what it forbids."""
+    """Build a site's robots.txt and the pages that it forbids. Some sites have none, redirect it, or fail the first time."""
     rules = Answer(body=f"# Site {number + 1}\nUser-agent: *\nDisallow: {PRIVATE}\n".encode())
     site = {f"{PRIVATE}diary.html": Answer(body=index_page("A diary", [f"{PRIVATE}secret.html"]))}
     site[f"{PRIVATE}secret.html"] = Answer(body=index_page("A secret", []))
@@ -117,7 +117,7 @@ def robots_pages(number: int) -> Site:
 
 
 def odd_pages(number: int, release: str, slow: float) -> Site:
-    """The pages at the top of a site that are there to give trouble."""
+    """Build the pages at the top of a site that cause trouble for crawlers."""
     odd = {
         "/error.html": Answer(500, body=index_page("Something went wrong", [])),
         "/moved.html": Answer(301, location=f"/{release}/"),
@@ -137,7 +137,7 @@ def odd_pages(number: int, release: str, slow: float) -> Site:
 
 
 def crawlable(site: Site) -> dict[str, int]:
-    """What a crawler that obeys robots.txt finds on a site, from its root: the path and in the end the status, 0 for none."""
+    """List the paths that a crawler which obeys robots.txt finds on a site, each with its final status (0: no status)."""
     statuses = {path: 0 if answer.reset else answer.status for path, answer in site.items()}
     statuses["/missing.html"] = 404
     return {path: status for path, status in statuses.items() if not is_apart(site, path)}

@@ -1,1 +1,1 @@
-"""The parts of the crawler in scrape.py: pages (runs in the workers), frontier and report (run in the parent)."""
+"""The parts of the crawler in scrape.py: pages runs in the workers, all other modules run in the parent."""

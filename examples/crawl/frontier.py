@@ -1,4 +1,4 @@
-"""What is still to be crawled, and the crawl itself. Runs in the parent, which alone knows what was seen."""
+"""The frontier (URLs still to visit) and the crawl loop. They run in the parent, since only it knows which URLs were seen."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from crawl.pages import Page, host_of
 
 
 class SiteRules(Protocol):
-    """What the frontier has to know of a site's robots.txt (crawl/robots.py)."""
+    """The part of a site's robots.txt (crawl/robots.py) that the frontier needs."""
 
     @property
     def refusal(self) -> str: ...
@@ -24,7 +24,7 @@ class SiteRules(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One URL's turn. `is_robots`: it is the site's robots.txt. `refusal`: it is not to be fetched, for that reason."""
+    """A URL to visit now. `is_robots`: it is the site's robots.txt. `refusal`: why it must not be fetched ("": it may)."""
 
     url: str
     host: str
@@ -36,7 +36,7 @@ class Visit:
 
 @dataclass(slots=True)
 class Site:
-    """One host's URLs in the order of their discovery, and how far its rules are known."""
+    """The URLs of one host, in the order of discovery, and the host's rules (None: not known yet)."""
 
     host: str
     urls: deque[tuple[str, int]] = field(default_factory=deque)
@@ -49,20 +49,20 @@ class Site:
         if self.has_turn or self.is_resting:
             return False
         if self.rules is None:
-            return self.under_way == 0  # nothing of a site is fetched beside its robots.txt
+            return self.under_way == 0  # no page of a site is fetched while its robots.txt is being fetched
         limit = 1 if self.rules.delay else at_once
         return bool(self.urls) and self.under_way < limit
 
 
 class Frontier:
-    """The URLs to visit, each handed out once, none deeper than `depth` links from a start.
+    """The URLs to visit. Each is handed out once, and none is more than `depth` links away from a start.
 
-    Sites take turns, however many URLs each has: a page is full of links to its own site, and first come, first served
-    would send everybody to one site after the other. No site has more than `at_once` visits under way, so that a slow one
-    does not gather all of them. The first visit to a site is for its robots.txt; nothing else is handed out until `learn`
-    was told what that says. A site that asks for a delay has one visit at a time, and the delay between two.
+    Sites take turns, however many URLs each has. Most links of a page lead to its own site, so first come, first served would
+    send all visits to one site after the other. No site has more than `at_once` visits in progress, so that a slow site does
+    not occupy all of them. The first visit to a site is for its robots.txt; the site's other URLs are handed out only after
+    `learn` was called with its rules. A site that asks for a delay has one visit at a time, with the delay between two.
 
-    Knows no clock and waits for nothing: the time is an argument.
+    The frontier reads no clock and never waits: the time is an argument.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Frontier:
             self._add(url, 0)
 
     def __len__(self) -> int:
-        """How many URLs wait."""
+        """The number of URLs that wait."""
         return self._waiting
 
     @property
     def is_finished(self) -> bool:
-        """Whether every URL that was found has been visited."""
+        """Whether every URL found so far has been visited."""
         return not self._waiting and not self._under_way
 
     @property
     def next_time(self) -> float | None:
-        """When `next` may have a URL even if nothing happens until then: the end of the first delay."""
+        """The time from which `next` may return a URL even if no visit ends before: the end of the first delay."""
         return self._resting[0][0] if self._resting else None
 
     def next(self, now: float) -> Visit | None:
-        """The URL whose turn it is, None if none can be visited now. Every one is answered by a call of `done`."""
+        """Return the next URL to visit, or None if none can be visited now. Call `done` after each visit."""
         while self._resting and self._resting[0][0] <= now:
             site = self._sites[heapq.heappop(self._resting)[1]]
             site.is_resting = False
@@ -123,11 +123,11 @@ class Frontier:
         self._give_turn(site)
 
     def learn(self, visit: Visit, rules: SiteRules) -> None:
-        """What the robots.txt that this visit was for has said."""
+        """Set the site's rules, which the robots.txt of this visit contained."""
         self._sites[visit.host].rules = rules
 
     def follow(self, page: Page, depth: int) -> None:
-        """Adds what the page links to. A start page that has moved takes its host along."""
+        """Add the links of the page. If a start page has moved, its new host is crawled too."""
         if page.is_redirect and depth == 0 and self._hosts is not None:
             self._hosts.update(map(host_of, page.links))
         if depth < self._depth or (page.is_redirect and depth == 0):
@@ -152,7 +152,7 @@ class Frontier:
             self._turns.append(site)
 
     def _take(self, site: Site) -> Visit | None:
-        """The site's next URL that its rules allow; None if it has none."""
+        """Return the site's next visit: robots.txt first, then the next URL that the rules allow. None if there is none."""
         if site.rules is None:
             scheme = urlsplit(site.urls[0][0]).scheme
             return Visit(f"{scheme}://{site.host}/robots.txt", site.host, is_robots=True)
@@ -166,9 +166,10 @@ class Frontier:
 
 
 async def crawl(frontier: Frontier, visit: Callable[[Visit], Awaitable[None]], *, at_once: int) -> None:
-    """Visits everything in the frontier and what it leads to, with up to `at_once` visits under way at any moment.
+    """Visit every URL in the frontier and the URLs that those lead to, with at most `at_once` visits in progress.
 
-    Ends when nothing is left. Cancelled, it gives up the visits under way. What `visit` raises ends it, in a group.
+    Returns when no URL is left. Cancellation cancels the visits in progress. An exception of `visit` ends the crawl, and is
+    raised in an ExceptionGroup.
     """
     loop = asyncio.get_running_loop()
     has_ended = asyncio.Event()

@@ -1,6 +1,6 @@
-"""How the crawler behaves towards a host: how many requests at once, what is tried again, and when. Runs in the parent.
+"""The crawler's politeness: how many requests a host gets at once, which are retried, and when. Runs in the parent.
 
-`EveryCpu` has percore keep to it, `OneProcess` does the same with asyncio's own means, so that the comparison is fair.
+`EveryCpu` uses percore's options for it. `OneProcess` does the same with plain asyncio, so that the comparison is fair.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ T = TypeVar("T")
 LONGEST_PAUSE = 60.0
 CUT_OFF = frozenset({errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT})
 
-# All that can be wrong with one page; anything else is a fault of this program.
+# All exceptions that a bad page can cause. Any other exception is a bug in this program.
 FAILURES = (BadStatus, aiohttp.ClientError, OSError, ValueError, percore.WorkerDied, percore.RemoteError)
 
-# The first that fits is the reason; some of aiohttp's exceptions are several of these.
+# The first match counts, because some of aiohttp's exceptions are instances of several of these.
 REASONS = {
     BadStatus: "",
     TimeoutError: "timeout",
@@ -40,7 +40,7 @@ REASONS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may well succeed a little later. percore asks this before it retries a call."""
+    """Whether the same request may succeed a little later. percore calls this before it retries a call (`retry_on`)."""
     if isinstance(error, BadStatus):
         return is_passing(error.status)
     passing = (TimeoutError, percore.WorkerDied, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
@@ -48,7 +48,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason under which the summary counts a failure."""
+    """Return the reason under which the summary counts a failure."""
     for exception, reason in REASONS.items():
         if isinstance(error, exception):
             return reason or str(error)
@@ -59,9 +59,9 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """At most `per_host` requests of one host at once, `timeout` seconds for each, and up to `retries` further ones.
+    """The limits: `per_host` requests to one host at once, `timeout` seconds for each, and up to `retries` retries.
 
-    The first retry comes about `backoff` seconds after the failure, each further one after twice as long.
+    The first retry follows about `backoff` seconds after the failure. The pause doubles with each further retry.
     """
 
     per_host: int
@@ -70,13 +70,13 @@ class Manners:
     backoff: float
 
     def pause(self, at_least: float, failed: int) -> float:
-        """Seconds to wait after so many failed attempts. Not the same for all, so that they do not come back together."""
+        """Return the seconds to wait after `failed` attempts. Randomized, so that retries do not all happen at the same time."""
         usual = min(self.backoff * 2.0 ** min(failed - 1, 30), LONGEST_PAUSE)
         return max(at_least, usual * random.uniform(0.5, 1.5))
 
 
 class EveryCpu:
-    """Fetches in percore's workers. The runner was made with `per_key=manners.per_host`."""
+    """Fetches in percore's workers. The runner must have `per_key=manners.per_host`."""
 
     def __init__(self, runner: percore.Runner, manners: Manners) -> None:
         self._runner = runner
@@ -89,8 +89,8 @@ class EveryCpu:
         return await self._politely(visit).run(fetch_robots, visit.url)
 
     def _politely(self, visit: Visit) -> percore.Options:
-        # The key keeps a host in one worker, where its connections are, and is what `per_key` counts by. A call that
-        # waits for its next attempt holds no place, neither its host's nor its worker's.
+        # The key keeps a host in one worker, which has connections to it, and `per_key` limits the calls of each key. A
+        # call that waits for its next attempt takes no place, neither of its host nor of its worker.
         return self._runner.options(
             key=visit.host,
             timeout=self._manners.timeout,
@@ -105,7 +105,7 @@ class EveryCpu:
 
 
 class OneProcess:
-    """Fetches in this process, `concurrency` pages at once: what percore does above, done by hand."""
+    """Fetches in this process, `concurrency` pages at once. It does by hand what percore does for `EveryCpu`."""
 
     def __init__(self, session: aiohttp.ClientSession, manners: Manners, concurrency: int) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""One page: fetched, parsed and measured. This is the part that runs in the workers, on every CPU."""
+"""Fetch, parse and measure one page. This code runs in the workers, on every CPU."""
 
 import time
 from collections.abc import AsyncIterator
@@ -11,16 +11,16 @@ from selectolax.lexbor import LexborHTMLParser
 
 import percore
 
-AGENT = "percore-scrape"  # the name that robots.txt may call this crawler by
+AGENT = "percore-scrape"  # the crawler's name for robots.txt
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 TOO_MANY_REQUESTS = 429
-ROBOTS_BYTES = 512 * 1024  # of a robots.txt are read: RFC 9309 asks for 500 KiB at least
+ROBOTS_BYTES = 512 * 1024  # the most bytes of a robots.txt to read; RFC 9309 requires at least 500 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the crawl keeps of one page. `error` is the reason why it could not be had, "" if it could."""
+    """The crawl's data of one page. `error` says why it could not be fetched; "" if it could."""
 
     url: str
     status: int = 0
@@ -39,16 +39,17 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class RobotsFile:
-    """The text of a robots.txt, or where it has moved to ("" for nowhere on the web)."""
+    """The text of a robots.txt, or the URL that it has moved to ("": not a URL on the web)."""
 
     text: str = ""
     location: str | None = None
 
 
 class BadStatus(Exception):
-    """A site answered that there is no page: 404, 503 and the like.
+    """A site answered with an error status, such as 404 or 503.
 
-    Raised in a worker and looked at in the parent, by the function that decides about retries: it pickles by its status.
+    A worker raises it, and the parent decides by its status whether to retry, so it must be picklable: its only argument is the
+    status.
     """
 
     def __init__(self, status: int) -> None:
@@ -60,15 +61,15 @@ class BadStatus(Exception):
 
 
 def is_passing(status: int) -> bool:
-    """Whether an error status is about this moment, not about the page."""
+    """Whether an error status is temporary, and does not mean that the page does not exist."""
     return status >= 500 or status == TOO_MANY_REQUESTS
 
 
 @asynccontextmanager
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """One session per process: its connections are shared by all the pages this process fetches."""
-    # No limit of its own: how many connections there are is decided by percore's `concurrency` and `per_key`. No time
-    # limit either, for the same reason. No cookies: what a page says must not depend on which worker was there before.
+    """One session per process. All pages that the process fetches share its connections."""
+    # No limit of connections, because percore's `concurrency` and `per_key` limit them, and no timeout, because percore's
+    # `timeout` limits each attempt. No cookies: a page's content must not depend on which worker visited the site before.
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     cookies = aiohttp.DummyCookieJar()
@@ -78,18 +79,19 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def fetch_page(url: str) -> Page:
-    """What the parent calls on a worker. BadStatus, aiohttp.ClientError, OSError: the page cannot be had."""
+    """Fetch a page in a worker. Raises BadStatus, aiohttp.ClientError or OSError if it cannot be fetched."""
     return await get_page(percore.state(aiohttp.ClientSession), url, percore.current_worker().index)
 
 
 async def fetch_robots(url: str) -> RobotsFile:
-    """What the parent calls on a worker before anything else of a site. Raises as fetch_page."""
+    """Fetch a robots.txt in a worker, before any page of its site. Raises as fetch_page."""
     return await get_robots(percore.state(aiohttp.ClientSession), url)
 
 
 async def get_page(session: aiohttp.ClientSession, url: str, worker: int | None = None) -> Page:
     began = time.monotonic()
-    # Redirects are links to the crawler: followed by the session, a page could be fetched twice, and another host unasked.
+    # The crawler treats redirects as links. If the session followed them, a page could be fetched twice, and another host
+    # could be visited against the crawler's rules.
     async with session.get(url, allow_redirects=False) as response:
         if response.status >= 400:
             raise BadStatus(response.status)
@@ -117,7 +119,7 @@ async def get_robots(session: aiohttp.ClientSession, url: str) -> RobotsFile:
 
 
 def parse(url: str, html: str) -> tuple[str, int, tuple[str, ...]]:
-    """The title, the number of words in the text, and all the pages linked to, each once."""
+    """Return the title, the number of words in the text, and the linked pages, without duplicates."""
     tree = LexborHTMLParser(html)
     title = tree.css_first("title")
     hrefs = dict.fromkeys((anchor.attributes["href"] or "").partition("#")[0] for anchor in tree.css("a[href]"))
@@ -127,10 +129,10 @@ def parse(url: str, html: str) -> tuple[str, int, tuple[str, ...]]:
 
 
 def absolute(base: str, href: str) -> str | None:
-    """The one form of a URL under which the crawl knows a page, None for what is not a page on the web."""
+    """Return the normalized URL by which the crawl identifies a page, or None if it is not an http or https URL."""
     try:
         parts = urlsplit(urljoin(base, href.strip()))
-    except ValueError:  # such as "http://[": pages contain everything
+    except ValueError:  # such as "http://[": links in pages can be malformed
         return None
     if parts.scheme not in DEFAULT_PORTS or not parts.netloc:
         return None
@@ -139,5 +141,5 @@ def absolute(base: str, href: str) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Whom a page is asked of: the address and port that politeness goes by, http and https alike."""
+    """Return the host of a page, with its port. Politeness counts by it, for http and https together."""
     return urlsplit(url).netloc

@@ -1,4 +1,4 @@
-"""The output file of a crawl: a line of JSON for each page. What is in it need not be fetched again."""
+"""The output file of a crawl: a line of JSON for each page. A resumed crawl does not fetch these pages again."""
 
 import json
 import os
@@ -15,23 +15,23 @@ FIELDS = tuple(field.name for field in fields(Page))
 
 
 class BadRecord(Exception):
-    """The output file cannot be used; the text is for the user."""
+    """The output file cannot be used. The text is for the user."""
 
 
 class Record:
     """The output file, open for writing: `with Record(path, resume=True) as record`.
 
-    A new one is begun, or one that has pages is continued if `resume` says so. Pages that failed for a reason that may
-    have passed are taken out of it then, and so is a last line that was not written to its end.
+    Starts a new file. With `resume`, continues a file that has pages: pages with a temporary failure and an incomplete
+    last line are first removed from it.
 
     Raises:
-        BadRecord: it cannot be opened or written, has pages already and is not to be continued, or has a line that is no page.
+        BadRecord: the file cannot be opened or written, has pages although `resume` is false, or has a line that is not a page.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         try:
-            # A pipe or a device has no pages, and reading it might take for ever.
+            # A pipe or a device has no pages, and reading it might block.
             has_pages = self.path.is_file() and self.path.stat().st_size > 0
             if has_pages and not resume:
                 raise BadRecord(f"{path} has pages already: --resume goes on with it, or choose another name")
@@ -43,22 +43,22 @@ class Record:
         self._has_pages = has_pages
 
     def write(self, page: Page, depth: int) -> None:
-        # Flushed page by page: whatever ends this program, the file has every page that was visited.
+        # Flush after each page: however the program ends, the file has every visited page.
         line = {name: getattr(page, name) for name in FIELDS} | {"depth": depth}
         with self._failing():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
     def pages(self) -> Iterator[tuple[Page, int]]:
-        """The pages of the earlier crawl and their depths."""
+        """Yield the pages of the earlier crawl with their depths."""
         if self._has_pages:
             with self.path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     yield self._read(number, line)
 
     def _tidy(self) -> None:
-        """Takes out of the file what is to be fetched again. Interrupted, it leaves the file as it was."""
-        path = self.path.resolve()  # a link to the file stays one
+        """Remove the pages that are to be fetched again. If this is interrupted, the file is unchanged."""
+        path = self.path.resolve()  # replaces the file itself if `path` is a symbolic link
         tidied = path.with_name(f"{path.name}.new")
         try:
             with path.open("rb") as lines, tidied.open("wb") as kept:
@@ -83,7 +83,7 @@ class Record:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with self._failing():  # once more what could not be written before
+        with self._failing():  # closing tries again to write the buffered rest
             self._file.close()
 
     @contextmanager
@@ -95,5 +95,5 @@ class Record:
 
 
 def is_final(page: Page) -> bool:
-    """Whether there is no point in asking again: the page was had, or the site says that there is none."""
+    """Whether a page need not be fetched again: it was fetched, or the site answered with a permanent error."""
     return not page.error or (page.status >= 400 and not is_passing(page.status))

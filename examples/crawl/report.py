@@ -1,4 +1,4 @@
-"""What a crawl has come to: the tally, the live display, the summary."""
+"""The results of a crawl: the tally, the live display and the summary."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,9 @@ class Tally:
     name: str
     has_workers: bool = True
     limit: float | None = None
-    """Seconds after which it ends."""
+    """Seconds after which the crawl ends."""
     place: str = ""
-    """Which of several crawls it is."""
+    """Which of several crawls this is."""
     pages: int = 0
     redirects: int = 0
     size: int = 0
@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """How long the crawl took, or takes until now; the start of the workers is not counted."""
+        """How long the crawl took, or has taken so far, without the start of the workers."""
         return 0.0 if self._began is None else (self._ended or time.monotonic()) - self._began
 
     @property
@@ -81,7 +81,7 @@ class Tally:
 
 
 def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Table:
-    """A line for each worker, the whole crawl in the title."""
+    """Return a table with a line for each worker and the figures of the whole crawl in the title."""
     which = f"{tally.name} ({tally.place})" if tally.place else tally.name
     limit = f" of at most {tally.limit:g}" if tally.limit else ""
     failed = f", {tally.failed} failed" if tally.failed else ""
@@ -100,11 +100,11 @@ def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Tab
 
 @contextlib.asynccontextmanager
 async def live_display(console: Console, render: Callable[[], Table]) -> AsyncIterator[None]:
-    """Shows what `render` gives a few times a second, and a last time at the end. Nothing where no person watches."""
+    """Show the result of `render` a few times a second, and once more at the end. Does nothing if there is no terminal."""
     if not console.is_terminal:
         yield
         return
-    # Refreshed from the loop, not by rich's thread: a runner belongs to the thread it was started in.
+    # Refresh from the loop, not by rich's thread: the crawl changes the tally and the frontier in the loop's thread.
     with Live(render(), console=console, auto_refresh=False) as live:
 
         async def refresh() -> None:
@@ -124,7 +124,7 @@ async def live_display(console: Console, render: Callable[[], Table]) -> AsyncIt
 
 
 def print_summary(console: Console, tallies: Sequence[Tally], cpus: int, *, listed: int | None = None) -> None:
-    """The crawls side by side, then what failed in each: every URL, or as many as `listed` for each reason."""
+    """Print the crawls side by side, then the failures of each: every URL, or at most `listed` for each reason."""
     table = Table("", *(tally.name for tally in tallies), title="Summary", title_justify="left")
     for name, figure in FIGURES.items():
         table.add_row(name, *(figure(tally) for tally in tallies))
@@ -170,7 +170,7 @@ def farm_share(tally: Tally, cpus: int) -> str:
 
 
 def print_failures(console: Console, tally: Tally, listed: int | None) -> None:
-    """Plain lines, one for each URL, so that they can be copied and searched for."""
+    """Print the failed URLs as plain lines, so that they can be copied and searched."""
     for reason, urls in sorted(tally.failures.items()):
         console.print(f"{tally.name}, {reason}: {len(urls)} failed", markup=False, highlight=False, soft_wrap=True)
         for url in sorted(urls)[:listed]:

@@ -1,4 +1,4 @@
-"""What a site allows: its robots.txt, read as RFC 9309 says, with the standard library's parser. Runs in the parent."""
+"""The rules of a site: its robots.txt, read as RFC 9309 requires, with the standard library's parser. Runs in the parent."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -8,15 +8,15 @@ from crawl.frontier import Visit
 from crawl.manners import FAILURES, reason_of
 from crawl.pages import AGENT, BadStatus, RobotsFile, host_of, is_passing
 
-MAX_REDIRECTS = 5  # the number that RFC 9309 names
+MAX_REDIRECTS = 5  # the least number that RFC 9309 recommends to follow
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A site's rules for this crawler; without `parser` all is allowed.
+    """A site's rules for this crawler. Without `parser`, all URLs are allowed.
 
-    `refusal` says why the rules could not be had: then nothing may be fetched. `delay` is the seconds between two requests
-    that the site asks for (Crawl-delay: not in the RFC, but many mean it).
+    `refusal`: why the rules could not be fetched; then no page may be fetched. `delay`: the seconds between two requests that
+    the site asks for (Crawl-delay, which is not in the RFC, but which many sites use).
     """
 
     parser: RobotFileParser | None = field(default=None, repr=False)
@@ -32,7 +32,7 @@ class Rules:
     def allows(self, url: str) -> bool:
         try:
             return self.parser is None or self.parser.can_fetch(AGENT, url)
-        except ValueError:  # "http://a%5B/": some versions unquote it and then cannot read it; nor could a session
+        except ValueError:  # "http://a%5B/": some versions unquote it and then cannot parse it; a session could not either
             return False
 
 
@@ -40,10 +40,10 @@ ALL_ALLOWED = Rules()
 
 
 async def read_rules(fetch: Callable[[Visit], Awaitable[RobotsFile]], visit: Visit) -> Rules:
-    """Fetches the robots.txt of a visit's site.
+    """Fetch the robots.txt of a visit's site.
 
-    RFC 9309, 2.3.1: redirects are followed, to other hosts too; a 4xx means that there are no rules; where the site or
-    what lies on the way fails, everything is forbidden. A 429 that stays counts as such a failure: it says "not now".
+    As RFC 9309, 2.3.1 requires: redirects are followed, also to other hosts. A 4xx means that there are no rules. If the
+    site or the network fails, everything is forbidden. A persistent 429 counts as such a failure, because it means "not now".
     """
     for _ in range(1 + MAX_REDIRECTS):
         try:
