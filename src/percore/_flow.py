@@ -65,15 +65,19 @@ class Flow:
         self._policy = spec.policy or supervisor.policy
         self._context = context
         self._admitted = 0
+        """Items of this map that count as pending for `max_pending`."""
         self._alive: dict[int, Item] = {}
+        """Items under way outside batches, by number."""
         self._sent: dict[Batch, None] = {}
         """Batches that a worker holds."""
         self._leaving: list[Item] = []
         """Items that have ended for the map while their calls may still run. They need the function for that long."""
         self._given: dict[int, Any] = {}
+        """The inputs of items that have not ended, by number, if the map yields pairs."""
         self._results: Results = Ordered() if spec.ordered else AsTheyCome()
         self._is_list = False
         self._is_feeding = self._is_fed = self._is_closed = False
+        """Whether the feeder has begun to run; whether nothing more is pulled; whether `close` was called."""
         self._is_stopped = False
         """The map yields no more results: it was closed, or `_error` is set."""
         self._error: BaseException | None = None
@@ -88,7 +92,7 @@ class Flow:
         self._unmeasured = 0
         self._most_leaving = _FEW
 
-    # Using it
+    # Results
 
     async def collect(self) -> list[Any]:
         """Run the map to its end and return all results. A map that is closed meanwhile returns an empty list.
@@ -192,7 +196,7 @@ class Flow:
         finally:  # also when this task is cancelled
             await self._inputs.close()
 
-    # Feeding it
+    # Feeding
 
     def _begin(self) -> None:
         """Hold the function and start the feeder.

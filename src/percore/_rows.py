@@ -1,4 +1,4 @@
-"""Turns the rows of arguments that a map pulls into what is sent: single items, or runs of items for batches."""
+"""Turns the rows of arguments that a map pulls into single items, or into runs of items for batches."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class Queued(Protocol):
     def key(self) -> Hashable | None: ...
 
     def done(self) -> bool:
-        """Whether it ended while it waited, because it was cancelled."""
+        """Whether the call ended while it waited, because it was cancelled."""
 
     @property
     def size(self) -> int:
@@ -340,7 +340,7 @@ class Dispatch(Generic[C, S]):
             if queue.by_seat:
                 if not queue.calls and not queue.batches:
                     yield from self._fill_lanes(queue, kind)
-            elif (seat := self._only(kind)) is not None:  # after an outcome, mostly
+            elif (seat := self._only(kind)) is not None:  # usually after an outcome
                 calls, load, places = queue.calls, seat.load, self._places[kind]
                 while calls and load[kind] < places:
                     call = calls.popleft()
@@ -508,7 +508,7 @@ class Dispatch(Generic[C, S]):
                 if silence:
                     is_one_behind = True
                     weight += silence
-                elif not load:  # no worker can be better
+                elif not load:  # no other worker can be better
                     return seat
                 if load >= places:
                     weight += _AHEAD_LAST

@@ -5,8 +5,8 @@ therefore spread evenly, and when a worker leaves or joins, only its own keys mo
 key are under way, even if that worker takes no more calls. The waiting calls of the key move to another worker once the last call
 under way has ended.
 
-The waiting calls of one key in one queue form a lane. Each queue lists the lanes of which a call may be sent, by the worker of the
-key. The lanes of one list take turns, so ten thousand calls of one key do not delay the calls of other keys.
+The waiting calls of one key in one queue form a lane. Each queue lists the lanes from which a call may be sent, by the worker of
+the key. The lanes of one list take turns, so ten thousand calls of one key do not delay the calls of other keys.
 
 When the workers change, any key may have a new worker. A key that is used is assigned again at once. Listed lanes are listed again
 in pieces, so that fifty thousand waiting keys do not block the event loop: each call of `settle` does one piece.
@@ -126,7 +126,7 @@ class Lane(Generic[C, S]):
 
 
 class Lanes(Generic[C, S]):
-    """The lanes of one queue. `by_seat` lists, for each worker, the lanes of which a call may be sent."""
+    """The lanes of one queue. `by_seat` lists, for each worker, the lanes from which a call may be sent."""
 
     __slots__ = ("by_seat", "count", "lanes")
 
@@ -300,7 +300,7 @@ class Keys(Generic[C, S]):
             queue.count -= 1
 
     def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
-        """Note that a call of this key is no longer under way. Return the queues of which a call may be sent now."""
+        """Note that a call of this key is no longer under way. Return the queues from which a call may be sent now."""
         key = self._keys[name]
         if key.round != self._round:
             self._place(key)
@@ -340,7 +340,7 @@ class Keys(Generic[C, S]):
         return calls
 
     def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
-        """Set the workers that take calls. Return the queues of which a call may be sent now.
+        """Set the workers that take calls. Return the queues from which a call may be sent now.
 
         Keys without calls under way move to their new workers. Only the first piece of the listed lanes is listed again here: call
         `settle` until `is_settled` is true.
@@ -358,7 +358,7 @@ class Keys(Generic[C, S]):
         return not (self.strays and self._seats)
 
     def settle(self) -> Iterable[Lanes[C, S]]:
-        """List the next piece of the lanes that have to be listed again. Return the queues of which a call may be sent now."""
+        """List the next piece of the lanes that have to be listed again. Return the queues from which a call may be sent now."""
         listed: dict[Lanes[C, S], None] = {}
         for _ in range(min(PIECE, len(self.strays)) if self._seats else 0):
             if not self.strays:

@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 
 
 class State(Enum):
+    """The states of a worker, as in the diagram above."""
+
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -21,11 +23,22 @@ class State(Enum):
 
 
 class Event(Enum):
+    """An event that changes a worker's state."""
+
     READY = "ready"
+    """The worker has entered its lifespan and can take calls."""
+
     FAIL = "fail"
+    """The worker's start or its lifespan has failed, and it is about to end."""
+
     DRAIN = "drain"
+    """The worker gets no more calls, and ends after those that it has."""
+
     FINISH = "finish"
+    """The worker was asked to end when no call may run any more."""
+
     EXIT = "exit"
+    """The worker's process has ended."""
 
 
 class Deadline(Enum):
