@@ -29,7 +29,7 @@ _CUT: Final = "the runner was closed before this call could end"
 
 
 class Owner(Protocol):
-    """The supervisor, as its calls see it: it is told when one of them is cancelled."""
+    """The supervisor, as its calls see it. A call that is cancelled tells it so by `cancelled`."""
 
     def cancelled(self, call: Any) -> None: ...
 

@@ -201,7 +201,7 @@ class Flow:
     def _begin(self) -> None:
         """Hold the function and start the feeder.
 
-        This waits until the first result is requested: from then on `collect` or `stream` is sure to close the map.
+        `collect` and `stream` call this when the first result is requested, since from then on they are sure to close the map.
         """
         owner, spec, inputs = self.owner, self._spec, self._inputs
         self.function = function = owner.functions.hold(self._fn)

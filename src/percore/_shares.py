@@ -54,7 +54,7 @@ class Share:
         _live[self.number] = self
 
     def handle(self) -> Shared[Any]:
-        """Return the handle: the existing one, if there is one."""
+        """Return the handle: the one that exists, else a new one."""
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Shared(self)

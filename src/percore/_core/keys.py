@@ -283,7 +283,7 @@ class Keys(Generic[C, S]):
         return None
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
-        """Note that a waiting call was cancelled. It is dropped on its turn, or as soon as half of its lane is cancelled."""
+        """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
         lane = queue.lanes[name]
         lane.ended += 1
         queue.count -= 1
