@@ -23,7 +23,7 @@ class Deaths:
     def end_calls(self, member: Member, exitcode: int | None, faults: Faults) -> bool:
         """Fail or retry the calls that had begun, and queue the others again. Return whether any call had begun.
 
-        Each call is handled separately: if percore fails to handle one, that call ends with this failure.
+        Each call is handled separately. If percore fails to handle one, that call ends with WorkerDied, caused by the failure.
         """
         now = time.monotonic()
         has_begun = False
