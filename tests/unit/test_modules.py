@@ -93,3 +93,12 @@ def test_one_that_was_replaced_unseen_harms_nobody(add: Callable[..., ModuleType
     monkeypatch.delitem(sys.modules, "percore_replaced")
     monkeypatch.setitem(sys.modules, "percore_replacement", ModuleType("percore_replacement"))
     assert pickles.value_pickler(False) is not None
+
+
+def test_libraries_that_another_thread_is_importing_count_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is in sys.modules from the first moment of its import, and has none of its names yet."""
+    for name in ("cloudpickle", "multidict"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not modules.is_by_value("anything")
+    assert all(isinstance(needle, bytes) for needle in modules.needles())
+    assert pickles.proxy_table().maps[0] == {}

@@ -60,8 +60,9 @@ def is_by_value(name: object) -> bool:
 
 def _registered() -> Iterable[str]:
     """Return the names of the modules that the user or percore has registered with cloudpickle."""
-    cloudpickle: Any = sys.modules.get("cloudpickle")
-    names: Iterable[str] = () if cloudpickle is None else cloudpickle.list_registry_pickle_by_value()
+    # While another thread is importing cloudpickle, the module lacks this function, and nothing can be registered yet.
+    registered: Any = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", tuple)
+    names: Iterable[str] = registered()
     return names
 
 

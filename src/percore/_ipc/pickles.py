@@ -110,7 +110,7 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
         failed = _dump_fast(obj, file, keep)
     if failed is not None or _has_by_value(file, main_by_value):
         file.reset()
-        proxies_may_help = failed is not None and issubclass(failed, TypeError) and "multidict" in sys.modules
+        proxies_may_help = failed is not None and issubclass(failed, TypeError) and _has_proxies()
         _dump_otherwise(obj, file, main_by_value, keep, proxies_may_help)
     if beside is not None and beside.buffers:
         try:
@@ -153,6 +153,12 @@ def _dump_with_proxies(obj: object, file: File, main_by_value: bool, keep: Keep 
     return True
 
 
+def _has_proxies() -> bool:
+    """Whether multidict's proxies may exist. They cannot while another thread is still importing multidict."""
+    multidict = sys.modules.get("multidict")
+    return hasattr(multidict, "MultiDictProxy") and hasattr(multidict, "CIMultiDictProxy")
+
+
 @functools.cache
 def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
     """The reducers for multidict's proxies, which cannot be pickled: a proxy travels with a copy of its contents."""
@@ -166,7 +172,7 @@ def _proxy_reducers() -> dict[type, Callable[[Any], tuple[Any, ...]]]:
 
 def proxy_table() -> ChainMap[type, Callable[[Any], Any]]:
     """Return the dispatch table of the fast pickler, extended by multidict's proxies once multidict is loaded."""
-    own = _proxy_reducers() if "multidict" in sys.modules else {}
+    own = _proxy_reducers() if _has_proxies() else {}
     return ChainMap(own, FAST)
 
 
@@ -182,7 +188,7 @@ def value_pickler(main_by_value: bool) -> type[Pickler]:
     for name, module in list(unimportable().items()):
         if sys.modules.get(name) is module:  # else it was removed, and `unimportable` has not noticed yet
             cloudpickle.register_pickle_by_value(module)
-    return _value_pickler(main_by_value, "multidict" in sys.modules)
+    return _value_pickler(main_by_value, _has_proxies())
 
 
 @functools.cache
