@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 import percore
 from crawl.pages import Page
@@ -80,26 +81,27 @@ class Tally:
 # ---- while it runs ----
 
 
-def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Table:
+def live_table(tally: Tally, waiting: int, runner: percore.Runner | None) -> Group:
     """Return a table with a line for each worker and the figures of the whole crawl in the title."""
     which = f"{tally.name} ({tally.place})" if tally.place else tally.name
     limit = f" of at most {tally.limit:g}" if tally.limit else ""
     failed = f", {tally.failed} failed" if tally.failed else ""
     pages = f"{tally.pages} pages, {tally.pages_per_second:.0f} pages/s, {waiting} waiting{failed}"
     title = f"{which}, {tally.seconds:.0f}{limit} s: {pages}"
-    table = Table("worker", "pid", "state", "under way", "visited", "share", title=title, title_justify="left")
+    table = Table("worker", "pid", "state", "under way", "visited", "share")
+    shown = Group(Text(title, style="italic"), table)  # a title of the table would be wrapped at the table's width
     if runner is None:
         table.add_row("this process", "", "", "", str(tally.by_worker[None]), "100 %")
-        return table
+        return shown
     for worker in runner.statistics().workers:
         visited, share = tally.by_worker[worker.index], f"{tally.share(worker.index):.0%}"
         state = f"{worker.state}, restarted {worker.restarts} x" if worker.restarts else str(worker.state)
         table.add_row(str(worker.index), str(worker.pid), state, str(worker.running), str(visited), share)
-    return table
+    return shown
 
 
 @contextlib.asynccontextmanager
-async def live_display(console: Console, render: Callable[[], Table]) -> AsyncIterator[None]:
+async def live_display(console: Console, render: Callable[[], Group]) -> AsyncIterator[None]:
     """Show the result of `render` a few times a second, and once more at the end. Does nothing if there is no terminal."""
     if not console.is_terminal:
         yield

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
-from percore._errors import RunnerClosed
+from percore._errors import RunnerClosed, shown
 from percore._faults import Faults
+from percore._ipc.rebuild import text_of
 from percore._items import Batch
 from percore._limited import Limited
 from percore._lives import Lives
@@ -103,9 +104,9 @@ class Pool:
                 must close the runner.
         """
         starting = self._starting = self._loop.create_future()
-        for slot in self.slots:
-            self._spawn(slot)
         try:
+            for slot in self.slots:
+                self._spawn(slot)
             await starting
         finally:
             self._starting = None
@@ -119,7 +120,7 @@ class Pool:
             member = self._member(slot)
             self._launch(slot, member)
         except BaseException as error:  # after any exception, the slot must get another try
-            self._last_report = f"worker {slot.index} could not be started: {error!r}"
+            self._last_report = f"worker {slot.index} could not be started: {shown(error)}"
             if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
                 member.worker.kill()
             elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
@@ -185,11 +186,11 @@ class Pool:
         self.lives.advance(member, Event.FAIL)
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
-            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {error}")
+            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {text_of(error)}")
             failure.__cause__ = error
             self._starting.set_exception(failure)
         else:
-            report(logging.WARNING, "worker %d could not start: %s", member.index, text or error)
+            report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: Member) -> None:
         """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
@@ -271,7 +272,7 @@ class Pool:
 
     def _broke(self, member: Member, error: BaseException) -> None:
         member.is_interrupted = isinstance(error, KeyboardInterrupt)
-        self._kill(member, f"its channel broke: {error!r}")
+        self._kill(member, f"its channel broke: {shown(error)}")
 
     def _kill(self, member: Member, why: str) -> None:
         if not member.life.is_gone:

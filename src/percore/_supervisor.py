@@ -181,7 +181,9 @@ class Supervisor:
         try:
             self.release(call)
             if not call.done():
-                call.set_exception(WorkerDied(member.pid, None, call.function.name, None, started=False, attempts=0))
+                why, name = member.killed_why, call.function.name
+                code = None if why else 0  # a worker that was asked to end exits with 0 once its calls have ended
+                call.set_exception(WorkerDied(member.pid, code, name, None, started=False, attempts=0, why=why))
         except BaseException as error:
             self.failed_with(call, error)
 

@@ -9,7 +9,7 @@ from contextvars import Context
 from typing import Any
 
 import percore
-from tests.jobs import apass_gate, await_, say
+from tests.jobs import BadText, apass_gate, await_, say
 
 
 @asynccontextmanager
@@ -19,6 +19,13 @@ async def fails_and_stays(log: str) -> AsyncIterator[None]:
         atexit.register(threading.Event().wait)
         say(log, "fails")
         raise ConnectionError("no server")
+    yield
+
+
+@asynccontextmanager
+async def fails_without_words() -> AsyncIterator[None]:
+    """Fail with an error that has no text, not even for its repr()."""
+    raise BadText
     yield
 
 

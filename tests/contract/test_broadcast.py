@@ -152,6 +152,20 @@ async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, g
         assert [await waiting[0], await waiting[2]] == [[0], [2]]
 
 
+async def test_a_broadcast_that_waits_for_a_worker_that_drains_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1) as runner:
+        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
+        await log.take(BESIDE)
+        waiting = asyncio.create_task(runner.broadcast(jobs.aecho, 1))
+        await asyncio.sleep(0)
+        worker_of(runner).kill(signal.SIGTERM)
+        with pytest.raises(percore.WorkerDied, match=r"before it began aecho\. No other worker will run it") as death:
+            await waiting
+        assert (death.value.exitcode, death.value.started) == (0, False)
+        gate.open()
+        assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]
+
+
 # Failures
 
 

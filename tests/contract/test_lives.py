@@ -69,6 +69,11 @@ async def test_a_worker_that_retires_is_killed_if_it_hangs(make: MakeRunner, log
         await _alone(runner)
 
 
+async def test_a_start_that_fails_without_words_says_where(make: MakeRunner) -> None:
+    with pytest.raises(percore.StartupFailed, match=r"worker 0 could not start: BadText: <exception str\(\) failed>"):
+        await make(lifespan=life_jobs.fails_without_words).start()
+
+
 # Tasks of the lifespan
 
 WROTE = [f"wrote {item}" for item in range(20)]

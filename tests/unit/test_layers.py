@@ -151,6 +151,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_core.lifecycle",
         "_core.restart",
         "_faults",
+        "_ipc.rebuild",
         "_items",
         "_limited",
         "_lives",
