@@ -152,10 +152,11 @@ async def test_a_lifespan_that_fails_while_calls_run_says_why(
 
 
 async def test_lifespans_that_fail_again_and_again_break_the_runner_and_say_why(
-    make: MakeRunner, monkeypatch: pytest.MonkeyPatch
+    make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # With processes alone: the tracebacks that are logged would keep the frames of the fake engine's workers, and so their memory.
     monkeypatch.setattr(RestartBudget, "died", _at_once(RestartBudget.died))
-    async with make(lifespan=life_jobs.always_fails) as runner:
+    async with make_real(lifespan=life_jobs.always_fails) as runner:
         worker_of(runner).kill()
         errors: asyncio.Queue[percore.RunnerBroken] = asyncio.Queue()
         fail = runner._supervisor.fail
