@@ -82,7 +82,7 @@ class Side:
         return bytes(self.channel.incoming.read(body))
 
     def is_behind(self) -> bool:
-        return self.channel.tx.is_unread()
+        return self.channel.tx.written != self.channel.tx.acknowledged
 
 
 class Pair:

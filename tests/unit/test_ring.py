@@ -35,7 +35,6 @@ def drain(reader: RingReader, into: list[bytes]) -> None:
 def test_a_new_ring_is_free_and_has_nothing() -> None:
     writer, reader, _ = ring(64)
     assert writer.free() == 64
-    assert not writer.is_unread()
     assert reader.read == reader.end
 
 
@@ -54,7 +53,7 @@ def test_any_frames_in_any_order_of_writing_and_reading(data: st.DataObject, siz
             unpublished += HEADER_SIZE + len(frame)
             model.append(frame)
         elif step == "p":
-            reader.publish(unpublished)
+            reader.end += unpublished
             told += unpublished
             unpublished = 0
         elif step == "r":
@@ -70,7 +69,6 @@ def test_any_frames_in_any_order_of_writing_and_reading(data: st.DataObject, siz
             writer.acknowledge(unacknowledged)
             unacknowledged = 0
         assert writer.free() == size - unpublished - told - unacknowledged
-        assert writer.is_unread() == (writer.free() != size)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 16, 32])
@@ -80,7 +78,7 @@ def test_r1_a_frame_wraps_at_every_offset(length: int) -> None:
     for start in range(size):
         writer, reader, _ = ring(size, start=start)
         count = writer.write(frame)
-        reader.publish(count)
+        reader.end += count
         assert take(reader) == frame
         assert take(reader) is None
         writer.acknowledge(count)
@@ -91,7 +89,7 @@ def test_a_ring_can_be_filled_to_the_last_byte() -> None:
     writer, reader, _ = ring(64)
     count = writer.write(bytes(64 - HEADER_SIZE))
     assert writer.free() == 0
-    reader.publish(count)
+    reader.end += count
     assert take(reader) == bytes(64 - HEADER_SIZE)
 
 
@@ -99,13 +97,13 @@ def test_a_frame_is_not_seen_before_it_is_published() -> None:
     writer, reader, _ = ring(64)
     count = writer.write(b"secret")
     assert reader.read == reader.end
-    reader.publish(count)
+    reader.end += count
     assert take(reader) == b"secret"
 
 
 def test_a_frame_can_be_decoded_after_the_next_one_was_looked_at() -> None:
     writer, reader, _ = ring(64)
-    reader.publish(writer.write(b"one") + writer.write(b"two"))
+    reader.end += writer.write(b"one") + writer.write(b"two")
     one, two = reader.next(), reader.next()
     assert (bytes(one or b""), bytes(two or b"")) == (b"one", b"two")
     assert reader.read == reader.end
@@ -126,7 +124,7 @@ def test_a_damaged_byte_is_a_broken_frame_and_what_came_before_is_whole(
     writer, reader, cell = ring(128, start=start)
     published = sum(writer.write(frame) for frame in frames)
     cell[(start + at % published) % 128] ^= flip
-    reader.publish(published)
+    reader.end += published
     delivered: list[bytes] = []
     with pytest.raises(BrokenFrame):
         drain(reader, delivered)
@@ -134,12 +132,12 @@ def test_a_damaged_byte_is_a_broken_frame_and_what_came_before_is_whole(
     assert len(delivered) < len(frames)
 
 
-@given(cell=st.binary(min_size=16, max_size=64), start=st.integers(0, 63), published=st.integers(-(2**33), 2**33))
+@given(cell=st.binary(min_size=16, max_size=64), start=st.integers(0, 63), published=st.integers(0, 64))
 def test_garbage_and_lies_end_in_broken_frame_or_in_nothing(cell: bytes, start: int, published: int) -> None:
     reader = RingReader(memoryview(cell))
     reader.read = reader.end = start
     try:
-        reader.publish(published)
+        reader.end += min(published, reader.size)
         while take(reader) is not None:
             pass
     except BrokenFrame:
@@ -147,13 +145,13 @@ def test_garbage_and_lies_end_in_broken_frame_or_in_nothing(cell: bytes, start: 
     assert reader.read == reader.end
 
 
-@given(frames=st.lists(st.binary(max_size=12), max_size=4), start=st.integers(0, 100), lie=st.integers(-(2**33), 2**33))
+@given(frames=st.lists(st.binary(max_size=12), max_size=4), start=st.integers(0, 100), lie=st.integers(-100, 100))
 def test_a_lie_about_what_was_published_delivers_no_wrong_frame(frames: list[bytes], start: int, lie: int) -> None:
     writer, reader, _ = ring(100, start=start)
     published = sum(writer.write(frame) for frame in frames)
     delivered: list[bytes] = []
+    reader.end += max(0, min(published + lie, reader.size))  # the owner lets no other position through
     with suppress(BrokenFrame):
-        reader.publish(published + lie)
         drain(reader, delivered)
     # Beyond what was written there are zeros, which read as empty frames; decoding one of those fails in the codec.
     assert delivered[: len(frames)] == frames[: len(delivered)]
@@ -164,7 +162,7 @@ def test_a_lie_about_what_was_published_delivers_no_wrong_frame(frames: list[byt
 def test_a_length_beyond_what_was_published(length: int) -> None:
     _, reader, cell = ring(64)
     HEADER.pack_into(cell, 0, length, zlib.crc32(b""))
-    reader.publish(HEADER_SIZE)
+    reader.end += HEADER_SIZE
     with pytest.raises(BrokenFrame, match=str(length)):
         reader.next()
 
@@ -172,7 +170,7 @@ def test_a_length_beyond_what_was_published(length: int) -> None:
 @pytest.mark.parametrize("count", range(1, HEADER_SIZE))
 def test_less_than_a_header(count: int) -> None:
     _, reader, _ = ring(64)
-    reader.publish(count)
+    reader.end += count
     with pytest.raises(BrokenFrame, match="header"):
         reader.next()
 
@@ -180,25 +178,15 @@ def test_less_than_a_header(count: int) -> None:
 @pytest.mark.parametrize("missing", range(1, 12))
 def test_a_frame_of_which_the_end_is_missing(missing: int) -> None:
     writer, reader, _ = ring(64)
-    reader.publish(writer.write(b"whole frame") - missing)
+    reader.end += writer.write(b"whole frame") - missing
     with pytest.raises(BrokenFrame):
         reader.next()
 
 
-def test_more_published_than_the_ring_holds() -> None:
-    writer, reader, _ = ring(64)
-    reader.publish(writer.write(b"x"))
-    with pytest.raises(BrokenFrame, match="64"):
-        reader.publish(64)
-
-
 @pytest.mark.parametrize("count", [-1, -(2**40)])
-def test_nothing_is_unpublished_or_unread(count: int) -> None:
-    writer, reader, _ = ring(64)
+def test_nothing_is_unread(count: int) -> None:
+    writer, _, _ = ring(64)
     length = writer.write(b"abc")
-    reader.publish(length)
-    with pytest.raises(BrokenFrame):
-        reader.publish(count)
     writer.acknowledge(length)
     with pytest.raises(BrokenFrame):
         writer.acknowledge(count)

@@ -52,10 +52,6 @@ class RingWriter:
         """Return how many bytes can be written now."""
         return self.size - self.written + self.acknowledged
 
-    def is_unread(self) -> bool:
-        """Whether the peer has yet to report that it has read everything."""
-        return self.written != self.acknowledged
-
     def write(self, data: bytes) -> int:
         """Write one frame, which must fit into `free()`. Return its size with the header, for the doorbell to publish."""
         frame = _pack(len(data), crc32(data)) + data
@@ -86,7 +82,10 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end of a ring."""
+    """The reading end of a ring.
+
+    The owner adds to `end` the bytes that the peer publishes, and checks that `end` stays within `read` and `read + size`.
+    """
 
     __slots__ = ("_view", "end", "read", "size")
 
@@ -95,16 +94,6 @@ class RingReader:
         self.size = len(view)
         self.read = 0
         self.end = 0
-
-    def publish(self, count: int) -> None:
-        """Count `count` bytes more as published by the peer.
-
-        Raises:
-            BrokenFrame: `count` is negative, or more than the ring holds.
-        """
-        self.end += count
-        if count < 0 or self.end - self.read > self.size:
-            raise BrokenFrame(f"peer published {self.end - self.read} bytes into a ring of {self.size}")
 
     def next(self) -> memoryview | bytes:
         """Return the checked data of the next frame. Call this only if `read != end`.
