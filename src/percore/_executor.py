@@ -21,8 +21,7 @@ from percore._options import Lifespan, check_plain, usable_cpus, whole
 from percore._portal import KILL, TERMINATE, Held, Portal
 from percore._runner import Runner
 from percore._worker import context
-from percore._worker.chunks import run_chunk
-from percore._worker.manners import Manners, ThreadStart
+from percore._worker.manners import Manners, ThreadStart, run_chunk
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import RunnerClosed
 from percore._ipc.codec import list_small
-from percore._ipc.ring import BrokenFrame
-from percore._messages import SLOT_BITS
+from percore._messages import SLOT_BITS, BrokenFrame
 from percore._policy import Plan
 
 _MARSHAL: Final = 2

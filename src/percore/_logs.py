@@ -18,7 +18,8 @@ from typing import Final
 
 from percore._ipc.memory import Memory
 from percore._ipc.records import unpack
-from percore._ipc.ring import OWED, BrokenFrame, RingReader
+from percore._ipc.ring import OWED, RingReader
+from percore._messages import BrokenFrame
 from percore._worker.logs import LOG_RING_SIZE, MAIN_THERE, POSITION, Levels
 
 _reporter: Final = logging.NullHandler()

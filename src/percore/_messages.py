@@ -16,6 +16,11 @@ Payload: TypeAlias = bytes | int
 Body: TypeAlias = object
 Message: TypeAlias = tuple[int, int, Body]
 
+
+class BrokenFrame(Exception):
+    """The peer sent invalid data. It is broken, and nothing more from it can be trusted."""
+
+
 # To a worker. A positive op calls the function with that number; body: the arguments.
 DEFINE: Final = -1  # id: number of a function; body: (kind, payload)
 UNDEFINE: Final = -2  # id: number of a function that no later call will use

@@ -14,7 +14,6 @@ from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
 from percore._ipc.rebuild import type_name_of
-from percore._ipc.ring import BrokenFrame
 from percore._items import Batch, BatchItem, Item
 from percore._member import Member, Unit
 from percore._messages import (
@@ -39,6 +38,7 @@ from percore._messages import (
     UNREADY,
     VALUE,
     VALUES,
+    BrokenFrame,
     Kind,
     Message,
     Payload,

@@ -1,4 +1,4 @@
-"""The capabilities of the operating system, checked once at import.
+"""The capabilities of the operating system, checked once at import, and how much memory it has left.
 
 PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop" makes percore on Linux behave as on systems that lack these, so that one machine
 can test all of the fallbacks. Workers inherit the environment, so both sides of a channel always agree.
@@ -7,6 +7,8 @@ can test all of the fallbacks. Workers inherit the environment, so both sides of
 import fcntl
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 
 _without = frozenset(filter(None, os.environ.get("PERCORE_WITHOUT", "").replace(" ", "").split(",")))
 _known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop"})
@@ -50,3 +52,62 @@ def uvloop_wanted() -> bool:
 def default_start_method() -> str:
     """Return "forkserver" if the system has pidfds and F_SETSIG, which percore's fork server needs, else "spawn"."""
     return "forkserver" if HAS_PIDFD and HAS_SETSIG else "spawn"
+
+
+# Memory left for large payloads. A process that touches more shared memory than is left is killed, not refused. This is a best
+# effort, since other processes take memory at the same time. So callers leave a margin, and check again while they write a long
+# payload.
+
+MARGIN = 16 << 20 if HAS_MEMFD else 0
+"""Bytes of fresh pages written between two checks, so that a check takes less time than the writing. 0 for files on a disk."""
+
+_CGROUPS = "/sys/fs/cgroup"
+_NO_LIMIT = 1 << 60
+_V2 = ("memory.max", "memory.current", b"inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file")
+
+
+def room_left() -> int | None:
+    """Return how many bytes the machine and this process's cgroups, or the disk, have left. None if the system does not say."""
+    if HAS_MEMFD:
+        return min(_rooms(), default=None)
+    import tempfile  # seldom needed, and not cheap to import
+
+    status = os.statvfs(tempfile.gettempdir())
+    return status.f_bavail * status.f_frsize
+
+
+def _rooms() -> Iterator[int]:
+    with suppress(OSError, KeyError, ValueError):
+        fields = _fields("/proc/meminfo")
+        yield (fields[b"MemAvailable:"] + fields[b"SwapFree:"]) * 1024
+    with suppress(OSError), open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if not controllers:
+                yield from _of_cgroup(_CGROUPS, path, _V2)
+            elif "memory" in controllers.split(","):
+                yield from _of_cgroup(f"{_CGROUPS}/memory", path, _V1)
+
+
+def _of_cgroup(root: str, path: str, names: tuple[str, str, bytes]) -> Iterator[int]:
+    """Yield the bytes left in this cgroup and its parents. In a container the path may be the host's; then only the root exists."""
+    most, used, cache = names
+    parts = path.strip("/").split("/") if path != "/" else []
+    for depth in range(len(parts) + 1):
+        folder = "/".join([root, *parts[:depth]])
+        # Without a limit the file has "max", which is not a number, or a number beyond all memory. Then the usage is not read.
+        with suppress(OSError, KeyError, ValueError):
+            if (limit := _number(f"{folder}/{most}")) < _NO_LIMIT:
+                yield limit - _number(f"{folder}/{used}") + _fields(f"{folder}/memory.stat")[cache]
+
+
+def _number(path: str) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return int(file.read(64))
+
+
+def _fields(path: str) -> dict[bytes, int]:
+    with open(path, "rb", buffering=0) as file:
+        words = (line.split() for line in file.read(1 << 16).splitlines())
+        return {row[0]: int(row[1]) for row in words if len(row) > 1}

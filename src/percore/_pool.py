@@ -18,7 +18,7 @@ from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed, shown
-from percore._faults import Faults
+from percore._faults import Faults, report
 from percore._ipc.rebuild import text_of
 from percore._items import Batch
 from percore._limited import Limited
@@ -27,7 +27,6 @@ from percore._member import Member, Turn, Unit
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
 from percore._points import POINTS, point
-from percore._reports import report
 
 if TYPE_CHECKING:
     import asyncio

@@ -21,9 +21,8 @@ from percore._ipc.copies import CLOSED, Copy
 from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases
 from percore._ipc.pickles import CANNOT, dump
-from percore._ipc.ring import BrokenFrame
 from percore._ipc.slots import Sink, SlotWriter
-from percore._messages import FORGET, SLOT_BITS, Payload
+from percore._messages import FORGET, SLOT_BITS, BrokenFrame, Payload
 from percore._shared import Shared
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from percore._ipc import slots
-from percore._ipc.room import room_left
+from percore._platform import room_left
 from tests.contract.buffer_jobs import numbers
 
 kept: list[Any] = []

@@ -21,7 +21,8 @@ async def beside(runner: percore.Runner, pid: int, count: int) -> list[tuple[int
         await asyncio.sleep(0)
     places = []
     for _ in range(count):
-        while other.worker.channel.tx.is_unread():  # noqa: ASYNC110  # on a loaded machine it may be as silent for a moment
+        ring = other.worker.channel.tx
+        while ring.written != ring.acknowledged:  # noqa: ASYNC110  # on a loaded machine it may be as silent for a moment
             await asyncio.sleep(0)
         places.append(await ended(runner.submit(calls.who)))
     return places

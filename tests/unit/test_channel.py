@@ -18,10 +18,10 @@ from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, H
 from percore._ipc.codec import encode
 from percore._ipc.doorbell import Bell, bell_fds, bell_of
 from percore._ipc.memory import Memory
-from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
+from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
 from percore._member import Member, Turn
-from percore._messages import SLOT_BITS, SLOT_MASK, Body, Kind, Message
+from percore._messages import SLOT_BITS, SLOT_MASK, Body, BrokenFrame, Kind, Message
 from percore._platform import HAS_EVENTFD
 
 BELLS = [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from percore._ipc.codec import SMALL, decode, encode, encode_small, is_inline, is_inline_value, list_small, weight_inline
-from percore._ipc.ring import BrokenFrame
+from percore._messages import BrokenFrame
 from tests.ids import steady
 
 SCALARS = st.one_of(

@@ -12,9 +12,8 @@ from percore._calls import Function
 from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import RunnerClosed
-from percore._ipc.ring import BrokenFrame
 from percore._items import Batch, BatchItem, Item, size_of
-from percore._messages import SLOT_BITS, Kind
+from percore._messages import SLOT_BITS, BrokenFrame, Kind
 from percore._policy import Plan, Policy
 
 START = 100

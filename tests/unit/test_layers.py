@@ -37,7 +37,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_points": VOCABULARY,
     # Errors that derive from the standard library's BrokenProcessPool, costly to import: for the parent's half alone.
     "_broken": VOCABULARY,
-    "_reports": WORDS,
     "_statistics": WORDS,
     "_usage": WORDS,
     # decisions
@@ -56,14 +55,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.memory": VOCABULARY,
     "_ipc.ring": VOCABULARY,
     "_ipc.doorbell": VOCABULARY,
-    "_ipc.codec": VOCABULARY | {"_ipc.ring"},
-    "_ipc.room": VOCABULARY,
-    "_ipc.buffers": VOCABULARY | {"_ipc.ring"},
+    "_ipc.codec": VOCABULARY,
+    "_ipc.buffers": VOCABULARY,
     "_ipc.exports": VOCABULARY,
-    "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory", "_ipc.ring", "_ipc.room"},
+    "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory"},
     "_ipc.leases": VOCABULARY | {"_ipc.buffers", "_ipc.exports", "_ipc.slots"},
     "_ipc.copies": VOCABULARY | {"_ipc.leases"},
-    "_ipc.records": VOCABULARY | {"_ipc.rebuild", "_ipc.ring", "_ipc.codec"},
+    "_ipc.records": VOCABULARY | {"_ipc.rebuild", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,
@@ -100,7 +98,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
     | {"_worker.plain", "_worker.serve", "_worker.siblings", "_worker.world"},
     # of the executor
-    "_worker.chunks": frozenset(),
     "_worker.manners": VOCABULARY | BYTES | {"_worker.answers"},
     "_worker.multiprocess": frozenset({"_worker.main", "_worker.manners", "_worker.world"}),
     # It finds _worker.main by the name in the request.
@@ -111,19 +108,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # the parent's ways to start processes
     "_engines": frozenset(),
     "_engines.fds": VOCABULARY | {"_ipc.memory"},
-    "_engines.siblings": VOCABULARY,
     "_engines.launch": LAUNCH,
     # _broken: an exit code in words
-    "_engines.servers": LAUNCH | {"_broken", "_engines.launch", "_reports"},
+    "_engines.servers": LAUNCH | {"_broken", "_engines.launch", "_faults"},
     "_engines.spawn": LAUNCH | {"_engines.launch"},
-    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers", "_reports"},
+    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers", "_faults"},
     # _worker.logs: the size of the ring, and what is said about it and about levels.
     "_logs": VOCABULARY | FRAMES | {"_ipc.records", "_worker.logs"},
     # _worker.main and _worker.plain: the layout of what its workers are given at their start.
     "_engines.process": LAUNCH
     | BYTES
-    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.siblings", "_engines.spawn", "_logs"}
-    | {"_worker.main", "_worker.manners", "_worker.plain"},
+    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
+    | {"_worker.main", "_worker.manners", "_worker.plain", "_worker.siblings"},
     # It names the function with which its workers begin.
     "_engines.multiprocess": LAUNCH | {"_engines.launch", "_worker.manners", "_worker.multiprocess"},
     # shell
@@ -132,17 +128,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_inputs": VOCABULARY,
     "_threaded": VOCABULARY,
     "_patience": frozenset(),
-    "_shares": VOCABULARY
-    | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.ring", "_ipc.slots", "_shared"},
+    "_shares": VOCABULARY | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.slots", "_shared"},
     "_calls": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
-    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_ipc.ring", "_policy"},
+    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_policy"},
     "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
-    "_faults": VOCABULARY | {"_reports"},
+    "_faults": VOCABULARY,
     "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
     "_attempts": VOCABULARY | {"_faults", "_calls", "_items", "_policy"},
     "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_items", "_member"},
     "_recalls": VOCABULARY | {"_items"},
-    "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_ipc.ring", "_items", "_member"},
+    "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_items", "_member"},
     "_limited": VOCABULARY | {"_core.dispatch", "_member"},
     "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
     "_pool": VOCABULARY
@@ -157,7 +152,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_lives",
         "_member",
         "_outcomes",
-        "_reports",
     },
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
@@ -181,7 +175,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_portal": VOCABULARY | {"_calls", "_futures", "_member", "_runner", "_supervisor", "_worker.manners"},
     "_executor": VOCABULARY
     | {"_calls", "_engine", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal", "_runner"}
-    | {"_worker.chunks", "_worker.context", "_worker.manners"},
+    | {"_worker.context", "_worker.manners"},
 }
 
 ONLY_FOR_TYPES: dict[str, frozenset[str]] = {

@@ -17,9 +17,8 @@ from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases, Received
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import dump
-from percore._ipc.ring import BrokenFrame
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
-from percore._messages import SLOT_BITS, SLOT_MASK, Payload
+from percore._messages import SLOT_BITS, SLOT_MASK, BrokenFrame, Payload
 
 SLOT = 1 << 20
 COUNT = 4

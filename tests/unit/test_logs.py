@@ -20,8 +20,9 @@ from percore._ipc import doorbell
 from percore._ipc.doorbell import bell_fds, bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.records import RECORD_LIMIT, pack, unpack
-from percore._ipc.ring import BrokenFrame, RingWriter
+from percore._ipc.ring import RingWriter
 from percore._logs import Logs, _name_here
+from percore._messages import BrokenFrame
 from percore._platform import HAS_EVENTFD
 from percore._worker import logs as worker_logs
 from percore._worker.logs import LOG_RING_SIZE, Forwarder, LogWriter

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from percore._ipc.ring import HEADER_SIZE, BrokenFrame, RingReader, RingWriter
+from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
+from percore._messages import BrokenFrame
 
 HEADER = struct.Struct("<II")
 

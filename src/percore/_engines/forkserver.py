@@ -32,8 +32,8 @@ from percore._engines.fds import (
 )
 from percore._engines.launch import ENTRY, Watched, interpreter, is_stream, world_for_fork
 from percore._engines.servers import servers
+from percore._faults import report
 from percore._platform import HAS_PIDFD
-from percore._reports import report
 from percore._worker.world import BORN, EXITED, FAILED, REPORT, receive
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import Any
 from percore._contexts import references
 from percore._core.dispatch import places_for, room_of
 from percore._engine import Launcher, Process
-from percore._engines import siblings
 from percore._ipc.channel import RING_SIZE, Channel, Haste
 from percore._ipc.doorbell import bell_fds, bell_of
 from percore._ipc.memory import Memory, has_address_space, keep_heap_warm
@@ -22,6 +21,7 @@ from percore._ipc.slots import Sink, SlotReader, SlotWriter
 from percore._logs import Logs, levels
 from percore._messages import SLOT_MASK
 from percore._options import Knobs, usable_cpus
+from percore._worker import siblings
 from percore._worker.main import Boot, cell_size, marks_of
 from percore._worker.manners import Manners
 from percore._worker.plain import MARK_WORDS

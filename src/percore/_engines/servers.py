@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from percore._engines.fds import Fd, above_streams, hold, let_go, packet_pair, pipe
 from percore._engines.launch import exit_code, open_child, search_path, start_python
-from percore._reports import report
+from percore._faults import report
 from percore._worker.world import REQUEST
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ So the last byte shows whether a payload has buffers, whether it lies in a slot 
 import struct
 from typing import Final
 
-from percore._ipc.ring import BrokenFrame
+from percore._messages import BrokenFrame
 
 BUFFER_LIMIT: Final = 64 << 10
 """Buffers of at least this many bytes travel beside the pickle. Below that a copy costs less than a view."""

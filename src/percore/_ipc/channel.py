@@ -41,9 +41,9 @@ from percore._ipc.codec import decode, encode
 from percore._ipc.doorbell import Bell
 from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases
-from percore._ipc.ring import HEADER_SIZE, OWED, BrokenFrame, RingReader, RingWriter, largest_frame
+from percore._ipc.ring import HEADER_SIZE, OWED, RingReader, RingWriter, largest_frame
 from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
-from percore._messages import Body, Message
+from percore._messages import Body, BrokenFrame, Message
 from percore._points import POINTS, point
 
 RING_SIZE = 1 << 19

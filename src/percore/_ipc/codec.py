@@ -14,8 +14,7 @@ from collections.abc import Collection, Sequence
 from operator import countOf
 from typing import Final
 
-from percore._ipc.ring import BrokenFrame
-from percore._messages import Message
+from percore._messages import BrokenFrame, Message
 
 _VERSION = 2
 _PLAIN = frozenset({int, float, bool, type(None)})

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from percore._ipc.codec import is_inline_value
 from percore._ipc.rebuild import format_parts
-from percore._ipc.ring import BrokenFrame
+from percore._messages import BrokenFrame
 
 RECORD_LIMIT: Final = 1 << 15
 """The largest size of a packed record in bytes."""

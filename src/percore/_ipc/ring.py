@@ -14,6 +14,8 @@ import struct
 from typing import Final
 from zlib import crc32
 
+from percore._messages import BrokenFrame
+
 _HEADER = struct.Struct("<II")
 HEADER_SIZE = _HEADER.size
 _pack = _HEADER.pack
@@ -31,10 +33,6 @@ def largest_frame(size: int) -> int:
     becomes free, and a larger frame could wait for ever.
     """
     return size - size // OWED - HEADER_SIZE
-
-
-class BrokenFrame(Exception):
-    """The peer sent invalid data. It is broken, and nothing more from it can be trusted."""
 
 
 class RingWriter:

@@ -20,9 +20,8 @@ from pickle import PickleBuffer
 from percore._errors import PayloadTooLarge
 from percore._ipc.buffers import ALIGNMENT, BUFFER_LIMIT, table_of
 from percore._ipc.memory import Memory
-from percore._ipc.ring import BrokenFrame
-from percore._ipc.room import MARGIN, room_left
-from percore._messages import SLOT_BITS, SLOT_MASK, Payload
+from percore._messages import SLOT_BITS, SLOT_MASK, BrokenFrame, Payload
+from percore._platform import MARGIN, room_left
 
 INLINE_LIMIT = 100_000
 """Pickles of up to this many bytes travel in a frame. Above it a slot is faster, as malloc takes fresh pages from 128 KiB on."""

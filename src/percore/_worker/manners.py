@@ -11,7 +11,7 @@ Pool         With broken="pool", a call that cannot be unpickled ends the worker
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from percore._errors import PercoreError
@@ -108,6 +108,11 @@ class MannerlyAnswers(Answers):
     def _refused(self, value: object, error: BaseException) -> BaseException:
         error.add_note(unpicklable(value, error).text)
         return error
+
+
+def run_chunk(fn: Callable[..., Any], chunk: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call `fn` for each item of a chunk and return the results, for `map(chunksize=...)`. The first exception propagates."""
+    return [fn(*args) for args in chunk]
 
 
 def _die() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Sets up multiprocessing in a worker as multiprocessing does in the processes that it starts itself.
+"""Passes the state of multiprocessing on to workers, as multiprocessing does to the processes that it starts itself.
 
 Authentication key  It is needed to connect to a manager, and to fetch descriptors that are pickled with a call.
 Resource tracker    The process that removes named resources (shared memory, semaphores) when the program has ended. If a worker had
@@ -19,6 +19,36 @@ from typing import Any, Final
 Step = Callable[[Any], None]
 
 logger: Final = logging.getLogger("percore")
+
+
+# In the program
+
+
+def authkey() -> bytes:
+    """Return the authentication key of this process. Empty: multiprocessing is not loaded."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    return b"" if process is None else bytes(process.current_process().authkey)
+
+
+def tracker() -> int | None:
+    """Return the descriptor of this program's resource tracker. None: there is none, and shared memory is not imported either.
+
+    If the program has imported `multiprocessing.shared_memory`, this starts the tracker unless it runs already: a worker may be the
+    first process to create shared memory.
+
+    Raises:
+        OSError: the tracker cannot be started.
+    """
+    module: Any = sys.modules.get("multiprocessing.resource_tracker")
+    if module is None:
+        return None
+    if "multiprocessing.shared_memory" not in sys.modules and module._resource_tracker._fd is None:
+        return None
+    fd: int = module.getfd()
+    return fd
+
+
+# In a worker
 
 
 def take_over(authkey: bytes, tracker: int | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import percore
-from percore._reports import report
+from percore._faults import report
 
 SOURCE = Path(percore.__file__).parent
 
