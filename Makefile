@@ -2,9 +2,10 @@
 # What it installs is in .venv; a stamp there per extra makes the second run start at once, offline too.
 #
 #   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
-#   make test       the whole test suite              PYTEST_ARGS="-k ring" for a part of it
+#   make test       what every change must pass: each test on the engines and loops where it differs  PYTEST_ARGS="-k ring" for a part
+#   make test-full  the same on every engine and under every loop, then test-fallbacks: for the night
 #   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
-#   make test-all   the same under every Python found (3.11 to 3.15), each in .venvs/X.Y
+#   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
 #   make soak       the raciest tests, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
@@ -27,15 +28,15 @@ RUN    := $(VENV)/bin/python
 
 SOURCES := $(wildcard src tests examples benchmarks scripts)
 
+# The tests start thousands of interpreters: each would compile percore anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
-# Where they matter most; `make test-fallbacks` runs the whole contract.
-FALLBACKS := $(patsubst %,tests/contract/test_%.py,batches buffers calls cancellation closing deaths inside logs payloads recycling share usage)
-
-.PHONY: help demo test test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -62,7 +63,12 @@ demo: $(VENV)/.percore-examples
 
 test: $(VENV)/.percore-test
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(FALLBACKS))
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile --rows=fallbacks tests/contract)
+
+# tests/rows.py says which rows `make test` leaves out.
+test-full: $(VENV)/.percore-test
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --rows=full $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-fallbacks)
 
 test-fallbacks: $(VENV)/.percore-test
 	@for one in $(WITHOUT_ALL) $(subst $(comma), ,$(WITHOUT_ALL)); do \
@@ -114,7 +120,7 @@ test-all:
 	@failed=; tab=$$(printf '\t'); \
 	while IFS="$$tab" read -r version python <&3; do \
 	    echo "== Python $$version: $$python"; \
-	    $(MAKE) --no-print-directory test VENV=".venvs/$$version" PYTHON="$$python" 3<&- || failed="$$failed $$version"; \
+	    $(MAKE) --no-print-directory test-full VENV=".venvs/$$version" PYTHON="$$python" 3<&- || failed="$$failed $$version"; \
 	done 3<.venvs/found; \
 	echo "== tested under: $$(cut -f1 .venvs/found | tr '\n' ' ')"; \
 	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }

@@ -1,7 +1,7 @@
-"""The loops tests run under, and the check after every test that nothing is left.
+"""The loops tests run under, the rows of a run, and the check after every test that nothing is left.
 
-Async tests in tests/contract and tests/e2e run twice, under asyncio and under uvloop; elsewhere one asks with
-`@pytest.mark.both_loops`. `@pytest.mark.asyncio_only` takes a test of those folders out.
+Async tests run under asyncio; those of tests/contract and tests/e2e that differ there (tests/rows.py) under uvloop as well, and
+all of them with `--rows=full`. Elsewhere one asks with `@pytest.mark.both_loops`. `@pytest.mark.asyncio_only` takes a test out.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests import leaks
+from tests import leaks, rows
 
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,8 +46,18 @@ LOOP_FACTORIES = _loop_factories()
 # pytest_asyncio's own way to choose loops: no event loop policy is set, which Python 3.14 deprecates.
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
     placed = any(item.path.is_relative_to(folder) for folder in BOTH_LOOPS)
-    both = item.get_closest_marker("both_loops") or (placed and not item.get_closest_marker("asyncio_only"))
+    wanted = placed and (config.getoption("rows") == "full" or "uvloop" in rows.differing(item))
+    both = item.get_closest_marker("both_loops") or (wanted and not item.get_closest_marker("asyncio_only"))
     return LOOP_FACTORIES if both else {"asyncio": LOOP_FACTORIES["asyncio"]}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rows", choices=rows.CHOICES, default="push", help="the engines and loops tests run with: see tests/rows.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left_out = rows.select(items, config.getoption("rows"))
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

@@ -18,30 +18,6 @@ REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["
 ENGINES = ["fake", *REAL]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A fresh interpreter for each test is what takes the time here, and whatever follows its start is the same as under
-    # the fork server. So where that exists, each test function is run once with spawn, under asyncio's loop. Without processes
-    # the loop makes no difference that the fork server's tests do not show.
-    if "forkserver" not in REAL:
-        return
-    seen: set[str] = set()
-    left_out = []
-    for item in items:
-        parameters = getattr(item, "callspec", None)
-        if parameters is None or "contract" not in item.path.parts:
-            continue
-        engines = parameters.params.values()
-        if "fake" in engines and "uvloop" in item.name:
-            left_out.append(item)
-        elif "spawn" in engines:
-            function = item.nodeid.partition("[")[0]
-            if function in seen or "uvloop" in item.name:
-                left_out.append(item)
-            seen.add(function)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
-
-
 @pytest.fixture(scope="module")
 def warm_fork_server() -> Iterator[None]:
     """Keep one fork server for a file: starting one takes longer than most tests."""

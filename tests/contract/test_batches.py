@@ -17,6 +17,8 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's")
+
 BATCH = 16
 COUNT = 4 * BATCH  # as many as the first window holds
 

@@ -22,6 +22,8 @@ np = pytest.importorskip("numpy")
 
 from tests.contract import buffer_jobs as arrays  # noqa: E402
 
+pytestmark = pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way")
+
 FEW_SLOTS = {"max_message": 1 << 36}
 """The larger a slot, the fewer there are: 16 down, 4 up; 4 and 3 of them may be leased."""
 

@@ -14,6 +14,10 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs(
+    "spawn", "fallbacks", because="a fresh interpreter has imported nothing; without uvloop the worker's loop is asyncio's"
+)
+
 
 @pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
 async def test_run_gives_the_result(make: MakeRunner, fn: Callable[..., Any]) -> None:

@@ -14,6 +14,10 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs(
+    "spawn", "uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"
+)
+
 
 async def _closing(runner: percore.Runner, grace: float | None = None) -> "asyncio.Task[None]":
     """aclose under way: it has been called and waits."""

@@ -19,6 +19,10 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 
+pytestmark = pytest.mark.differs(
+    "spawn", "uvloop", "fallbacks", because="an exit reaches the loop through another descriptor, or from a thread"
+)
+
 
 def _worker(runner: percore.Runner, index: int = 0) -> Any:
     """The worker of a slot, as its engine gave it."""

@@ -14,6 +14,10 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, WorkerLog
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs(
+    "spawn", "fallbacks", because="a worker's surroundings are inherited in another way, and without uvloop its loop is asyncio's"
+)
+
 
 async def test_current_worker(make: MakeRunner) -> None:
     async with make() as runner:

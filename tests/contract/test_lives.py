@@ -16,6 +16,8 @@ from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("spawn", because="a fresh interpreter is launched and ends in another way than a forked worker")
+
 
 async def _alone(runner: Runner, workers: int = 1) -> None:
     """Call until there are no more workers than that."""

@@ -14,6 +14,12 @@ from percore._worker.logs import LOG_RING_SIZE
 from tests import log_jobs
 from tests.contract.conftest import MakeRunner
 
+pytestmark = pytest.mark.differs(
+    "spawn",
+    "fallbacks",
+    because="a fresh interpreter has other streams and warning filters; without uvloop the worker logs from asyncio's loop",
+)
+
 FLOOD = 100_000
 APP = "app.jobs"
 

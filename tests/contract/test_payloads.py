@@ -18,6 +18,8 @@ from tests.contract.conftest import MakeRunner
 from tests.counts import times
 from tests.fakes import FakeRunner
 
+pytestmark = pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and bells are pipes")
+
 AROUND = [4096, INLINE_LIMIT, RING_SIZE // 2, RING_SIZE]
 SIZES = [0, 1, 100, *(edge + offset for edge in AROUND for offset in (-40, -1, 0, 1)), 1 << 20, 5_000_000]
 

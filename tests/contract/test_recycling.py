@@ -21,6 +21,8 @@ from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("spawn", "fallbacks", because="a successor is launched, and a worker's exit seen, in another way")
+
 LIMITS = pytest.mark.parametrize("limit", [1, 2, 3, 7])
 
 

@@ -17,6 +17,8 @@ from tests.contract import share_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds")
+
 np = pytest.importorskip("numpy")
 
 SIZE = 300_000

@@ -11,6 +11,8 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")
+
 TINY = 0.02
 SHORT = 0.5
 """For what has to be in time beside what is not."""

@@ -10,6 +10,8 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs("uvloop", because="what one iteration of the loop takes up is the loop's choice")
+
 BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 
 

@@ -10,6 +10,10 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.differs(
+    "spawn", "fallbacks", because="there is no fork server among the processes, and deaths are seen in another way"
+)
+
 
 def workers_of(usage: percore.Usage) -> dict[str, percore.ProcessUsage]:
     return {one.role: one for one in usage.processes if one.role.startswith("worker")}

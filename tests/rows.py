@@ -1,0 +1,72 @@
+"""Which ways of running each test goes in: the first way always, another one where the test says that it differs.
+
+The product of engines, event loops and missing system calls is large, and most of its rows repeat each other: above the seam
+nothing knows the engine, and workers have the same loop whatever the program's is. So each push runs a test of tests/contract
+on the fake engine and with the fork server, under asyncio, and one of tests/e2e under asyncio. A test or a module whose
+subject depends on the way names the further ways, with the reason:
+
+    pytestmark = pytest.mark.differs("spawn", "fallbacks", because="the exit of a worker reaches its supervisor another way")
+
+`--rows=full` (`make test-full`) runs every row. `--rows=fallbacks` runs the tests that differ in that way alone: for a run
+under PERCORE_WITHOUT. Where there is no fork server, spawned interpreters are the first way.
+"""
+
+from typing import Final
+
+import pytest
+
+from percore._platform import default_start_method
+
+WAYS: Final = {
+    "uvloop": "the program's loop is uvloop: callbacks of descriptors, timers and signals, and their order, are another library's",
+    "spawn": "workers are fresh interpreters: how one is launched, what it is given, and how its exit is seen",
+    "fallbacks": "system calls are missing (PERCORE_WITHOUT): memory, bells, exits and the workers' loop are others",
+}
+"""Each way besides the first, and what differs in it."""
+
+CHOICES: Final = ("push", "full", "fallbacks")
+
+
+def differing(item: pytest.Item) -> set[str]:
+    """The ways for which the test or its module says that it differs there."""
+    ways: set[str] = set()
+    for mark in item.iter_markers("differs"):
+        unknown = set(mark.args) - set(WAYS)
+        if unknown or not mark.args or not mark.kwargs.get("because"):
+            raise pytest.UsageError(f'{item.nodeid}: differs() takes some of {", ".join(WAYS)}, and because="..."')
+        ways.update(mark.args)
+    return ways
+
+
+def select(items: list[pytest.Item], rows: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Split the tests into those that a run has, and those that it leaves out."""
+    wanted: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    spawned: set[str] = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        is_wanted = rows == "full" or (_is_wanted(item, rows) and not (_is_spawned(item) and function in spawned))
+        if is_wanted and _is_spawned(item):
+            # A fresh interpreter takes time, and whatever follows its start is the same as under the fork server.
+            spawned.add(function)
+        (wanted if is_wanted else left_out).append(item)
+    return wanted, left_out
+
+
+def _is_wanted(item: pytest.Item, rows: str) -> bool:
+    ways = differing(item)
+    if rows == "fallbacks" and "fallbacks" not in ways:
+        return False
+    if _is_spawned(item):
+        return "spawn" in ways and "uvloop" not in item.name
+    return not (_engine(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
+
+
+def _is_spawned(item: pytest.Item) -> bool:
+    return _engine(item) == "spawn" != default_start_method()
+
+
+def _engine(item: pytest.Item) -> object:
+    """The engine that the fixtures of tests/contract gave a test."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return parameters.get("engine") or parameters.get("real_engine")
