@@ -34,14 +34,14 @@ class Attempts:
         plan = call.plan
         if plan is None and isinstance(call, Planned):
             plan = call.plan = Plan(call.policy)
-        if plan is None or plan.failed >= plan.policy.retries or self._supervisor.is_over or is_dropped(call):
+        if plan is None or plan.failed >= plan.policy.retries or not self._supervisor.phase.begins or is_dropped(call):
             return None, error
         try:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
         except BaseException as raised:  # the user's retry_on or backoff failed: this becomes the call's outcome
             raised.__context__ = error
             return None, as_error(raised, "retry_on or backoff")
-        if (delay and self._supervisor.is_closing) or is_dropped(call):  # a closing runner ends calls between two attempts
+        if (delay and not self._supervisor.phase.delays) or is_dropped(call):  # a closing runner ends calls between two attempts
             delay = None
         return delay, error
 
@@ -54,7 +54,7 @@ class Attempts:
         if isinstance(call, Item):
             call.flow.runs_alone(call)
         supervisor = self._supervisor
-        if supervisor.is_over or (delay and supervisor.is_closing) or is_dropped(call):
+        if not supervisor.phase.begins or (delay and not supervisor.phase.delays) or is_dropped(call):
             # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
             supervisor.refuse(call)
         elif delay:

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 from percore._core.flow import Cost
-from percore._errors import RunnerClosed
+from percore._errors import CUT_OFF, RunnerClosed
 from percore._ipc.advice import Nowhere, blamed, unsendable, unsendable_function
 from percore._ipc.pickles import CANNOT, dump, is_by_reference, qualified_name
 from percore._ipc.presses import Presses
@@ -24,8 +24,6 @@ from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
 """Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
-
-_CUT: Final = "the runner was closed before this call could end"
 
 
 class Owner(Protocol):
@@ -76,7 +74,7 @@ class Call(asyncio.Future[Any]):
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing. asyncio does not report this error if it is never retrieved."""
-        self.set_exception(RunnerClosed(_CUT))
+        self.set_exception(RunnerClosed(CUT_OFF))
         self.exception()
 
 
@@ -126,7 +124,7 @@ class Awaited:
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(_CUT))
+        self.set_exception(RunnerClosed(CUT_OFF))
 
 
 class Planned(Awaited):

@@ -12,6 +12,7 @@ first. Workers may die or be killed from outside meanwhile: in `waiting for call
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from percore._core.phase import Phase, PhaseEvent
 from percore._patience import Patience
 from percore._supervisor import Supervisor
 
@@ -27,7 +28,6 @@ class Closing:
         self._gone = self._loop.create_future()
         self._grace_timer: asyncio.TimerHandle | None = None
         self._kill_timer: Patience | None = None
-        self._is_finishing = False
         self._last: asyncio.Task[None] | None = None
         supervisor.close(self._look)
 
@@ -70,22 +70,22 @@ class Closing:
 
     def _look(self) -> None:
         supervisor = self._supervisor
-        if self._is_finishing:
-            if not supervisor.members and not self._gone.done():
+        if supervisor.phase.now is Phase.FINISHING:
+            if not supervisor.members:
+                supervisor.phase.advance(PhaseEvent.END)
                 self._stop_timers()
                 self._gone.set_result(None)
-        elif not supervisor.unfinished() or not supervisor.members:
+        elif supervisor.phase.now is not Phase.ENDED and (not supervisor.unfinished() or not supervisor.members):
             self._finish()
 
     def _finish(self) -> None:
-        self._is_finishing = True
         self._arm_kill()  # first, so that `wait` ends even if the next step fails
         self._supervisor.finish()
         self._loop.call_soon(self._look)
 
     def _cut(self) -> None:
         self._grace_timer = None
-        if not self._is_finishing:
+        if self._supervisor.phase.now not in (Phase.FINISHING, Phase.ENDED):
             self._arm_kill()
             self._supervisor.cut()
             self._look()

@@ -44,7 +44,7 @@ class Deaths:
         begun_at, items = began or (now, 0)
         if isinstance(call, Batch):
             self._lost_items(member, call, items, exitcode, now - begun_at, faults)
-        elif not call.done() and (began is not None or self._supervisor.is_cut):
+        elif not call.done() and (began is not None or self._supervisor.phase.is_cut):
             delay = self._lost(member, call, exitcode, now - begun_at)
             member.take(call.call_id)
             if delay is not None:
@@ -65,7 +65,7 @@ class Deaths:
         `age`: seconds since the call began.
         """
         supervisor = self._supervisor
-        if supervisor.is_cut:
+        if supervisor.phase.is_cut:
             supervisor.release(call)
             call.cut_off()
         else:
@@ -147,4 +147,4 @@ class Deaths:
     def _is_hopeless(self) -> bool:
         """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""
         supervisor = self._supervisor
-        return supervisor.broken is not None or (supervisor.is_closing and not supervisor.pool.is_expected())
+        return supervisor.phase.broken is not None or (supervisor.phase.is_closing and not supervisor.pool.is_expected())

@@ -13,7 +13,9 @@ Each class takes its fields as arguments, composes its message from them, and is
 the standard library's BrokenProcessPool are in `_broken`: importing that class takes tens of milliseconds, which workers save.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+CUT_OFF: Final = "the runner was closed before this call could end"
 
 
 class PercoreError(Exception):

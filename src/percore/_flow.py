@@ -230,7 +230,7 @@ class Flow:
     def _end(self) -> None:
         """Stop pulling, because the runner takes no more calls."""
         if not self._is_fed:
-            self._failure = self.owner.refusal()
+            self._failure = self.owner.phase.refusal()
             # The feeder may be waiting for an input that never comes. If it were cancelled before its first step, none of its
             # code would run, so `_is_fed` would stay false.
             if self._feeder is not None and self._is_feeding:
@@ -269,8 +269,8 @@ class Flow:
                 self._space_waiter = None
                 begun = self._loop.time()
                 continue
-            if self.owner.is_closing or self.owner.broken is not None:
-                self._failure = self.owner.refusal()
+            if not self.owner.phase.accepts:
+                self._failure = self.owner.phase.refusal()
                 return
             pulled = await self._pull(min(space, chunk))
             if self._is_fed:  # an item failed while this task waited for the input
@@ -344,7 +344,7 @@ class Flow:
 
     def is_done(self) -> bool:
         """Implement `Taker`."""
-        return self._is_fed or self.owner.is_over
+        return self._is_fed or not self.owner.phase.begins
 
     def name_of(self, key: Hashable) -> Name:
         """Implement `Taker`."""
@@ -454,7 +454,7 @@ class Flow:
         if self._is_closed:
             return
         self._alive.pop(number, None)
-        if self._spec.return_exceptions and not (isinstance(error, RunnerClosed) and self.owner.is_closing):
+        if self._spec.return_exceptions and not (isinstance(error, RunnerClosed) and self.owner.phase.is_closing):
             self._results.put(number, [(self._given.pop(number), error) if self._spec.pairs else error], 0)
         else:
             self._is_fed = True

@@ -57,8 +57,8 @@ class Intake:
             KeyboardInterrupt: pickling raised it; the call was not accepted.
         """
         supervisor = self._supervisor
-        if supervisor.broken is not None:
-            raise supervisor.refusal()
+        if supervisor.phase.broken is not None:
+            raise supervisor.phase.refusal()
         call = Call(loop=self._loop) if call is None else call
         call.owner = supervisor
         call.function = function
@@ -102,8 +102,8 @@ class Intake:
         if self._contexts is not None or not function.number:
             return self.submit(function, args, kwargs, policy)
         supervisor = self._supervisor
-        if supervisor.broken is not None:
-            raise supervisor.refusal()
+        if supervisor.phase.broken is not None:
+            raise supervisor.phase.refusal()
         body: tuple[Any, ...] | Payload = args
         if kwargs or not is_inline(args):
             try:
@@ -112,7 +112,7 @@ class Intake:
                 refused = self._call(function)
                 self._unpicklable(refused, error)
                 return refused
-            is_refused = supervisor.is_closing or supervisor.broken is not None  # the user code that pickling ran did this
+            is_refused = not supervisor.phase.accepts  # the user code that pickling ran did this
             if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
                 return self._run_laden(function, body, met, policy)
         if policy is None:
@@ -174,7 +174,7 @@ class Intake:
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = Plan(policy or DEFAULT, context, is_beside=member is not None)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
-        if self._supervisor.is_closing or self._supervisor.broken is not None:
+        if not self._supervisor.phase.accepts:
             self._supervisor.refuse(call)
             return False
         if member is not None and member not in self._dispatch.seats:

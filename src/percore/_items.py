@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Final, Protocol
 from percore._calls import Function, Owner
 from percore._core.batches import Run
 from percore._core.dispatch import Queue
-from percore._errors import RunnerClosed
+from percore._errors import CUT_OFF, RunnerClosed
 from percore._ipc.codec import list_small
 from percore._messages import SLOT_BITS, BrokenFrame
 from percore._policy import Plan
 
 _MARSHAL: Final = 2
-_CUT: Final = "the runner was closed before this call could end"
 
 
 class Flow(Protocol):
@@ -113,7 +112,7 @@ class Item:
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(_CUT))
+        self.set_exception(RunnerClosed(CUT_OFF))
 
 
 class Batch:
@@ -299,7 +298,7 @@ class BatchItem:
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(_CUT))
+        self.set_exception(RunnerClosed(CUT_OFF))
 
     def renewed(self) -> Item:
         """Return a new `Item` for the same input, to send it again outside the batch."""

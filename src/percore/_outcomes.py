@@ -366,7 +366,7 @@ class Outcomes:
             member.unbegun(1)
         if call.done():
             supervisor.release(call)
-        elif supervisor.is_over:
+        elif not supervisor.phase.begins:
             supervisor.refuse(call)
         elif isinstance(call, Call) and call.kind == Kind.BESIDE:
             supervisor.unanswered(member, call)

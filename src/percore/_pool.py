@@ -220,7 +220,7 @@ class Pool:
     def relieve(self) -> None:
         """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
         supervisor = self._supervisor
-        if self._starting is not None or supervisor.is_cut:
+        if self._starting is not None or supervisor.phase.is_cut:
             return
         for member in list(self.low):
             slot = self.slots[member.index]
@@ -231,7 +231,7 @@ class Pool:
                 if (
                     slot.timer is None
                     and not slot.is_due
-                    and (not supervisor.is_closing or (member.is_spent and supervisor.waiting()))
+                    and (not supervisor.phase.is_closing or (member.is_spent and supervisor.waiting()))
                 ):
                     slot.restarts += 1
                     report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
@@ -258,7 +258,7 @@ class Pool:
         self._supervisor.dispatch.unseat(member)
         if POINTS:
             point("supervisor.worker.draining")
-        if slot.current is not member or self._supervisor.is_closing:
+        if slot.current is not member or self._supervisor.phase.is_closing:
             return
         self._promote(slot)
         if slot.current is None:
@@ -342,7 +342,7 @@ class Pool:
             report(level, "%s died %s", _name(member), how(exitcode))
         on_death = self._supervisor.on_death
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
-        if on_death is not None and not self._supervisor.is_closing and not is_asked_for:
+        if on_death is not None and not self._supervisor.phase.is_closing and not is_asked_for:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
 
     def _succeed(self, slot: Slot, member: Member, exitcode: int | None, *, began: bool) -> None:
@@ -357,7 +357,7 @@ class Pool:
                 self._replace(slot, began=began, exitcode=exitcode, why=member.killed_why)
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
-        is_closing = self._supervisor.is_closing
+        is_closing = self._supervisor.phase.is_closing
         if self._starting is not None and (is_closing or not began):  # it may have drained; no other gets ready for it
             if not self._starting.done():
                 if is_closing:
@@ -385,7 +385,7 @@ class Pool:
                 self._starting.set_exception(StartupFailed(self._last_report))
             return
         is_spent = slot.current is not None and slot.current.is_spent
-        if self._supervisor.is_closing and not is_spent:
+        if self._supervisor.phase.is_closing and not is_spent:
             return
         delay = slot.budget.died()
         if delay is None and slot.current is not None and not is_spent:  # the current worker goes on; try later
@@ -418,7 +418,9 @@ class Pool:
         It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
         During the first start, StartupFailed reports the death.
         """
-        is_expected = self._supervisor.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
+        is_expected = (
+            self._supervisor.phase.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
+        )
         return logging.DEBUG if is_expected else logging.WARNING
 
     # Ending

@@ -356,7 +356,7 @@ class Portal:
         supervisor, room = self._supervisor, self._room
         if supervisor is None:
             return
-        if supervisor.is_closing:  # broken or killed: no worker will have room for the calls that threads submitted meanwhile
+        if supervisor.phase.is_closing:  # broken or killed: no worker will have room for the calls that threads submitted meanwhile
             self._refuse_waiting()
             return
         submit = supervisor.intake.submit
@@ -432,8 +432,8 @@ class Portal:
             return
         is_idle = not (self._jobs or self._waiting[0] or self._waiting[1] or self._inbox or self._outcomes)
         supervisor = self._supervisor
-        if supervisor is not None and supervisor.broken is not None and not self.broken:
-            self._break(str(supervisor.broken), supervisor.broken)
+        if supervisor is not None and supervisor.phase.broken is not None and not self.broken:
+            self._break(str(supervisor.phase.broken), supervisor.phase.broken)
         if self.broken or (self.is_shut and is_idle):
             self._end.set_result(None)
 

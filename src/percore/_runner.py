@@ -497,8 +497,8 @@ class Runner(Verbs):
             raise RunnerClosed(_ADVICE[self._state])
         if _running_loop() is not self._loop:
             self._check_here()
-        if self._supervisor.broken is not None:
-            raise self._supervisor.refusal()
+        if self._supervisor.phase.broken is not None:
+            raise self._supervisor.phase.refusal()
 
     def _check_here(self) -> None:
         """Check that the caller is in the runner's process, thread and event loop.

@@ -28,9 +28,10 @@ from percore._calls import Awaited, Call, Function, Functions
 from percore._contexts import Contexts
 from percore._core.batches import Run
 from percore._core.dispatch import Dispatch
+from percore._core.phase import PhaseEvent, RunnerPhase
 from percore._deaths import Deaths
 from percore._engine import Engine
-from percore._errors import RunnerClosed, as_error
+from percore._errors import as_error
 from percore._faults import Faults
 from percore._intake import Intake
 from percore._ipc.slots import SlotWriter
@@ -84,11 +85,7 @@ class Supervisor:
         self.loose: set[Unit] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self._recalls = Recalls(self.loop, self.dispatch)
-        self.broken: RunnerBroken | None = None
-        self.is_closing = False
-        """Whether the runner accepts no more calls. It then replaces no dead workers, and spent ones only for waiting calls."""
-        self.is_cut = False
-        """Whether no accepted call may begin any more."""
+        self.phase = RunnerPhase()
         self._on_progress: Callable[[], None] | None = None
         self.on_death: Callable[[Member, int | None, bool], None] | None = None
         """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
@@ -169,9 +166,9 @@ class Supervisor:
         """Queue the items of a batch again that its worker has not begun, or fail them if no more calls may begin."""
         batches = flow.queue.batches
         assert batches is not None
-        if self.is_over:
+        if not self.phase.begins:
             for number in range(run.start, run.start + len(run.bodies)):
-                flow.failed(number, self.refusal(), 0)
+                flow.failed(number, self.phase.refusal(), 0)
         else:
             batches.put_back(run)
             self.dispatch.appended(flow.queue)
@@ -193,7 +190,7 @@ class Supervisor:
             return
         member: Member | None = call.member
         if isinstance(call, Batch):
-            if member is not None and not self.is_cut:
+            if member is not None and not self.phase.is_cut:
                 member.worker.channel.send(CANCEL, call.call_id, call.wanted)
         elif member is None:
             self.release(call)
@@ -207,7 +204,7 @@ class Supervisor:
         elif call.call_id in member.parked:
             self.release(member.take(call.call_id))
             self.advance()
-        elif not self.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
+        elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
             member.worker.channel.send(CANCEL, call.call_id, None)
 
     def release(self, call: Unit) -> None:
@@ -273,7 +270,7 @@ class Supervisor:
 
     def _look_idle(self) -> None:
         """Let a closing check whether it can go on, unless calls are in `loose`, where the check would miss them."""
-        if not self.is_closing or self.loose:
+        if not self.phase.is_closing or self.loose:
             return
         if not self.members:  # a closing runner does not replace dead workers
             self._expect_nobody()
@@ -347,30 +344,17 @@ class Supervisor:
         if call.done():
             return
         if isinstance(call, Batch):
-            call.refuse(self.refusal)
-        elif self.broken is not None:
-            call.set_exception(self.refusal())
+            call.refuse(self.phase.refusal)
+        elif self.phase.broken is not None:
+            call.set_exception(self.phase.refusal())
         else:
             call.cut_off()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no call may begin any more, not even an accepted one."""
-        return self.is_cut or self.broken is not None
-
-    def refusal(self) -> Exception:
-        """Return a new instance of the error for calls that the runner does not accept or will not run."""
-        if self.broken is not None:
-            refusal = RunnerBroken(self.broken.deaths, self.broken.exitcode, self.broken.detail)
-            refusal.__cause__ = self.broken.__cause__
-            return refusal
-        return RunnerClosed("the runner was closed before this call could end")
 
     # Ending
 
     def refuse_calls(self) -> None:
         """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""
-        self.is_closing = True
+        self.phase.advance(PhaseEvent.CLOSE)
         self._take((self.end_maps, self.attempts.end), "the runner took no more calls")
 
     def close(self, on_progress: "Callable[[], None]") -> None:
@@ -381,7 +365,7 @@ class Supervisor:
 
     def fail(self, error: RunnerBroken) -> None:
         """Break the runner, because no worker can be started any more: end all waiting calls and open maps."""
-        self.broken = error
+        self.phase.fail(error)
         self._take((self.end_maps, self.attempts.end, self._refuse_waiting), "the runner broke")
 
     def _refuse_waiting(self) -> None:
@@ -410,7 +394,7 @@ class Supervisor:
             self.shares.refuse()
         with faults:
             if self.admission is not None:
-                self.admission.refuse(self.refusal)
+                self.admission.refuse(self.phase.refusal)
         faults.finish()
 
     # Broadcast
@@ -422,8 +406,8 @@ class Supervisor:
 
         If this is cancelled or one call fails, the other calls are cancelled.
         """
-        if self.broken is not None or self.is_closing:
-            raise self.refusal()
+        if not self.phase.accepts:
+            raise self.phase.refusal()
         calls: list[Call] = []
         try:
             members = sorted(self.dispatch.seats, key=lambda member: member.index)
@@ -449,9 +433,9 @@ class Supervisor:
 
     def cut(self) -> None:
         """End all waiting calls and cancel the running ones. The callers get RunnerClosed. A second call does nothing."""
-        if self.is_cut:
+        if self.phase.is_cut:
             return
-        self.is_cut = True
+        self.phase.advance(PhaseEvent.CUT)
         faults = Faults("calls were cancelled, since the runner closes")
         with faults:
             self._refuse_waiting()
@@ -472,7 +456,7 @@ class Supervisor:
 
         Calls that still wait are ended: their workers died during the closing and were not replaced.
         """
-        self.is_cut = True
+        self.phase.advance(PhaseEvent.FINISH)
         self._take((self._expect_nobody, self.pool.finish), "the workers were asked to end")
 
     def _expect_nobody(self) -> None:
@@ -493,7 +477,7 @@ class Supervisor:
 
     def kill_all(self) -> None:
         """Kill every worker and start none. Their exits are reported later."""
-        self.is_cut = True
+        self.phase.advance(PhaseEvent.CUT)
         self._take((self._expect_nobody, self.pool.kill), "all workers were killed")
 
     def signal_all(self, signum: int) -> None:
@@ -515,5 +499,5 @@ class Supervisor:
         self._abandon()
 
     def _abandon(self) -> None:
-        self.is_closing = self.is_cut = True
+        self.phase.advance(PhaseEvent.CUT)
         self.pool.kill()

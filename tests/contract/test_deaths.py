@@ -246,7 +246,7 @@ async def test_a_call_handed_back_to_a_broken_runner_ends(make: MakeRunner, log:
         ahead = runner.submit(jobs.wait, log.path, gate.path, 2)
         assert await log.next() == "1"
         (member,) = supervisor.members
-        supervisor.broken = percore.RunnerBroken(10, 1)
+        supervisor.phase.fail(percore.RunnerBroken(10, 1))
         member.worker.channel.send(RECALL, 1, b"")
         with pytest.raises(percore.RunnerBroken):
             await ahead

@@ -109,7 +109,7 @@ class Recycling:
         if self._ended == self._count // 2:
             self._half.set()
         supervisor = self._runner._supervisor
-        if self._strikes and self._ended >= self._strikes[-1] and not supervisor.is_closing:
+        if self._strikes and self._ended >= self._strikes[-1] and not supervisor.phase.is_closing:
             ready = [member for member in supervisor.members if member.is_ready]
             if ready:
                 self._strikes.pop()

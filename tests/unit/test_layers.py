@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # decisions
     "_core": frozenset(),
     "_core.lifecycle": WORDS,
+    "_core.phase": WORDS | {"_core.lifecycle"},
     "_core.restart": WORDS,
     "_core.flow": WORDS,
     "_core.keys": WORDS | {"_core.names"},
@@ -156,8 +157,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
     | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_faults", "_intake"}
-    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_ipc.slots"},
-    "_closing": VOCABULARY | {"_patience", "_supervisor"},
+    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"}
+    | {"_ipc.slots"},
+    "_closing": VOCABULARY | {"_core.phase", "_patience", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_calls", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
     "_flow": VOCABULARY
