@@ -6,7 +6,7 @@ results.
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._core.batches import Batches, Run
@@ -58,6 +58,7 @@ class Flow:
 
     def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec, context: Any) -> None:
         self.owner = supervisor
+        self.names = supervisor.dispatch.names
         self._loop = supervisor.loop
         self._fn = fn
         self._inputs = inputs
@@ -345,10 +346,6 @@ class Flow:
     def is_done(self) -> bool:
         """Implement `Taker`."""
         return self._is_fed or not self.owner.phase.begins
-
-    def name_of(self, key: Hashable) -> Name:
-        """Implement `Taker`."""
-        return self.owner.dispatch.names.of(key)
 
     def take_run(self, run: Run, size: int) -> None:
         """Implement `Taker`."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 from percore._calls import Function, Functions
 from percore._core.batches import Run
-from percore._core.names import Name
+from percore._core.names import Name, Names
 from percore._errors import as_error
 from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline, weight_of
 from percore._items import size_of
@@ -44,11 +44,10 @@ class Spec:
 class Taker(Protocol):
     """The receiver of the items, in order: the map's flow."""
 
+    names: Names
+
     def is_done(self) -> bool:
         """Whether it takes no more items."""
-
-    def name_of(self, key: Hashable) -> Name:
-        """Return the name of a key. This runs user code, which may raise."""
 
     def take_run(self, run: Run, size: int) -> None:
         """Take items for batches. `size`: bytes of their pickled arguments."""
@@ -67,6 +66,7 @@ class Rows:
         self, functions: Functions, function: Function, spec: Spec, taker: Taker, *, is_single: bool, is_batched: bool
     ) -> None:
         self._functions = functions
+        self._names = taker.names
         self._function = function
         self._spec = spec
         self._taker = taker
@@ -102,8 +102,9 @@ class Rows:
         args = tuple(row) if self._spec.star else (row,) if self._is_single else row
         key = None
         if self._spec.key is not None and (given := self._spec.key(*args)) is not None:
-            check_awaited("key", given)
-            key = self._taker.name_of(given)
+            if type(given) is not str and type(given) is not int:
+                check_awaited("key", given)
+            key = self._names.of(given)
         is_scalar = bool(self._function.number) and is_inline(args)
         shares: list[Share] = []
         body: Any = args

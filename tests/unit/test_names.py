@@ -112,3 +112,28 @@ def test_an_equality_that_names_keys_itself() -> None:
     assert names.of(Reentrant(2)) is inner[0]
     assert names.of(Key(1)) is first
     assert len(names) == 2
+
+
+def test_a_subclass_of_str_is_compared_by_its_own_methods() -> None:
+    class Caseless(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            raise ZeroDivisionError
+
+    names = Names()
+    kept = names.of("host")
+    with pytest.raises(ZeroDivisionError):
+        names.of(Caseless("host"))
+    assert names.of("host") is kept
+
+
+@pytest.mark.parametrize("first", ["host", 1, 1.0, True])
+def test_a_forgotten_name_leaves_no_entry(first: Any) -> None:
+    names = Names()
+    for _ in range(2):
+        kept = [names.of(first), names.of(1), names.of("host")]
+        assert len(names) == 2
+        del kept
+        assert len(names) == 0
+        assert not names._plain
