@@ -252,6 +252,7 @@ class Flow:
             self._is_stopped = True
         except BaseException as error:  # treated as a Ctrl-C: it propagates, and the map reports that the input was cut short
             self._failure = RuntimeError(f"reading the input was interrupted by {shown(error)}")
+            self._send()  # the loop may run on, and the map then ends once the items before the error have ended
             raise
         finally:
             self._is_fed = True

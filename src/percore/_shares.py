@@ -148,10 +148,10 @@ class Shares:
             RuntimeError: too many objects are shared.
             Exception: any error of pickling the object.
         """
-        live = sum(not share.is_ending for share in self._shares) + self._pending
-        if live >= self._limit or len(self._shares) + self._pending >= 2 * self._limit:
+        live, known = sum(not share.is_ending for share in self._shares) + self._pending, len(self._shares) + self._pending
+        if live >= self._limit or known >= 2 * self._limit:
             raise RuntimeError(
-                f"{len(self._shares)} shared objects are open, or closed but still referenced by views; at most {self._limit} of "
+                f"{known} shared objects are open, or closed but still referenced by views; at most {self._limit} of "
                 f"this runner's {self._arena.count} slots may hold shared objects. Close some, drop views of closed ones, share "
                 "several as one (a dict of them), or make the runner with a smaller max_message, which gives more slots"
             )

@@ -1,0 +1,749 @@
+"""Every sentence that percore says to its users, with a use that makes percore say it.
+
+A sentence is the text of an error that percore raises, of a warning or of a log message. `…` stands for a part that differs from
+case to case. One test finds the sentences of the source that are not listed here, the other one runs each use. Two kinds of texts
+are not listed: those about damaged messages and percore's own mistakes (BrokenFrame, IllegalEvent), to which no use leads, and
+those in the files of `INTERNAL`.
+"""
+
+import ast
+import asyncio
+import contextvars
+import errno
+import gc
+import inspect
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import signal
+import sys
+import textwrap
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import pytest
+
+import percore
+from percore import LoopPoolExecutor, Runner, threaded
+from percore._engines.forkserver import ForkServerLauncher
+from percore._engines.servers import servers
+from percore._ipc.exceptions import load_exception
+from tests import jobs, variables
+from tests.contract import share_jobs
+from tests.contract.conftest import worker_of
+from tests.fakes import FakeRunner
+
+pytestmark = pytest.mark.asyncio_only
+
+ROOT: Final = Path(__file__).parents[2]
+SOURCE: Final = Path(percore.__file__).parent
+ERROR: Final = re.compile(r"(Error|Closed|Full|Failed|TooLarge|Died|RunnerBroken)$")
+LOGGING: Final = {"report", "warn", "warning", "error", "info", "debug", "exception"}
+INTERNAL: Final = {"_points.py", "points.py", "doorbell.py", "mainmodule.py"}
+"""Files whose texts are for percore's tests, are caught by percore, or are those of runpy."""
+
+threads: Any = threaded
+executors: Any = LoopPoolExecutor
+module: Any = percore
+
+Use: TypeAlias = Callable[[Any], Any] | str
+"""What makes percore say a sentence: a use of an open runner, or the test that has what is needed for it."""
+
+
+def at(test: str, *needles: str) -> Use:
+    """The test that makes percore say a sentence, and what the file of that test says about it."""
+    return "\n".join((test, *needles))
+
+
+# Lifespans, jobs and inputs
+
+
+@asynccontextmanager
+async def session() -> AsyncIterator[int]:
+    yield 5
+
+
+@asynccontextmanager
+async def fails_at_start() -> AsyncIterator[None]:
+    raise ConnectionError("no such server")
+    yield
+
+
+@asynccontextmanager
+async def fails_at_exit() -> AsyncIterator[None]:
+    yield
+    raise ConnectionError("the server is gone")
+
+
+@asynccontextmanager
+async def never_starts() -> AsyncIterator[None]:
+    await asyncio.Event().wait()
+    yield
+
+
+def refuse_thread() -> None:
+    raise ConnectionError("no thread here")
+
+
+def stop_iteration(_: object = None) -> None:
+    raise StopIteration(3)
+
+
+@asynccontextmanager
+async def own_task() -> AsyncIterator[Any]:
+    yield asyncio.current_task()
+
+
+async def cancel_lifespan() -> None:
+    percore.state().cancel()
+    await asyncio.Event().wait()
+
+
+async def leave_task() -> None:
+    jobs._leave(_fail_at_cancel())
+
+
+async def _fail_at_cancel() -> None:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        raise ConnectionError("the clean-up failed") from None
+
+
+def inputs(error: BaseException) -> Iterator[int]:
+    yield 1
+    raise error
+
+
+def closes_badly() -> Iterator[int]:
+    try:
+        while True:
+            yield 1
+    finally:
+        raise ConnectionError("closing failed")
+
+
+# Uses
+
+
+def fake(use: Callable[[Any], Any] = lambda _: None, workers: int = 1, **options: Any) -> Use:
+    """A use of another runner, with these options."""
+
+    async def run(_: Runner) -> None:
+        async with FakeRunner(workers, **options) as runner:
+            await done(use(runner))
+
+    return run
+
+
+async def done(made: Any) -> None:
+    if inspect.isawaitable(made):
+        await made
+
+
+def options(**given: Any) -> Use:
+    return lambda _: Runner(**given)
+
+
+def view(**given: Any) -> Use:
+    return lambda runner: runner.options(**given)
+
+
+def pool(use: Callable[[Any], Any] = lambda _: None, **given: Any) -> Use:
+    def run() -> None:
+        with LoopPoolExecutor(1, **given) as executor:
+            use(executor)
+
+    return lambda _: asyncio.to_thread(run)
+
+
+async def never_used(runner: Runner) -> None:
+    _ = runner.map(jobs.echo, [1])
+    del _
+
+
+@contextmanager
+def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop that may run within this test's loop."""
+    running = asyncio.get_running_loop()
+    loop = asyncio.new_event_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        yield loop
+    finally:
+        loop.close()
+        asyncio.events._set_running_loop(running)
+
+
+def in_other_loop(runner: Runner) -> None:
+    with other_loop() as loop:
+        loop.run_until_complete(runner.run(jobs.echo, 1))
+
+
+def without_loop(_: Runner) -> None:
+    starting = FakeRunner(1).start()
+    running = asyncio.get_running_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        starting.send(None)
+    finally:
+        asyncio.events._set_running_loop(running)
+
+
+def use_closed(shared: Any) -> Any:
+    shared.close()
+    return shared.value
+
+
+async def large_context(runner: Runner) -> None:
+    token = variables.name.set("x" * 200_000)
+    try:
+        await runner.run(jobs.aecho, 1)
+    finally:
+        variables.name.reset(token)
+
+
+async def twice(runner: Runner) -> None:
+    results = runner.map(jobs.echo, [1])
+    await results
+    await results
+
+
+async def dies(runner: Runner) -> None:
+    call = runner.submit(asyncio.sleep, 3600)
+    while not runner.statistics().running:  # noqa: ASYNC110  # there is no event for it
+        await asyncio.sleep(0)
+    worker_of(runner).kill()
+    await call
+
+
+async def asked_to_end(_: Runner) -> None:
+    async with Runner(1) as runner:
+        pid = (await runner.run(jobs.where)).pid
+        os.kill(pid, signal.SIGTERM)
+        while (await runner.run(jobs.where)).pid == pid:
+            pass
+
+
+async def calls(runner: Runner) -> None:
+    for _ in range(8):
+        await runner.run(jobs.aecho, 1)
+
+
+async def closed_meanwhile(_: Runner) -> None:
+    runner = FakeRunner(1, lifespan=never_starts)
+    starting = asyncio.create_task(runner.start())
+    await asyncio.sleep(0)
+    await runner.aclose(grace=0)
+    await starting
+
+
+async def cut_off(_: Runner) -> None:
+    async with FakeRunner(1) as runner:
+        call = runner.submit(asyncio.sleep, 3600)
+        await runner.aclose(grace=0)
+    await call
+
+
+def interrupted(_: Runner) -> None:
+    """A Ctrl-C goes through the loop, and the map tells of it when the loop goes on."""
+
+    async def use() -> None:
+        async with FakeRunner(1) as runner:
+            await runner.map(jobs.echo, inputs(KeyboardInterrupt()))
+
+    with other_loop() as loop:
+        task = loop.create_task(use())
+        with suppress(KeyboardInterrupt):
+            loop.run_until_complete(task)
+        loop.run_until_complete(task)
+
+
+async def with_shared(runner: Runner, use: Callable[[Any], Any]) -> None:
+    await done(use(await runner.share(1)))
+
+
+async def started_again(runner: Runner) -> None:
+    await runner.start()
+
+
+def executor_callback(executor: LoopPoolExecutor) -> None:
+    future = executor.submit(jobs.echo, 1)
+    future.add_done_callback(lambda _: sys.exit(3))
+    future.result()
+
+
+def too_many_shared(runner: Runner) -> Any:
+    return asyncio.gather(*(runner.share(i) for i in range(5)))
+
+
+async def input_closes_badly(runner: Runner) -> None:
+    async for _ in runner.map(jobs.echo, threaded(closes_badly())):
+        break
+
+
+async def full(runner: Runner) -> None:
+    calls = [runner.submit(jobs.echo, 1) for _ in range(2)]
+    await asyncio.gather(*calls)
+
+
+async def broken_map(runner: Runner) -> None:
+    await runner.map(jobs.echo, inputs(StopAsyncIteration()))
+
+
+def program(code: str, **environment: str) -> Use:
+    """What a program of its own writes to its standard error."""
+
+    async def run(_: Runner) -> None:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", textwrap.dedent(code)), stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
+        )
+        said = (await child.communicate())[1]
+        raise RuntimeError(said.decode())
+
+    return run
+
+
+def done_with(error: BaseException) -> None:
+    raise error
+
+
+async def with_file(runner: Runner) -> None:
+    with io.TextIOWrapper(io.FileIO(__file__)) as file:
+        await runner.run(jobs.aecho, (lambda: 0, file))
+
+
+async def launched_in_vain(_: Runner) -> None:
+    """A fork server without descriptors refuses a worker, and gets them back for the next one."""
+    async with Runner(1, start_method="forkserver") as runner:
+        pid = (await runner.run(jobs.where)).pid
+        (server,) = (one.pid for one in (await runner.usage()).processes if one.role == "fork server")
+        limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
+        used = set(map(int, os.listdir(f"/proc/{server}/fd")))
+        room = [fd for fd in range(len(used) + 2) if fd not in used][1]  # for the one descriptor that takes the answer
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (room, limits[1]))
+        os.kill(pid, signal.SIGKILL)
+        while runner.statistics().restarts < 2:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
+        await runner.run(jobs.where)
+
+
+async def no_second_server(_: Runner) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    ended = asyncio.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERCORE_POINTS", "forkserver.request=kill")
+        launcher = ForkServerLauncher.open()
+        launcher.launch(b"", [], lambda _: ended.set())
+        patch.setattr(servers, "send", refuse)
+        await ended.wait()
+        await launcher.aclose()
+
+
+async def launch_closed(_: Runner) -> None:
+    launcher = ForkServerLauncher.open()
+    await launcher.aclose()
+    launcher.launch(b"", [], lambda _: None)
+
+
+SENTENCES: Final[dict[str, Use]] = {
+    # The import
+    "percore runs on Linux and macOS, not on Windows, which lacks the file descriptors and signals that percore "
+    "needs. On Windows, use WSL 2": at("tests/e2e/test_hosts.py::test_windows_is_told_what_is_supported", "not on Windows"),
+    "module … has no attribute …": lambda _: module.Nothing,
+    "percore was first used after the main thread had ended, and Python then refuses to import concurrent.futures. Import percore "
+    "earlier: write `from percore import Runner` in code that the main thread runs": at(
+        "tests/e2e/test_launch.py::test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_what_to_do",
+        "write `from percore",
+    ),
+    "PERCORE_WITHOUT=… names something unknown; known are: …": program("import percore._platform", PERCORE_WITHOUT="nothing"),
+    # Systems and launches
+    'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"': program(
+        "import percore; percore.Runner(1, start_method='forkserver')", PERCORE_WITHOUT="pidfd"
+    ),
+    'start_method="forkserver" needs pidfds (Linux 5.3); use start_method="spawn" here': program(
+        "from percore._engines.forkserver import ForkServerLauncher as Launcher; Launcher.open()", PERCORE_WITHOUT="pidfd"
+    ),
+    "this launcher is closed": launch_closed,
+    "percore starts its workers with a Python interpreter, and sys.executable is …, which does not look like one; "
+    "probably this program embeds Python. Name the interpreter: multiprocessing.set_executable('/usr/bin/python3')": program(
+        """
+        import asyncio, sys, percore
+        sys.executable = "/usr/bin/blender"
+        asyncio.run(percore.Runner(1).start())
+        """
+    ),
+    "this frozen program was started as a helper process of itself and has run its own code instead: call "
+    "multiprocessing.freeze_support() first of all under `if __name__ == '__main__':`": at(
+        "tests/e2e/test_frozen.py::test_a_frozen_program_without_freeze_support_is_refused_and_told",
+        "multiprocessing.freeze_support()",
+    ),
+    "no room for one message of max_message=… bytes (…): raise the limit (ulimit -v, ulimit -f), or make the runner "
+    "with a smaller max_message": program(
+        """
+        import asyncio, resource, percore
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))
+        asyncio.run(percore.Runner(1, max_message=1 << 35).start())
+        """
+    ),
+    "the address space has no room for the results of … workers with max_message=… bytes: make the runner with a "
+    "smaller max_message or fewer workers, or raise the limit (ulimit -v) if there is one": at(
+        "tests/unit/test_common_memory.py::test_what_cannot_fit_is_refused_when_the_memory_is_made", "fewer workers"
+    ),
+    "could not start the thread that waits for a worker": at(
+        "tests/e2e/test_launch.py::test_nothing_leaks_when_nothing_can_be_started"
+    ),
+    "the fork server does not answer; a new one is started for the next worker": at(
+        "tests/e2e/test_launch.py::test_a_stopped_fork_server_holds_up_no_kill"
+    ),
+    "could not start a new fork server: %s": no_second_server,
+    "the fork server could not start a worker: %s": launched_in_vain,
+    "the fork server (pid %d) died %s, and its workers with it": at(
+        "tests/e2e/test_fork_server_deaths.py::test_its_own_death_is_named_and_usage_shows_it", "and its workers with it"
+    ),
+    # Options of a runner
+    "… must be a whole number, not …": options(workers=1.5),
+    "… must be …, not …": options(workers=0),
+    "… must be a number of seconds, not …": options(kill_after="1"),
+    "… must be a positive number of seconds, not …": options(kill_after=-1),
+    "… must be a plain function, not an async one: percore calls it and does not await it": options(loop_factory=jobs.aecho),
+    "… must be a plain function, not a generator function: percore calls it and does not iterate": options(
+        loop_factory=jobs.numbers
+    ),
+    "… must be callable, such as …=…, not …": options(loop_factory="uvloop"),
+    "contextvars must be a list, such as contextvars=[…], not one ContextVar": options(contextvars=contextvars.ContextVar("one")),
+    "contextvars must be ContextVars, not …": options(contextvars=[1]),
+    "no module that a worker can import has …: make it at the top level of a module, such as `user = "
+    "ContextVar('user')`, and pass that one": fake(contextvars=[contextvars.ContextVar("nowhere")]),
+    "give the function itself: lifespan=open_session, not lifespan=open_session()": options(lifespan=session()),
+    'start_method must be "forkserver" or "spawn", not ……': options(start_method="fork"),
+    "…() got an unexpected keyword argument …: …": options(max_workers=2),
+    # Options of calls
+    "retry_on must be an exception class, a tuple of them or a predicate, not a list": view(retries=1, retry_on=[OSError]),
+    "retry_on must be an exception class, a tuple of them or a predicate, not …": view(retries=1, retry_on=5),
+    "retry_on must name exception classes, not …": view(retries=1, retry_on=(int,)),
+    "retry_on and backoff do nothing without retries, and this runner has none: give both, as in runner.options(retries=3, "
+    "retry_on=ConnectionError)": view(retry_on=OSError),
+    "… must be zero or more seconds, not …": view(retries=1, backoff=-1),
+    "… must be a plain function: percore does not await …, which it returned": fake(
+        lambda runner: runner.options(retries=1, retry_on=jobs.later).run(jobs.afail, ValueError("failed"))
+    ),
+    "a key must be hashable, such as a string, not …": view(key=[]),
+    "a key is a value, such as a string, not …: await it first": lambda runner: runner.options(key=runner.map(jobs.echo, [1])),
+    "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: call "
+    "runner.broadcast(...), or runner.options(timeout=...).broadcast(...)": (
+        lambda runner: runner.options(key=1).broadcast(jobs.echo)
+    ),
+    "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)": (
+        lambda runner: runner.options(key=1).map(jobs.echo, [1])
+    ),
+    "the values of the context variables take more than … bytes when they are pickled, and they travel with every call: pass what "
+    "is large as an argument, or give `contextvars=` fewer variables": fake(large_context, contextvars=[variables.name]),
+    # Functions and inputs
+    "give the function and its arguments: runner.run(…, ...), not runner.run(…(...))": lambda runner: runner.submit(jobs.aecho(1)),
+    "expected a function, not …": lambda runner: runner.submit(5),
+    "… is a generator function: one call gives one result. Give a function that returns a list, or map a function "
+    "over the inputs of the generator": lambda runner: runner.submit(jobs.numbers),
+    "map needs at least one iterable": lambda runner: runner.map(jobs.echo),
+    "map needs iterables, not …": lambda runner: runner.map(jobs.echo, 5),
+    "window must be a whole number, not …": lambda runner: runner.map(jobs.echo, [1], window=1.5),
+    "window must be at least 1, not …": lambda runner: runner.map(jobs.echo, [1], window=0),
+    "key must be a function of the arguments, such as key=host_of, not …": lambda runner: runner.map(jobs.echo, [1], key=5),
+    "a map is asynchronous: iterate it with `async for`, or `await` it for a list": lambda runner: list(runner.map(jobs.echo, [1])),
+    "a map is used once; call runner.map(...) again for another round": twice,
+    "a map was never used: `await` it, or iterate it with `async for`": never_used,
+    "this map has no len(): none of its inputs has one": lambda runner: len(runner.map(jobs.echo, inputs(ValueError()))),
+    "the input raised …": broken_map,
+    "reading the input was interrupted by …": interrupted,
+    "threaded() takes a sync iterable; an async one needs no thread: give the map … itself": lambda _: threads(jobs.anumbers()),
+    "threaded() takes an iterable, not …": lambda _: threads(5),
+    "percore: closing the input %r failed in its thread": input_closes_badly,
+    # What cannot be sent
+    "… of … works within one event loop: the other process would get an independent copy…. What the calls of one "
+    "worker are to have in common is made in the lifespan": lambda runner: runner.run(jobs.aecho, asyncio.Lock()),
+    "a memoryview cannot be sent as it is: send pickle.PickleBuffer(view), which arrives as a memoryview without a "
+    "copy where it is large, or bytes(view)": lambda runner: runner.run(jobs.aecho, memoryview(b"some")),
+    "an open file cannot be sent: send its path, or what is read from it": with_file,
+    "… raised …": lambda runner: runner.options(retries=1, retry_on=stop_iteration).run(jobs.afail, ValueError("failed")),
+    "the call raised …": lambda runner: runner.run(stop_iteration),
+    "the exception is larger than max_message and could not be sent": lambda _: done_with(load_exception(b"")),
+    "the exception could not be unpickled: …": lambda _: done_with(load_exception(b"damaged")),
+    "the result could not be unpickled here: …": lambda runner: runner.run(jobs.unreadable, 1),
+    "a log record of … bytes": at(
+        "tests/unit/test_logs.py::test_what_the_ring_can_never_hold_is_refused", "a log record of 65536 bytes"
+    ),
+    "a worker cannot return a …: make it in the program, and give one to the call as an argument": at(
+        "tests/e2e/test_multiprocessing.py::test_connections_and_sockets_are_sent_as_multiprocessing_sends_them"
+    ),
+    "a shared … of multiprocessing cannot be an argument: the other process would get a copy. Use "
+    "multiprocessing.shared_memory.SharedMemory, or give it to each worker: LoopPoolExecutor(mp_context=..., initializer=..., "
+    "initargs=(array,))": at("tests/e2e/test_multiprocessing.py::test_what_would_arrive_as_a_copy_or_as_a_number_is_refused"),
+    "a message (…) of … bytes: the largest that fits into the ring has …": at(
+        "tests/unit/test_channel.py::test_a_message_that_can_never_fit_breaks_the_channel_at_once"
+    ),
+    "a message of at least … bytes does not fit into the memory that is left, … bytes": at(
+        "tests/e2e/test_limits.py::test_r4_what_is_larger_than_the_address_space_fails_alone"
+    ),
+    "percore: a worker uses multiprocessing.shared_memory, which the program had not imported when the worker was "
+    "started: shared memory that nobody unlinks is not removed when the program ends. Import "
+    "multiprocessing.shared_memory in the program before the runner is started": at(
+        "tests/e2e/test_multiprocessing.py::test_shared_memory_imported_after_the_start_is_not_tracked_and_that_is_told",
+    ),
+    # Workers
+    "an internal error while %s; percore goes on": at("tests/contract/test_faults.py::test_a_fault_at_each_step_of_a_burial"),
+    "worker %d could not start: %s": at(
+        "tests/e2e/test_restarts.py::test_k6_a_lifespan_that_raises_in_a_replacement_is_told_and_tried_again"
+    ),
+    "worker %d died %d times in a row before it began a call; the runner goes on without it%s": at(
+        "tests/e2e/test_restarts.py::test_b4_one_slot_that_fails_is_given_up_and_the_runner_goes_on",
+        "the runner goes on without it",
+    ),
+    "every worker died … times in a row before it began a call; the last one died …. No more workers are started. "
+    "Check the lifespan, the imports and the standard error of the workers…": at(
+        "tests/e2e/test_restarts.py::test_b2_ten_deaths_in_a_row_break_the_runner", "died 10 times in a row"
+    ),
+    "the lifespan of %s failed while it served: %s": at(
+        "tests/contract/test_lives.py::test_a_lifespan_that_fails_while_calls_run_says_why"
+    ),
+    "the task that runs the lifespan was cancelled while the worker served": fake(
+        lambda runner: runner.run(cancel_lifespan), lifespan=own_task
+    ),
+    "percore: an exception ended thread %s": at(
+        "tests/contract/test_logs.py::test_errors_of_threads_arrive", "an exception ended thread"
+    ),
+    "worker … could not start: …: …": fake(lifespan=fails_at_start),
+    "worker … was killed: …": fake(lifespan=never_starts, start_timeout=0.001),
+    "the lifespan must return a context manager, not …: decorate it with contextlib.asynccontextmanager, or "
+    "contextlib.contextmanager": (fake(lifespan=jobs.no_manager)),
+    "percore: the lifespan of worker %d failed on exit": fake(lifespan=fails_at_exit),
+    "percore: %s failed: %r": fake(lambda runner: runner.run(leave_task)),
+    "%s died %s": dies,
+    "… … …. …": dies,
+    "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
+    "%s may begin %d more calls; its replacement starts": fake(calls, max_tasks_per_worker=3),
+    "the thread_initializer failed": pool(
+        lambda executor: executor.submit(jobs.echo, 1).result(), thread_initializer=refuse_thread
+    ),
+    "percore.…() works only in a worker, inside a call": lambda _: percore.current_worker(),
+    "this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)": (
+        lambda runner: runner.run(percore.state)
+    ),
+    "the lifespan yields …, not …": fake(lambda runner: runner.run(percore.state, str), lifespan=session),
+    "percore.state takes a class, such as aiohttp.ClientSession, not …": fake(
+        lambda runner: runner.run(percore.state, 5), lifespan=session
+    ),
+    # The runner's life
+    "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), or with "
+    'anyio.run(main, backend="asyncio"). It does not run under trio': without_loop,
+    "a runner can be started once; this one is …": started_again,
+    "the runner was closed while it started": closed_meanwhile,
+    "the runner was closed before this call could end": cut_off,
+    "runner full: max_pending=… calls are pending; submit() never waits, `await runner.run(...)` does": fake(full, max_pending=1),
+    "grace must be None or a number of seconds, not …": lambda runner: runner.aclose(grace="soon"),
+    "grace must be None or a number of seconds, not nan": lambda runner: runner.aclose(grace=float("nan")),
+    "unclosed …; use `async with`, or await aclose()": program(
+        """
+        import asyncio, percore
+        async def main():
+            await percore.Runner(1).start()
+        asyncio.run(main())
+        """,
+        PYTHONWARNINGS="default",
+    ),
+    "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe": (
+        lambda runner: asyncio.to_thread(runner.submit, jobs.echo, 1)
+    ),
+    "this runner was started in another event loop, and its futures can only be awaited there": in_other_loop,
+    "a Runner cannot be pickled: it belongs to the process and the loop that started it. Instead of giving it to a call, make the "
+    "calls here, and give the results of one to the next": pickle.dumps,
+    "a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner. Instead of"
+    " giving it to a call, make the calls here, and give the results of one to the next": (
+        lambda runner: pickle.dumps(runner.options(timeout=1))
+    ),
+    "the event loop that this runner was started in is closed; close the runner before its loop": program(
+        """
+        import asyncio, percore
+        loop = asyncio.new_event_loop()
+        runner = percore.Runner(1)
+        loop.run_until_complete(runner.start())
+        loop.close()
+        runner.submit(abs, -1)
+        """
+    ),
+    "this runner was made before a fork; make a new one in the new process": program(
+        """
+        import asyncio, os, percore
+        runner = percore.Runner(1)
+        if not os.fork():
+            asyncio.run(runner.start())
+        os.wait()
+        """
+    ),
+    "this runner was started before a fork and works only in the process that started it": at(
+        "tests/contract/test_misuse.py::test_x5_after_a_fork", "before a fork"
+    ),
+    # Shared objects
+    "the shared object was closed": lambda runner: with_shared(runner, use_closed),
+    "the shared object was closed, or belongs to another program": at(
+        "tests/contract/test_share.py::test_a_handle_that_a_call_has_left_behind_says_that_it_is_closed"
+    ),
+    "… shared objects are open, or closed but still referenced by views; at most … of this runner's … slots may hold "
+    "shared objects. Close some, drop views of closed ones, share several as one (a dict of them), or make the runner"
+    " with a smaller max_message, which gives more slots": fake(too_many_shared, max_message=1 << 36),
+    "a shared object can be … only in the thread that its runner was started in": (
+        lambda runner: with_shared(runner, lambda shared: asyncio.to_thread(shared.close))
+    ),
+    "a Shared can be sent only in the arguments of its own runner's calls; to share several objects, share them as one: `await "
+    "runner.share((a, b))`": lambda runner: with_shared(runner, pickle.dumps),
+    "a shared object can be closed only in the program that shared it, not in a worker": (
+        lambda runner: with_shared(runner, lambda shared: runner.run(share_jobs.close, shared))
+    ),
+    "the runner was closed before the object was shared": at(
+        "tests/contract/test_share.py::test_closing_the_runner_ends_it", "before the object was shared"
+    ),
+    # Executors
+    'broken must be "worker" or "pool", not …': pool(broken="neither"),
+    'mp_context must be a context, such as multiprocessing.get_context("spawn"), not …': pool(mp_context="spawn"),
+    "… must be a callable": pool(initializer=5),
+    "max_workers must be an integer": lambda _: executors(1.5),
+    "max_workers must be greater than 0": lambda _: executors(0),
+    "max_workers must be at most …": lambda _: executors(1_000_000),
+    "max_tasks_per_child must be an integer": pool(max_tasks_per_child=1.5),
+    "max_tasks_per_child must be >= 1": pool(max_tasks_per_child=0),
+    'max_tasks_per_child cannot be used with the "fork" start method, which would fork a process that runs threads; use another '
+    "mp_context": pool(max_tasks_per_child=1, mp_context=multiprocessing.get_context("fork")),
+    "chunksize must be >= 1.": pool(lambda executor: executor.map(jobs.echo, [1], chunksize=0)),
+    "buffersize must be an integer or None": pool(lambda executor: executor.map(jobs.echo, [1], buffersize=1.5)),
+    "buffersize must be None or > 0": pool(lambda executor: executor.map(jobs.echo, [1], buffersize=0)),
+    "a LoopPoolExecutor cannot be pickled: it belongs to the process that made it. Instead of giving it to a call, make the calls "
+    "here, and give the results of one to the next": pool(pickle.dumps),
+    "percore: a callback of %r raised": pool(executor_callback),
+    "cannot schedule new futures after shutdown": pool(lambda executor: (executor.shutdown(), executor.submit(abs, -1))),
+    "cannot schedule new futures after interpreter shutdown": program(
+        """
+        import atexit, percore
+        percore.LoopPoolExecutor(1).submit(abs, -1).result()
+        atexit.register(lambda: percore.LoopPoolExecutor(1).submit(abs, -1))
+        """
+    ),
+    "this executor was used before a fork and works only in the process that used it; make a new one": program(
+        """
+        import os, percore
+        executor = percore.LoopPoolExecutor(1)
+        executor.submit(abs, -1).result()
+        if not os.fork():
+            try:
+                executor.submit(abs, -1)
+            except RuntimeError as error:
+                os.write(2, str(error).encode())
+            os._exit(0)
+        os.wait()
+        executor.shutdown()
+        """
+    ),
+}
+
+
+UNSAID: Final = {
+    "… is left to the careful pickler": "percore catches it",
+    "… objects cannot be pickled here: nothing is registered with multiprocessing": "a program removed what the library registers",
+    "percore: the thread of an executor failed": "a mistake of percore's own",
+}
+"""Sentences to which no use leads, and why."""
+
+
+def constants_of(module: ast.Module) -> dict[str, ast.expr]:
+    """The values of the module's names in capitals."""
+    found = {}
+    for node in module.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and target.id.isupper():
+                found[target.id] = node.value
+    return found
+
+
+def sentence_of(node: ast.expr, constants: dict[str, ast.expr]) -> str | None:
+    if isinstance(node, ast.Name) and node.id in constants:
+        return sentence_of(constants[node.id], constants)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (sentence_of(node.left, constants) or "…") + (sentence_of(node.right, constants) or "…")
+    return None
+
+
+def sentences_of_source() -> set[str]:
+    modules = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if path.name not in INTERNAL]
+    constants = {name: value for module in modules for name, value in constants_of(module).items()}
+    found = set()
+    for node in (node for module in modules for node in ast.walk(module)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            name = called.rpartition(".")[2]
+            if ERROR.search(name) or name in LOGGING or called == "super().__init__":
+                found |= {text for text in (sentence_of(argument, constants) for argument in node.args) if text and " " in text}
+    return found
+
+
+def test_every_sentence_is_listed() -> None:
+    found = sentences_of_source()
+    assert found == SENTENCES.keys() | UNSAID.keys()
+
+
+def test_what_other_tests_say_is_there() -> None:
+    missing = {}
+    for sentence, use in SENTENCES.items():
+        if isinstance(use, str):
+            test, *needles = use.split("\n")
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text()
+            if f"def {name}(" not in text or not all(needle in text for needle in needles):
+                missing[sentence] = test
+    assert not missing
+
+
+async def told(use: Callable[[Any], Any], runner: Runner) -> list[str]:
+    """What a use of the runner raises, with its causes, and what it warns of."""
+    texts = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            await done(use(runner))
+            gc.collect()
+        except Exception as raised:
+            error: BaseException | None = raised
+            while error is not None:
+                texts.append(str(error))
+                error = error.__cause__ or error.__context__
+    return texts + [str(warning.message) for warning in seen]
+
+
+async def test_each_use_makes_percore_say_its_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "percore")
+    missing = {}
+    for sentence, use in SENTENCES.items():
+        if isinstance(use, str):
+            continue
+        caplog.clear()
+        async with FakeRunner(1) as runner:
+            texts = await told(use, runner)
+        texts += [record.getMessage() for record in caplog.records]
+        pattern = re.compile(re.sub(r"…|%[srd]", ".*", re.escape(sentence).replace("…", "…").replace("\\%", "%")), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            missing[sentence] = texts
+    caplog.clear()
+    gc.collect()  # the tracebacks of the records held memory of workers
+    assert not missing
