@@ -16,7 +16,6 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
-from percore._engine import Engine
 from percore._engines.process import Cell, CommonMemory, began, make_boot
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
@@ -200,8 +199,4 @@ class FakeEngine:
 class FakeRunner(Runner):
     """A runner whose workers are fakes."""
 
-    def _start_early(self) -> None:
-        """Its workers need no fork server."""
-
-    def _make_engine(self, main: MainInfo) -> Engine:
-        return FakeEngine(self._loop, self._options, self._memory, main)
+    _make_engine = FakeEngine

@@ -1,7 +1,7 @@
 """LoopPoolExecutor, the concurrent.futures interface of percore."""
 
+import asyncio
 import multiprocessing
-import os
 import time
 import weakref
 from collections import deque
@@ -9,19 +9,18 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args, overload
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
 
+from percore._assembly import Assembly
 from percore._calls import kind_of
-from percore._engine import Engine
-from percore._engines.process import ProcessEngine
-from percore._ipc.pickles import MainInfo, dump, is_by_reference, main_info
+from percore._engines.process import CommonMemory, ProcessEngine
+from percore._ipc.pickles import MainInfo, dump, is_by_reference
 from percore._ipc.slots import Sink
 from percore._messages import Kind
-from percore._options import Lifespan, check_plain, usable_cpus, whole
+from percore._options import Knobs, Lifespan, check_plain, usable_cpus, whole
 from percore._portal import KILL, TERMINATE, Held, Portal
-from percore._runner import Runner
 from percore._worker import context
-from percore._worker.manners import Manners, ThreadStart, run_chunk
+from percore._worker.manners import Given, Manners, ThreadStart, run_chunk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,17 +95,26 @@ class LoopPoolExecutor(Executor):
         if mp_context is None and _need_inheritance(initargs):
             mp_context = multiprocessing.get_context()
         self._mp_context = mp_context
-        runner = _ExecutorRunner(
-            self._max_workers,
+        options = Knobs.checked(
+            workers=self._max_workers,
             lifespan=lifespan,
+            concurrency=100,
             threads=None if max_threads is None else whole("max_threads", max_threads, 1),
+            loop_factory=None,
+            start_method=None if mp_context is None else "spawn",  # with a context: only to start no fork server
+            max_message=2**30,
+            start_timeout=_FOR_EVER,
+            kill_after=_KILL_AFTER,
+            max_tasks_per_worker=None,
+            retries=0,
+            per_key=None,
+            contextvars=(),
             thread_initializer=None if thread_initializer is None else ThreadStart(thread_initializer, tuple(thread_initargs)),
-            context=mp_context,
-            given=(initializer, tuple(initargs)),
-            is_pool=broken == "pool",
-            max_tasks=_max_tasks(max_tasks_per_child, mp_context),
+            max_pending=None,
         )
-        self._portal = portal = Portal(runner, is_pool=broken == "pool")
+        is_pool = broken == "pool"
+        setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
+        self._portal = portal = Portal(setup.assemble, is_pool=is_pool)
         self._collected = weakref.ref(self, lambda _: portal.release())
 
     @property
@@ -299,64 +307,35 @@ class _Results:
                 yield chunk.pop()
 
 
-class _ExecutorRunner(Runner):
-    """A Runner whose workers behave as the standard library's executors promise (see `_worker/manners.py`)."""
+class _Setup(NamedTuple):
+    """The setup of an executor's workers, which behave as the standard library promises (see `_worker/manners.py`)."""
 
-    def __init__(  # noqa: PLR0913  # the options of one executor
-        self,
-        workers: int,
-        *,
-        lifespan: Lifespan | None,
-        threads: int | None,
-        thread_initializer: Callable[[], object] | None,
-        context: BaseContext | None,
-        given: tuple[Callable[..., object] | None, tuple[Any, ...]],
-        is_pool: bool,
-        max_tasks: int,
-    ) -> None:
-        super().__init__(
-            workers,
-            lifespan=lifespan,
-            threads=threads,
-            thread_initializer=thread_initializer,
-            start_method=None if context is None else "spawn",  # with a context: only to start no fork server
-            start_timeout=_FOR_EVER,
-            kill_after=_KILL_AFTER,
-        )
-        self._context = context
-        self._given = given
-        self._is_pool = is_pool
-        self._max_tasks = max_tasks
+    options: Knobs
+    context: BaseContext | None
+    given: Given
+    is_pool: bool
+    max_tasks: int
 
-    async def start(self) -> None:
-        """Start the runner. A forked child may do this too, if the executor was not used before the fork."""
-        self._pid = os.getpid()
-        await super().start()
+    def assemble(self, loop: asyncio.AbstractEventLoop) -> Assembly:
+        # A forked worker has this same __main__ module, with its globals.
+        is_forked = self.context is not None and self.context.get_start_method() == "fork"
+        return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None)
 
-    def _main_info(self) -> MainInfo:
-        if self._context is not None and self._context.get_start_method() == "fork":
-            return MainInfo("module", "__main__")  # a forked worker has this same __main__ module, with its globals
-        return main_info()
-
-    async def _let_go(self) -> None:
-        try:
-            await super()._let_go()
-        finally:
-            self._given = (None, ())  # may hold the user's multiprocessing queues: release them
-
-    def _make_engine(self, main: Any) -> Engine:
+    def _make_engine(
+        self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo, /
+    ) -> ProcessEngine:
         launcher = None
         initializer = b""
-        if self._context is not None:
+        if self.context is not None:
             from percore._engines.multiprocess import MultiprocessLauncher
 
-            launcher = MultiprocessLauncher(self._context, self._given)
-        elif self._given[0] is not None:
-            sink = Sink(self._memory.arena, private=True)
-            dump(self._given, sink, main_by_value=main.by_value)
+            launcher = MultiprocessLauncher(self.context, self.given)
+        elif self.given[0] is not None:
+            sink = Sink(shared.arena, private=True)
+            dump(self.given, sink, main_by_value=main.by_value)
             initializer = cast("bytes", sink.payload())
-        manners = Manners(self._is_pool, self._max_tasks, self._context is not None, initializer)
-        return ProcessEngine(self._loop, self._options, self._memory, main, launcher, manners)
+        manners = Manners(self.is_pool, self.max_tasks, self.context is not None, initializer)
+        return ProcessEngine(loop, options, shared, main, launcher, manners)
 
 
 def _need_inheritance(initargs: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The portal of an executor: an event loop in a thread of its own, which runs a Runner for futures of the standard library.
+"""The portal of an executor: an event loop in a thread of its own, which makes calls for futures of the standard library.
 
     submit (any thread) ─▶ inbox ─▶ waiting ─▶ Intake.submit ─▶ workers
     Future              ◀─ outcomes           ◀─ Job              ◀─
@@ -16,7 +16,7 @@ The inbox needs no lock. A thread first appends and then checks whether a wake-u
 empties the inbox. In every interleaving, either the loop sees the item or the thread finds the mark cleared and wakes the loop.
 After the end, a thread finds `_is_over` set and ends the remaining futures itself. Each item is popped once.
 
-How the portal ends: each phase has one way out, so `_look` makes the only decision, and the runner is closed in one place:
+How the portal ends: each phase has one way out, so `_look` makes the only decision, and the workers are closed in one place:
 
     unused ──first submit──▶ starting ──workers ready──▶ running ──nothing to wait for──▶ closing ──workers gone──▶ over
                                 └──────the start failed───────────────────────────────────▲
@@ -31,7 +31,7 @@ a mark, and the same steps follow in every phase:
                                                                       worker has begun end with the last worker; `_look`
     a death in a pool, a failed initializer   broken                  every call ends; the supervisor kills its workers; `_look`
 
-The supervisor reports each end of a call or worker to the runner's one `Closing`. To the portal it reports ended calls (through
+The supervisor reports each end of a call or worker to its one `Closing`. To the portal it reports ended calls (through
 their `Job`) and, in a pool, deaths of workers (`on_death`).
 """
 
@@ -49,13 +49,13 @@ from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, cast
 
+from percore._assembly import MODULES, Assembly
 from percore._calls import Call, Function
 from percore._errors import RemoteError
 from percore._futures import begins, resolve
 from percore._member import Member
 from percore._messages import Kind
 from percore._platform import uvloop_wanted
-from percore._runner import HALF, Runner
 from percore._worker.manners import ThreadInitializerFailed
 
 if TYPE_CHECKING:
@@ -142,11 +142,11 @@ class Job:
 
 
 class Portal:
-    """Runs a runner in a thread, for futures of the standard library. Unless noted, call methods only from the loop's thread."""
+    """Runs workers from a thread, for futures of the standard library. Unless noted, call methods only from the loop's thread."""
 
-    def __init__(self, runner: Runner, *, is_pool: bool) -> None:
-        """`is_pool`: the death of one worker breaks the executor."""
-        self.runner = runner
+    def __init__(self, assemble: Callable[[asyncio.AbstractEventLoop], Assembly], *, is_pool: bool) -> None:
+        """`assemble`: makes the workers' supervisor in the loop. `is_pool`: the death of one worker breaks the executor."""
+        self._assemble: Callable[[asyncio.AbstractEventLoop], Assembly] | None = assemble
         self._is_pool = is_pool
         self._pid: int | None = None
         """The process that uses the portal. None: not used yet, so a fork may still use its copy."""
@@ -280,7 +280,7 @@ class Portal:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            for name in HALF:  # imported now, so that the first step of `Runner.start` starts the processes
+            for name in MODULES:
                 import_module(name)
             asyncio.set_event_loop(loop)
             loop.run_until_complete(self._main())
@@ -299,24 +299,29 @@ class Portal:
     async def _main(self) -> None:
         loop = self._loop
         self._end = loop.create_future()
-        starting = loop.create_task(self.runner.start(), name="percore-start")
-        loop.call_soon(self._launched)  # runs after the first step of `starting`, which starts the processes
+        assemble, self._assemble = self._assemble, None  # it refers to the user's initializer and initargs
+        assert assemble is not None
+        try:
+            assembly = assemble(loop)
+        except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
+            self._break(str(error), error)
+            return
+        starting = loop.create_task(assembly.supervisor.pool.start(), name="percore-start")
+        loop.call_soon(self._launched, assembly.supervisor)  # runs after the first step of `starting`, which starts the processes
         try:
             await starting
-        except Exception as error:  # StartupFailed, an error of pickling the lifespan, or no memory
+        except Exception as error:  # StartupFailed
+            await assembly.aclose(grace=0)
             if not self.broken:
                 self._break(str(error), error)
         else:
             self._is_started = True
             self._look()
             await self._end
-        await self.runner.aclose(grace=0 if self.broken else None)
+        await assembly.aclose(grace=0 if self.broken else None)
 
-    def _launched(self) -> None:
+    def _launched(self, supervisor: "Supervisor") -> None:
         self._has_launched.set()
-        supervisor: Supervisor | None = getattr(self.runner, "_supervisor", None)
-        if supervisor is None:  # the start failed before it made one
-            return
         self._supervisor = supervisor
         workers = len(supervisor.slots)
         self._room = [supervisor.dispatch.room_for(Kind.TASK) * workers, supervisor.dispatch.room_for(Kind.THREAD) * workers]

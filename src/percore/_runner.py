@@ -1,46 +1,31 @@
-"""Runner, the asyncio interface of percore.
-
-Importing this module is cheap. `Runner.start` imports the supervisor's modules after it has started the fork server, so that the
-two processes import at the same time on two CPUs.
-"""
+"""Runner, the asyncio interface of percore. Importing this module is cheap."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
-import threading
 import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from percore._assembly import Assembly, EngineFactory, import_modules, running_loop, warm_up
 from percore._errors import RunnerClosed
 from percore._options import Knobs, advising, grace_of
 from percore._verbs import Options, Verbs
 from percore._worker import context
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Hashable, Iterable
     from contextvars import ContextVar
     from types import TracebackType
 
-    from percore._closing import Closing
-    from percore._engine import Engine
-    from percore._engines.forkserver import ForkServerLauncher
-    from percore._engines.process import CommonMemory
-    from percore._ipc.pickles import MainInfo
     from percore._options import Lifespan, StartMethod
     from percore._policy import Backoff, RetryOn
-    from percore._pool import Slot
     from percore._shared import Shared
-    from percore._statistics import Statistics, WorkerStatistics
+    from percore._statistics import Statistics
     from percore._supervisor import Supervisor
     from percore._usage import Usage, UsageMeter
 
 T = TypeVar("T")
-
-_running_loop = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
-_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 _NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
 _ADVICE = {
@@ -71,25 +56,6 @@ _KEYWORDS = (
     }
 )
 """Advice for keyword arguments that other pools have, by name."""
-
-HALF = (
-    *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
-    *("percore._engines.process", "percore._items", "percore._pool", "percore._supervisor", "percore._usage"),
-)
-"""The supervisor's modules, in the order in which `_import_half` imports them."""
-
-if _running_loop() is None or threading.current_thread() is not threading.main_thread():
-    # percore._broken imports concurrent.futures, which Python refuses once the main thread has ended. `start` may run after that,
-    # so import it here. If a loop of the main thread imports this module, that thread is alive and `start` imports it in time.
-    import_module("percore._broken")
-
-
-async def _import_half() -> None:
-    """Import the modules of HALF one by one. Importing them all at once would block the event loop for too long."""
-    for name in HALF:
-        if name not in sys.modules:
-            import_module(name)
-            await asyncio.sleep(0)
 
 
 class Runner(Verbs):
@@ -133,6 +99,9 @@ class Runner(Verbs):
         TypeError, ValueError: an option is invalid.
     """
 
+    _make_engine: ClassVar[EngineFactory | None] = None
+    """Makes the engine. None: processes."""
+
     @advising("Runner", _KEYWORDS)
     def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
         self,
@@ -174,15 +143,12 @@ class Runner(Verbs):
             from percore._contexts import references
 
             references(self._options.contextvars)
-        self._meter: UsageMeter
-        self._state = _NEW
         self._pid = os.getpid()
-        self._thread = 0
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor
-        self._memory: CommonMemory
-        self._engine: Engine
-        self._closing: Closing | None = None
+        self._assembly: Assembly | None = None
+        self._meter: UsageMeter | None = None
+        self._phase = _NEW
 
     # Start and close
 
@@ -205,75 +171,38 @@ class Runner(Verbs):
             raise RuntimeError(f"a runner can be started once; this one is {self._state}")
         if os.getpid() != self._pid:
             raise RuntimeError("this runner was made before a fork; make a new one in the new process")
-        loop = _running_loop()
+        loop = running_loop()
         if loop is None:  # for example under trio, which runs coroutines without an asyncio loop
             raise RuntimeError(_NO_LOOP)
         self._loop = loop
-        self._thread = threading.get_ident()
-        self._state = _STARTING
+        self._phase = _STARTING
         try:
-            early = self._start_early()
+            early = warm_up(self._options) if self._make_engine is None else None
             try:
-                await _import_half()
-                if self._state == _CLOSED:  # another task closed the runner meanwhile
+                await import_modules()
+                if self._phase == _CLOSED:  # another task closed the runner meanwhile
                     raise RunnerClosed("the runner was closed while it started")
-                self._make_supervisor()
+                self._assembly = Assembly(loop, self._options, self._make_engine)
             finally:
                 if early is not None:
                     await early.aclose()  # by now the engine has its own reference to the fork server
         except BaseException:
-            self._state = _CLOSED
+            self._phase = _CLOSED
             raise
+        self._supervisor = self._assembly.supervisor
         try:
             await self._supervisor.pool.start()
         except BaseException:
             await self.aclose(grace=0)
             raise
-        if self._closing is not None:  # 1. the last worker is ready  2. another task closes  3. this task wakes
+        if self._phase is not _STARTING:  # 1. the last worker is ready  2. another task closes  3. this task wakes
             await self.aclose()
             raise RunnerClosed("the runner was closed while it started")
-        self._state = _OPEN
-
-    def _start_early(self) -> ForkServerLauncher | None:
-        """Begin to start the fork server and return a reference to it. None with "spawn"."""
-        if self._options.start_method != "forkserver":
-            return None
-        from percore._engines.forkserver import ForkServerLauncher
-
-        launcher = ForkServerLauncher.open()
-        launcher.warm_up()
-        return launcher
+        self._phase = _OPEN
 
     @property
-    def _has_supervisor(self) -> bool:
-        return hasattr(self, "_supervisor")
-
-    def _make_supervisor(self) -> None:
-        from percore._engines.process import CommonMemory
-        from percore._ipc.pickles import alias_main
-        from percore._supervisor import Supervisor
-        from percore._usage import UsageMeter
-
-        alias_main()
-        main = self._main_info()
-        self._meter = UsageMeter()
-        self._memory = CommonMemory.create(self._options)
-        try:
-            self._engine = self._make_engine(main)
-        except BaseException:
-            self._memory.close()
-            raise
-        self._supervisor = Supervisor(self._loop, self._options, self._engine, self._memory.arena, main_by_value=main.by_value)
-
-    def _main_info(self) -> MainInfo:
-        from percore._ipc.pickles import main_info
-
-        return main_info()
-
-    def _make_engine(self, main: Any) -> Engine:
-        from percore._engines.process import ProcessEngine
-
-        return ProcessEngine(self._loop, self._options, self._memory, main)
+    def _state(self) -> str:
+        return _CLOSED if self._assembly is not None and self._assembly.is_closed else self._phase
 
     async def aclose(self, *, grace: float | None = None) -> None:
         """Close the runner: refuse new calls, let accepted calls finish, then end the workers.
@@ -293,26 +222,12 @@ class Runner(Verbs):
             RuntimeError: called from another event loop or thread, or after a fork.
         """
         grace = grace_of(grace)
-        if self._state == _NEW or (self._state == _STARTING and not self._has_supervisor):
-            self._state = _CLOSED
-        if self._state == _CLOSED:
-            return
-        self._check_here()
-        if self._closing is None:
-            from percore._closing import Closing
-
-            self._state = _CLOSING
-            self._closing = Closing(self._supervisor, self._let_go)
-        self._closing.tighten(grace)
-        await self._closing.wait()
-
-    async def _let_go(self) -> None:
-        try:
-            await self._engine.aclose()
-        finally:
-            self._supervisor.shares.shut()
-            self._memory.close()
-            self._state = _CLOSED
+        if self._assembly is None:
+            self._phase = _CLOSED
+        elif not self._assembly.is_closed:
+            self._assembly.check_caller()
+            self._phase = _CLOSING
+            await self._assembly.aclose(grace)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -328,9 +243,8 @@ class Runner(Verbs):
     def __del__(self) -> None:
         if getattr(self, "_state", _CLOSED) in (_STARTING, _OPEN, _CLOSING) and os.getpid() == self._pid:
             warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
-            supervisor = getattr(self, "_supervisor", None)
-            if supervisor is not None:
-                supervisor.abandon()
+            if self._assembly is not None:
+                self._assembly.supervisor.abandon()
 
     def __repr__(self) -> str:
         return f"<percore.Runner workers={self._options.workers} {self._state}>"
@@ -425,21 +339,11 @@ class Runner(Verbs):
             RunnerClosed: the runner is not started or is closed.
             RuntimeError: called after a fork.
         """
-        if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
-            raise RunnerClosed(_ADVICE[self._state])
-        self._check_process()
-        from percore._statistics import Statistics
+        assembly = self._open_assembly()
+        assembly.check_process()
+        from percore._statistics import snapshot
 
-        workers = tuple(self._slot_statistics(slot) for slot in self._supervisor.slots)
-        return Statistics(
-            running=sum(worker.running for worker in workers),
-            queued=sum(worker.queued for worker in workers) + self._supervisor.waiting(),
-            done=sum(worker.done for worker in workers),
-            failed=sum(worker.failed for worker in workers),
-            retried=sum(worker.retried for worker in workers),
-            restarts=sum(worker.restarts for worker in workers),
-            workers=workers,
-        )
+        return snapshot(assembly.supervisor, is_here=assembly.is_here)
 
     async def usage(self) -> Usage:
         """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.
@@ -452,71 +356,26 @@ class Runner(Verbs):
             RunnerClosed: the runner is not started or is closed.
             RuntimeError: called from another event loop or thread, or after a fork.
         """
-        if self._state in (_NEW, _CLOSED) or not self._has_supervisor:
-            raise RunnerClosed(_ADVICE[self._state])
-        self._check_here()
-        members = sorted(self._supervisor.members, key=lambda member: (member.index, member.generation))
-        workers = {member.pid: f"worker {member.index}" for member in members if member.pid is not None}
-        return await self._meter.read({self._pid: "supervisor"} | self._engine.helpers() | workers)
+        assembly = self._open_assembly()
+        assembly.check_caller()
+        if self._meter is None:
+            from percore._usage import UsageMeter
 
-    def _slot_statistics(self, slot: Slot) -> WorkerStatistics:
-        from percore._statistics import WorkerStatistics
+            self._meter = UsageMeter()
+        return await self._meter.read({self._pid: "supervisor"} | assembly.roles())
 
-        # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from
-        # the members; so read both again until slot.past is unchanged.
-        past, members = slot.past, tuple(self._supervisor.members)
-        while past is not slot.past:
-            past, members = slot.past, tuple(self._supervisor.members)
-        member = slot.current
-        # A worker that drains counts together with its replacement.
-        members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
-        may_look = threading.get_ident() == self._thread or _has_gil()
-        counts = [other.statistics(self._options.threads, may_look=may_look) for other in members]
-        channel = None if member is None else member.worker.channel
-        return WorkerStatistics(
-            index=slot.index,
-            generation=slot.generation,
-            pid=None if member is None else member.pid,
-            state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
-            running=sum(running for running, _ in counts),
-            queued=sum(queued for _, queued in counts),
-            done=past.done + sum(other.done for other in members),
-            failed=past.failed + sum(other.failed for other in members),
-            retried=past.retried + sum(other.retried for other in members),
-            started_at=None if member is None else member.started_at,
-            loop_lag=None if channel is None else channel.lag(),
-            bytes_in=0 if channel is None else channel.tx.written,
-            bytes_out=0 if channel is None else channel.rx.read,
-            restarts=slot.restarts,
-        )
-
-    # Checks of the caller
+    # Checks
 
     def _check_open(self) -> None:
-        if self._state is not _OPEN:
+        if self._phase is not _OPEN:
             raise RunnerClosed(_ADVICE[self._state])
-        if _running_loop() is not self._loop:
-            self._check_here()
+        if running_loop() is not self._loop:
+            self._open_assembly().check_caller()
         if self._supervisor.phase.broken is not None:
             raise self._supervisor.phase.refusal()
 
-    def _check_here(self) -> None:
-        """Check that the caller is in the runner's process, thread and event loop.
-
-        Raises:
-            RuntimeError: it is not; the message says which of them differs.
-        """
-        self._check_process()
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe"
-            )
-        running = _running_loop()
-        if running is not None and running is not self._loop:
-            raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")
-        if self._loop.is_closed():
-            raise RuntimeError("the event loop that this runner was started in is closed; close the runner before its loop")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError("this runner was started before a fork and works only in the process that started it")
+    def _open_assembly(self) -> Assembly:
+        assembly = self._assembly
+        if assembly is None or assembly.is_closed:
+            raise RunnerClosed(_ADVICE[self._state])
+        return assembly

@@ -78,7 +78,7 @@ class Round:
         telling.cancel()
         await asyncio.wait([telling])
         hung = max(hung, load.end())
-        slots = runner._memory.arena.in_use
+        slots = runner._supervisor.arena.in_use
         settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
         story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
         del runner, load, telling

@@ -313,7 +313,7 @@ async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: Mak
 async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
-    supervisor, engine, shared = runner._supervisor, runner._engine, runner._memory
+    supervisor, assembly = runner._supervisor, runner._assembly
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
     assert await log.next() == "0"
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
@@ -323,15 +323,16 @@ async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, 
     assert [type(future.exception()) for future in futures] == [percore.RunnerClosed] * 3
     assert not supervisor.members
     assert not any(slot.timer for slot in supervisor.slots)  # and none will come
-    await engine.aclose()
-    shared.close()
+    assert assembly is not None
+    await assembly.engine.aclose()
+    assembly.memory.close()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the garbage collector's thread cannot be asked for it
 async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
     kept = [make()]
     await kept[0].start()
-    supervisor, engine, shared, worker = kept[0]._supervisor, kept[0]._engine, kept[0]._memory, _worker(kept[0])
+    supervisor, assembly, worker = kept[0]._supervisor, kept[0]._assembly, _worker(kept[0])
     future = kept[0].submit(jobs.await_, log.path, gate.path, 0)
     assert await log.next() == "0"
     kill, killers = worker.kill, []
@@ -346,8 +347,9 @@ async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: 
     assert isinstance(future.exception(), percore.RunnerClosed)
     assert killers == [threading.current_thread()]
     assert not supervisor.members
-    await engine.aclose()
-    shared.close()
+    assert assembly is not None
+    await assembly.engine.aclose()
+    assembly.memory.close()
 
 
 async def test_sigint_does_nothing(make_real: MakeRunner) -> None:

@@ -53,7 +53,7 @@ async def test_peers_8_a_close_that_nobody_waits_for_runs_the_backlog(make: Make
 async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make: MakeRunner, limit: int) -> None:
     runner = make(1, max_tasks_per_worker=limit, concurrency=1)
     await runner.start()
-    supervisor, engine, shared = runner._supervisor, runner._engine, runner._memory
+    supervisor, assembly = runner._supervisor, runner._assembly
     futures = [runner.submit(jobs.aecho, number) for number in range(50)]
     await futures[0]
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
@@ -64,8 +64,9 @@ async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make
         error = future.exception()
         assert isinstance(error, percore.RunnerClosed | percore.WorkerDied) or future.result() == number
     assert not supervisor.members
-    await engine.aclose()
-    shared.close()
+    assert assembly is not None
+    await assembly.engine.aclose()
+    assembly.memory.close()
 
 
 # 9: recycling loses what is large

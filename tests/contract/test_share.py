@@ -26,7 +26,7 @@ SIZE = 300_000
 
 
 def arena(runner: percore.Runner) -> SlotWriter:
-    return runner._memory.arena
+    return runner._supervisor.arena
 
 
 async def until_free(runner: percore.Runner) -> None:

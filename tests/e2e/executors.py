@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from percore import LoopPoolExecutor
+from percore._member import Member
 from tests.contract.pipes import Gate, Log
 
 METHODS = ("percore", "fork", "forkserver", "spawn")
@@ -40,6 +42,12 @@ def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Contexts of multiprocessing."""
     yield multiprocessing.get_context(request.param)
     end_helpers()
+
+
+def members_of(executor: LoopPoolExecutor) -> list[Member]:
+    """The workers of an executor."""
+    supervisor = executor._portal._supervisor
+    return [] if supervisor is None else list(supervisor.members)
 
 
 def lines(log: Log, count: int) -> list[str]:

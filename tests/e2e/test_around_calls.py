@@ -267,6 +267,7 @@ async def test_the_debug_flag_of_the_loop_is_inherited(factory: Callable[[], asy
 
 
 PARENTS_HALF = (
+    "percore._assembly",
     "percore._broken",
     "percore._calls",
     "percore._closing",

@@ -90,7 +90,7 @@ class Starts:
 
     def __init__(self, runner: percore.Runner) -> None:
         self.times: list[float] = []
-        engine: Any = runner._engine
+        engine: Any = runner._supervisor.engine
         self._start = engine.start
         engine.start = self._spy
 

@@ -15,7 +15,7 @@ import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import context, end_helpers, gate, lines, log, mp_context
+from tests.e2e.executors import context, end_helpers, gate, lines, log, members_of, mp_context
 
 __all__ = ["context", "gate", "log", "mp_context"]
 
@@ -159,9 +159,7 @@ def test_k2_a_death_fails_what_had_begun_there_and_nothing_else(context: Any, lo
         held = [executor.submit(jobs.wait, log.path, gate.path, number) for number in range(2)]
         lines(log, 2)
         waiting = [executor.submit(jobs.echo, number) for number in range(40)]
-        portal = executor._portal
-        assert portal.thread is not None
-        member = next(iter(portal.runner._supervisor.members))
+        member = members_of(executor)[0]
         assert member.pid is not None
         os.kill(member.pid, signal.SIGKILL)
         done, rest = concurrent.futures.wait(held, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -190,7 +188,7 @@ def test_in_a_pool_one_death_breaks_it_all(context: Any, log: Log, gate: Gate) -
         lines(log, 1)
         others = [executor.submit(jobs.wait, log.path, gate.path) for _ in range(30)]
         dying: concurrent.futures.Future[Any] = executor.submit(executor_jobs.exit_now, 3)
-        dead = next(iter(executor._portal.runner._supervisor.members))
+        dead = members_of(executor)[0]
         assert dead.pid is not None
         os.kill(dead.pid, signal.SIGTERM)  # which kills there
         for future in (held, dying, *others):
@@ -220,7 +218,7 @@ def test_sigterm_drains_a_worker_and_nothing_fails(log: Log, gate: Gate) -> None
         held = executor.submit(jobs.wait, log.path, gate.path, "held")
         lines(log, 1)
         more = [executor.submit(jobs.echo, number) for number in range(10)]
-        (member,) = executor._portal.runner._supervisor.members
+        (member,) = members_of(executor)
         assert member.pid is not None
         os.kill(member.pid, signal.SIGTERM)
         assert [future.result() for future in more] == list(range(10))

@@ -37,9 +37,8 @@ def subject() -> Any:
 
         @property
         def _processes(self) -> dict[int, Any]:
-            if self._portal.thread is None:
-                return {}
-            workers: list[Any] = [member.worker for member in list(self._portal.runner._supervisor.members)]
+            supervisor = self._portal._supervisor
+            workers: list[Any] = [] if supervisor is None else [member.worker for member in list(supervisor.members)]
             return {worker.pid: worker._process.process for worker in workers}
 
         @property

@@ -219,7 +219,7 @@ class Host:
                     raise
                 await self._become_whole()
         supervisor = self.runner._supervisor
-        arena = self.runner._memory.arena
+        arena = self.runner._supervisor.arena
         say(
             "served",
             {
@@ -295,7 +295,7 @@ class Host:
         supervisor = self.runner._supervisor
         held = sum(len(member.calls) for member in supervisor.members)
         full = [member.worker.channel.full_count for member in supervisor.members if member.worker.channel._frame is not None]
-        arena = self.runner._memory.arena
+        arena = self.runner._supervisor.arena
         words = ["busy" if held > 1 else "idle"]
         if full:
             words.append("full")

@@ -170,13 +170,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_map_verbs", "_policy", "_supervisor"},
     "_runner": VOCABULARY
-    | {"_broken", "_closing", "_contexts", "_engine", "_engines.forkserver", "_engines.process", "_policy", "_pool", "_statistics"}
-    | {"_supervisor", "_usage", "_ipc.pickles", "_shared", "_verbs", "_worker.context"},
+    | {"_assembly", "_contexts", "_policy", "_shared", "_statistics", "_supervisor", "_usage", "_verbs", "_worker.context"},
+    # the composition root: the one module that knows the engine, the supervisor and the closing
+    "_assembly": VOCABULARY
+    | {"_broken", "_closing", "_engine", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
     # executor
     "_futures": WORDS,
-    "_portal": VOCABULARY | {"_calls", "_futures", "_member", "_runner", "_supervisor", "_worker.manners"},
+    "_portal": VOCABULARY | {"_assembly", "_calls", "_futures", "_member", "_supervisor", "_worker.manners"},
     "_executor": VOCABULARY
-    | {"_calls", "_engine", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal", "_runner"}
+    | {"_assembly", "_calls", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal"}
     | {"_worker.context", "_worker.manners"},
 }
 
@@ -207,6 +209,8 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
     "_shares": frozenset({"_member"}),
+    # it reads what the supervisor has counted
+    "_statistics": frozenset({"_pool", "_supervisor"}),
 }
 
 # Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
@@ -229,7 +233,7 @@ GIVES_WAY = {
     # the loop, in the middle of a long input that is not async
     "_flow": ["asyncio.sleep(0)"],
     # the loop, between two imports
-    "_runner": ["asyncio.sleep(0)"],
+    "_assembly": ["asyncio.sleep(0)"],
 }
 
 

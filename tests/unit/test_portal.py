@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from percore._engine import Engine
-from percore._ipc.pickles import MainInfo
+from percore._assembly import Assembly
 from percore._portal import KILL, TERMINATE, Portal
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
 
@@ -56,17 +55,13 @@ class PoolEngine(FakeEngine):
     worker_class = PoolWorker
 
 
-class PoolRunner(FakeRunner):
-    def _make_engine(self, main: MainInfo) -> Engine:
-        return PoolEngine(self._loop, self._options, self._memory, main)
-
-
 class Stage:
     """An executor without its thread."""
 
     def __init__(self, workers: int, *, is_pool: bool = False, lifespan: Callable[[], Any] | None = None) -> None:
-        runner = (PoolRunner if is_pool else FakeRunner)(workers, lifespan=lifespan, concurrency=2, kill_after=NEVER)
-        self.portal = Portal(runner, is_pool=is_pool)
+        options = FakeRunner(workers, lifespan=lifespan, concurrency=2, kill_after=NEVER)._options
+        make_engine = PoolEngine if is_pool else FakeEngine
+        self.portal = Portal(lambda loop: Assembly(loop, options, make_engine), is_pool=is_pool)
         self._loop = asyncio.new_event_loop()
         self.portal._loop = self._loop
         self.portal._pid = os.getpid()

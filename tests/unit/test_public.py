@@ -115,7 +115,20 @@ def test_an_error_of_the_vocabulary_costs_the_vocabulary() -> None:
 
 def test_what_a_worker_uses_loads_nothing_of_the_supervisors_half() -> None:
     loaded = loaded_by("import percore; percore.state; percore.current_worker; percore.CurrentWorker")
-    forbidden = ("_core", "_engines", "_supervisor", "_pool", "_policy", "_items", "_flow", "_verbs", "_runner", "_map", "_broken")
+    forbidden = (
+        "_assembly",
+        "_core",
+        "_engines",
+        "_supervisor",
+        "_pool",
+        "_policy",
+        "_items",
+        "_flow",
+        "_verbs",
+        "_runner",
+        "_map",
+        "_broken",
+    )
     assert not [name for name in loaded if name.startswith(tuple(f"percore.{name}" for name in forbidden))]
     assert not loaded & {"multiprocessing", "psutil", "concurrent.futures.process", "cloudpickle", "uvloop"}
 

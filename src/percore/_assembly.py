@@ -1,0 +1,161 @@
+"""The assembly: the supervisor, the engine and the memory of one runner, made together and closed together.
+
+Runner and LoopPoolExecutor each make one. They choose the engine; nothing else here depends on it.
+
+Importing this module is cheap. `import_modules` imports what an assembly needs, so that a runner can start the fork server first,
+and the two processes import at the same time on two CPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from percore._closing import Closing
+    from percore._engine import Engine
+    from percore._engines.forkserver import ForkServerLauncher
+    from percore._engines.process import CommonMemory
+    from percore._ipc.pickles import MainInfo
+    from percore._options import Knobs
+
+running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
+
+MODULES: Final = (
+    *("percore._broken", "percore._ipc.channel", "percore._ipc.pickles", "percore._core.dispatch", "percore._worker.main"),
+    *("percore._engines.process", "percore._items", "percore._pool", "percore._supervisor"),
+)
+"""The modules of an assembly, in the order in which `import_modules` imports them."""
+
+if running_loop() is None or threading.current_thread() is not threading.main_thread():
+    # percore._broken imports concurrent.futures, which Python refuses once the main thread has ended. `start` may run after that,
+    # so import it here. If a loop of the main thread imports this module, that thread is alive and `start` imports it in time.
+    import_module("percore._broken")
+
+
+async def import_modules() -> None:
+    """Import MODULES one by one. Importing them all at once would block the event loop for too long."""
+    for name in MODULES:
+        if name not in sys.modules:
+            import_module(name)
+            await asyncio.sleep(0)
+
+
+def warm_up(options: Knobs) -> ForkServerLauncher | None:
+    """Begin to start the fork server and return a reference to it, which the caller closes. None if the options need none."""
+    if options.start_method != "forkserver":
+        return None
+    from percore._engines.forkserver import ForkServerLauncher
+
+    launcher = ForkServerLauncher.open()
+    launcher.warm_up()
+    return launcher
+
+
+class EngineFactory(Protocol):
+    """Makes the engine of an assembly."""
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo, /) -> Engine:
+        """Return an engine that has started nothing yet. What it raises, the runner's start raises."""
+
+
+class Assembly:
+    """The parts of one runner. They belong to the process, the thread and the event loop that made them."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: Knobs,
+        make_engine: EngineFactory | None = None,
+        main: MainInfo | None = None,
+    ) -> None:
+        """Make the parts. No worker starts before `supervisor.pool.start()`.
+
+        Args:
+            loop: the running event loop.
+            options: the options of the runner.
+            make_engine: makes the engine. None: processes, by the start method of the options.
+            main: how workers get `__main__`. None: as it was started.
+
+        Raises:
+            OSError: there is not enough memory for even one message of `max_message` bytes.
+            Exception: an error from pickling what the options contain.
+        """
+        from percore._engines.process import CommonMemory, ProcessEngine
+        from percore._ipc.pickles import alias_main, main_info
+        from percore._supervisor import Supervisor
+
+        alias_main()
+        if main is None:
+            main = main_info()
+        self._loop = loop
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self.memory = CommonMemory.create(options)
+        try:
+            self.engine = (ProcessEngine if make_engine is None else make_engine)(loop, options, self.memory, main)
+        except BaseException:
+            self.memory.close()
+            raise
+        self.supervisor = Supervisor(loop, options, self.engine, self.memory.arena, main_by_value=main.by_value)
+        self._closing: Closing | None = None
+        self.is_closed = False
+        """Whether every worker has ended and every part is released."""
+
+    async def aclose(self, grace: float | None) -> None:
+        """Close the parts, as `Runner.aclose` does. Every caller waits for the same close."""
+        if self._closing is None:
+            from percore._closing import Closing
+
+            self._closing = Closing(self.supervisor, self._release)
+        self._closing.tighten(grace)
+        await self._closing.wait()
+
+    async def _release(self) -> None:
+        try:
+            await self.engine.aclose()
+        finally:
+            self.supervisor.shares.shut()
+            self.memory.close()
+            self.is_closed = True
+
+    def roles(self) -> dict[int, str]:
+        """Return the role of each process beside the caller's, by pid."""
+        members = sorted(self.supervisor.members, key=lambda member: (member.index, member.generation))
+        workers = {member.pid: f"worker {member.index}" for member in members if member.pid is not None}
+        return self.engine.helpers() | workers
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller's thread is that of the parts."""
+        return threading.get_ident() == self._thread
+
+    def check_process(self) -> None:
+        """Check that the caller is in the process of the parts.
+
+        Raises:
+            RuntimeError: it is in a fork of that process.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("this runner was started before a fork and works only in the process that started it")
+
+    def check_caller(self) -> None:
+        """Check that the caller is in the process, the thread and the event loop of the parts.
+
+        Raises:
+            RuntimeError: it is not; the message says which of them differs.
+        """
+        self.check_process()
+        if not self.is_here:
+            raise RuntimeError(
+                "this runner was started in another thread; call it there, for example with asyncio.run_coroutine_threadsafe"
+            )
+        running = running_loop()
+        if running is not None and running is not self._loop:
+            raise RuntimeError("this runner was started in another event loop, and its futures can only be awaited there")
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop that this runner was started in is closed; close the runner before its loop")
