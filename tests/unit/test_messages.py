@@ -16,6 +16,7 @@ from percore._contexts import Contexts
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Dispatch, places_for, room_of
 from percore._core.flow import MOST_OF_ONE
+from percore._core.names import Names
 from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._ipc.codec import encode, is_inline
 from percore._ipc.doorbell import EventBell
@@ -62,6 +63,8 @@ class Wire:
 class Taker:
     """A map that takes what its rows become."""
 
+    names = Names()
+
     def __init__(self) -> None:
         self.batches: Batches[Run] = Batches(lambda run: run)
         self.batches.cost.measured(1000, 1e-6)  # batches are as large as can be
@@ -76,9 +79,6 @@ class Taker:
         raise AssertionError("it travels in batches")
 
     take_failure = take_item
-
-    def name_of(self, _key: object) -> Any:
-        raise AssertionError("it has no key")
 
 
 def batches_of(rows: list[Any], *, is_single: bool) -> list[bytes]:
