@@ -20,6 +20,7 @@ import percore
 from tests.chaos import calls
 from tests.chaos.load import LIMIT, Load
 from tests.e2e.fault_programs import fds, run, say
+from tests.internals import members_of, slots_used
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -78,7 +79,7 @@ class Round:
         telling.cancel()
         await asyncio.wait([telling])
         hung = max(hung, load.end())
-        slots = runner._supervisor.arena.in_use
+        slots = slots_used(runner)
         settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
         story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
         del runner, load, telling
@@ -111,7 +112,7 @@ class Round:
             closing.cancel()
         done, _ = await asyncio.wait([closing], timeout=LIMIT)
         if not done:
-            members = [(member.index, member.generation, member.pid, member.life.state) for member in runner._supervisor.members]
+            members = [(member.index, member.generation, member.pid, member.life.state) for member in members_of(runner)]
             raise TimeoutError(f"it did not close within {LIMIT:g} s; workers: {members}, {runner.statistics()}")
         if not closing.cancelled():
             closing.result()

@@ -11,6 +11,7 @@ from percore import Runner
 from percore._platform import default_start_method
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
+from tests.internals import current_member
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 
@@ -90,7 +91,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 
 def worker_of(runner: Runner, index: int = 0) -> Any:
     """The worker of a slot, as its engine gave it: to be killed, or sent a signal."""
-    member = runner._supervisor.slots[index].current
+    member = current_member(runner, index)
     assert member is not None
     return member.worker
 

@@ -13,6 +13,7 @@ import percore
 from percore import Runner
 from tests.contract import argument_jobs as jobs
 from tests.contract.conftest import MakeRunner
+from tests.internals import supervisor_of
 
 # What is raised is decided before anything is sent: the same under any loop.
 pytestmark = pytest.mark.asyncio_only
@@ -76,7 +77,7 @@ async def test_trying_leaves_shared_objects_as_they_were(make: MakeRunner) -> No
     async with make() as runner:
         shared = await runner.share([1])
         await refusal(runner, jobs.take, shared, jobs.Own())
-        assert runner._supervisor.shares.held == {}
+        assert supervisor_of(runner).shares.held == {}
         assert await runner.run(jobs.take, shared) == "Shared"
 
 

@@ -16,6 +16,7 @@ from percore._core.flow import Cost
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import slots_used, supervisor_of
 
 pytestmark = pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's")
 
@@ -41,13 +42,13 @@ def _map(runner: percore.Runner, shape: str, fn: Callable[..., Any], fixed: Iter
 @asynccontextmanager
 async def _all_waiting(runner: percore.Runner, threads: int = 1) -> AsyncIterator[None]:
     """No plain call is sent meanwhile; afterwards they are, in batches that begin at multiples of sixteen."""
-    dispatch = runner._supervisor.dispatch
+    dispatch = supervisor_of(runner).dispatch
     seats, dispatch.seats = dispatch.seats, []
     yield
     while dispatch.waiting() < COUNT:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
     dispatch.seats = seats
-    runner._supervisor.advance()
+    supervisor_of(runner).advance()
 
 
 async def _started(runner: percore.Runner, results: percore.Map[Any]) -> "asyncio.Task[list[Any]]":
@@ -151,7 +152,7 @@ async def test_large_items_among_small_ones(make: MakeRunner, sixteen: None) -> 
     async with make(2) as runner:
         assert await runner.map(jobs.echo, items) == items
         assert [value async for value in runner.map(jobs.echo, [[item] for item in items])] == [[item] for item in items]
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 async def test_functions_that_return_awaitables(make: MakeRunner, sixteen: None, log: Log, gate: Gate) -> None:

@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
+from tests.internals import members_of, slots_used, supervisor_of
 
 WHERE = pytest.mark.parametrize("fn", [jobs.where, jobs.awhere])
 HELD = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
@@ -36,7 +37,7 @@ async def test_arguments_and_results(make: MakeRunner, fn: Any, argument: Any) -
         assert await runner.broadcast(fn, argument) == [argument] * 2
         assert await runner.broadcast(functools.partial(fn, argument)) == [argument] * 2
         assert await runner.options(timeout=1e6).broadcast(jobs.aadd, 1, right=2, scale=10) == [30, 30]
-        assert runner._supervisor.arena.in_use <= 1  # the function itself may stay there
+        assert slots_used(runner) <= 1  # the function itself may stay there
 
 
 @WHERE
@@ -100,7 +101,7 @@ async def _give_up(runner: percore.Runner, fn: Any, *args: Any) -> None:
 async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner, log: Log, end: str) -> None:
     """A health check that gives up each time: the places of the worker do not run out, and the other workers hear of each."""
     async with make(2, concurrency=2, threads=1, kill_after=0.5) as runner:
-        members = {member.index: member for member in runner._supervisor.members}
+        members = {member.index: member for member in members_of(runner)}
         worker = worker_of(runner, 0)
         _stop(worker)
         for _ in range(members[0].stride + 1):
@@ -108,7 +109,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
         assert members[0].load[Kind.BESIDE] == BESIDE
         task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))
         assert await log.next() == "7"  # at the other worker, at once
-        assert len(runner._supervisor.beside) == 1
+        assert len(supervisor_of(runner).beside) == 1
         if end == "goes on":
             _go_on(worker)
             assert await task == [7, 7]
@@ -122,8 +123,8 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
                 await task
             assert not caught.value.started
         elif end == "drains":
-            runner._supervisor.pool.draining(runner._supervisor.slots[0], members[0])
-            runner._supervisor.advance()
+            supervisor_of(runner).pool.draining(supervisor_of(runner).slots[0], members[0])
+            supervisor_of(runner).advance()
             with pytest.raises(percore.WorkerDied) as caught:
                 await task
             assert not caught.value.started
@@ -133,7 +134,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
             with pytest.raises(percore.RunnerClosed):
                 await task
             return
-        assert len(runner._supervisor.beside) == 0
+        assert len(supervisor_of(runner).beside) == 0
         assert await runner.run(jobs.aecho, 3) == 3
 
 
@@ -142,10 +143,10 @@ async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, g
         held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
         await log.take(BESIDE)
         await _give_up(runner, jobs.echo, bytes(300_000))
-        assert len(runner._supervisor.beside) == runner._supervisor.arena.in_use == 0
+        assert len(supervisor_of(runner).beside) == slots_used(runner) == 0
         waiting = [asyncio.create_task(runner.broadcast(jobs.aecho, i)) for i in range(3)]
         await asyncio.sleep(0)
-        assert len(runner._supervisor.beside) == 3
+        assert len(supervisor_of(runner).beside) == 3
         waiting[1].cancel()
         gate.open()
         assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]

@@ -21,6 +21,7 @@ from tests.counts import times
 np = pytest.importorskip("numpy")
 
 from tests.contract import buffer_jobs as arrays  # noqa: E402
+from tests.internals import slots_used, supervisor_of  # noqa: E402
 
 pytestmark = pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way")
 
@@ -38,13 +39,13 @@ def both(plain: Any, coroutine: Any) -> pytest.MarkDecorator:
 async def settled(runner: percore.Runner) -> None:
     """Wait until nothing of what has ended is in use any more: neither slots nor leases, on either side."""
     async with asyncio.timeout(20):
-        while runner._supervisor.arena.in_use or any(leases.count for leases in all_leases(runner)):
+        while slots_used(runner) or any(leases.count for leases in all_leases(runner)):
             gc.collect()
             await runner.broadcast(arrays.adrop)
 
 
 def all_leases(runner: percore.Runner) -> list[Any]:
-    members = [slot.current for slot in runner._supervisor.slots]
+    members = [slot.current for slot in supervisor_of(runner).slots]
     return [member.worker.channel.leases for member in members if member is not None]
 
 
@@ -110,7 +111,7 @@ async def test_a_bare_memoryview_is_refused_with_advice(make: MakeRunner, fn: Ca
     async with make() as runner:
         with pytest.raises(TypeError, match=r"pickle\.PickleBuffer"):
             await runner.run(fn, thing)
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
         assert await runner.run(fn, 1) == 1
 
 
@@ -457,13 +458,13 @@ async def test_a_worker_that_dies_with_arrays_gives_its_slots_back(make: MakeRun
     async with make(**FEW_SLOTS) as runner:
         for place in range(20):
             await runner.run(arrays.akeep, place, arrays.numbers(place))
-        assert runner._supervisor.arena.in_use == 4
+        assert slots_used(runner) == 4
         arrays.drop()  # where the worker is in this process, its death takes nothing along
         worker_of(runner).kill()
         with pytest.raises(percore.WorkerDied):
             await runner.broadcast(jobs.aecho, 1)
         assert await runner.run(jobs.aecho, 1) == 1
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
         assert all(await runner.map(arrays.ause_up, range(20), map(arrays.numbers, range(20))))
         await settled(runner)
 

@@ -13,6 +13,7 @@ from percore._messages import ID_MASK
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.internals import members_of, supervisor_of
 
 pytestmark = pytest.mark.differs(
     "spawn", "fallbacks", because="a fresh interpreter has imported nothing; without uvloop the worker's loop is asyncio's"
@@ -228,7 +229,7 @@ async def test_calls_begin_in_the_order_of_submit(make: MakeRunner, log: Log) ->
 async def test_an_id_of_a_call_is_never_taken_for_one_of_an_item(make: MakeRunner) -> None:
     """Ids begin anew below the bits that number the items of a batch: with short calls 2**48 is a matter of weeks."""
     async with make(threads=2, concurrency=4) as runner:
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         last = (ID_MASK + 1) // member.stride - 1
         member.free[:] = [(last - 1) * member.stride + call_id % member.stride for call_id in member.free]
         seen: set[int] = set()
@@ -253,9 +254,9 @@ async def test_a_class_method_is_one_function_however_often_it_is_looked_up(make
             assert await runner.run(jobs.Adder.make, value) == value
             assert await runner.map(jobs.Adder.make, [value]) == [value]
         assert await runner.run(jobs.OtherAdder.make, 3) == 4  # the same function of another class
-        functions = runner._supervisor.functions
+        functions = supervisor_of(runner).functions
         assert len(functions.known) == 2
-        assert [len(member.defined) for member in runner._supervisor.members] == [2]
+        assert [len(member.defined) for member in members_of(runner)] == [2]
 
 
 async def test_many_functions_are_known_for_a_time(make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ async def test_many_functions_are_known_for_a_time(make: MakeRunner, log: Log, g
     monkeypatch.setattr("percore._calls._REMEMBERED", 4)
     functions: list[Callable[..., Any]] = [jobs.echo, jobs.aecho, jobs.Adder.double, jobs.Adder.make, int, float, abs, str]
     async with make(1, concurrency=1, threads=1) as runner:
-        supervisor = runner._supervisor
+        supervisor = supervisor_of(runner)
         running = runner.submit(jobs.await_, log.path, gate.path, "running")
         waiting = [runner.submit(jobs.aecho, value) for value in range(3)]
         mapped = asyncio.ensure_future(runner.map(jobs.aecho, range(100)).collect())

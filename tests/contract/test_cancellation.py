@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
+from tests.internals import members_of, supervisor_of
 
 pytestmark = pytest.mark.differs(
     "uvloop", "fallbacks", because="which callback of one iteration comes first is the loop's choice, and another bell's"
@@ -31,7 +32,7 @@ OPTIONS = pytest.mark.parametrize(
 def _count_messages(runner: percore.Runner) -> Counter[int]:
     """How often each message is sent to the workers, from now on."""
     sent: Counter[int] = Counter()
-    for member in runner._supervisor.members:
+    for member in members_of(runner):
         channel: Any = member.worker.channel
         send = channel.send
 
@@ -121,7 +122,7 @@ async def test_c1_a_run_that_waits_here_never_runs(make: MakeRunner, log: Log, g
         await running
         await view.run(jobs.await_, log.path, gate.path, "last")
         assert log.rest() == ["last"]
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 @OPTIONS
@@ -134,7 +135,7 @@ async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(
         assert await log.next() == "first"
         waiting = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "second"))
         await asyncio.sleep(0)
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         channel = member.worker.channel
         advance = channel.on_batch
 
@@ -151,8 +152,8 @@ async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(
         assert runner.statistics().queued == runner.statistics().running == 0
         await view.run(jobs.await_, log.path, gate.path, "third")
         assert log.rest() == ["third"]
-        assert not runner._supervisor.unfinished()
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not supervisor_of(runner).unfinished()
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 @OPTIONS
@@ -164,7 +165,7 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
         sent = _count_messages(runner)
         task = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         channel = member.worker.channel
         receive = channel.on_frame
 
@@ -180,7 +181,7 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
         assert sent[CANCEL] == 0
         assert runner.statistics().running == runner.statistics().queued == 0
         assert await runner.map(jobs.aecho, range(8)) == list(range(8))
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 @OPTIONS
@@ -194,7 +195,7 @@ async def test_c3_a_result_that_comes_in_the_iteration_of_the_cancellation_is_no
         assert await view.run(jobs.give, "unreadable") is None
         assert read.pop() is None
         task = asyncio.create_task(view.run(jobs.give, "unreadable"))
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         channel = member.worker.channel
         receive = channel.on_frame
 
@@ -210,7 +211,7 @@ async def test_c3_a_result_that_comes_in_the_iteration_of_the_cancellation_is_no
         assert await view.run(jobs.aecho, 1) == 1
         statistics = runner.statistics()
         assert (statistics.running, statistics.queued) == (0, 0)
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 @OPTIONS
@@ -394,4 +395,4 @@ async def test_c3_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytes
         future = runner.submit(jobs.later, 1)
         async with asyncio.timeout(10):
             await asyncio.wait([future])
-        assert not runner._supervisor.unfinished()
+        assert not supervisor_of(runner).unfinished()

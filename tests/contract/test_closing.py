@@ -13,6 +13,7 @@ from percore._pool import Pool
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.internals import members_of
 
 pytestmark = pytest.mark.differs(
     "spawn", "uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"
@@ -272,7 +273,7 @@ async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: 
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
     assert sorted(await log.take(2)) == ["0", "1"]
     closing = await _closing(runner)
-    (member,) = runner._supervisor.members
+    (member,) = members_of(runner)
     member.worker.kill()
     await closing
     errors = _errors(futures)

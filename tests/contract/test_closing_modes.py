@@ -12,6 +12,7 @@ import percore
 from tests import jobs
 from tests.contract.conftest import REAL, MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.internals import members_of
 
 MANY = 10_000
 LIMIT = 30.0
@@ -82,7 +83,7 @@ async def test_x1_ten_thousand_are_killed(make_real: MakeRunner, log: Log, gate:
     await asyncio.wait([closing], timeout=LIMIT)
     assert closing.cancelled() == (how == "cancelled")
     assert ended_as(futures) == {"RunnerClosed"}
-    assert not runner._supervisor.members
+    assert not members_of(runner)
 
 
 @some_engines

@@ -11,6 +11,7 @@ import percore
 from tests import jobs, variables
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import slots_used
 
 VARIABLES = (variables.name, variables.level)
 READS = pytest.mark.parametrize("fn", [variables.read, variables.aread, variables.read_later])
@@ -153,7 +154,7 @@ async def test_a_value_that_cannot_be_pickled_fails_the_call(make: MakeRunner) -
             await runner.broadcast(variables.read)
         variables.name.reset(token)
         assert await runner.run(variables.read) == ("unset", 0)
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 @READS

@@ -18,6 +18,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
+from tests.internals import current_member, supervisor_of
 
 pytestmark = pytest.mark.differs(
     "spawn", "uvloop", "fallbacks", because="an exit reaches the loop through another descriptor, or from a thread"
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.differs(
 
 def _worker(runner: percore.Runner, index: int = 0) -> Any:
     """The worker of a slot, as its engine gave it."""
-    member = runner._supervisor.slots[index].current
+    member = current_member(runner, index)
     assert member is not None
     return member.worker
 
@@ -241,7 +242,7 @@ async def test_k9_sigterm_with_many_large_results(make_real: MakeRunner, log: Lo
 
 async def test_a_call_handed_back_to_a_broken_runner_ends(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
-        supervisor = runner._supervisor
+        supervisor = supervisor_of(runner)
         running = runner.submit(jobs.wait, log.path, gate.path, 1)
         ahead = runner.submit(jobs.wait, log.path, gate.path, 2)
         assert await log.next() == "1"
@@ -313,7 +314,7 @@ async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: Mak
 async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
-    supervisor, assembly = runner._supervisor, runner._assembly
+    supervisor, assembly = supervisor_of(runner), runner._assembly
     futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
     assert await log.next() == "0"
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
@@ -332,7 +333,7 @@ async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, 
 async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: MakeRunner, log: Log, gate: Gate) -> None:
     kept = [make()]
     await kept[0].start()
-    supervisor, assembly, worker = kept[0]._supervisor, kept[0]._assembly, _worker(kept[0])
+    supervisor, assembly, worker = supervisor_of(kept[0]), kept[0]._assembly, _worker(kept[0])
     future = kept[0].submit(jobs.await_, log.path, gate.path, 0)
     assert await log.next() == "0"
     kill, killers = worker.kill, []

@@ -24,6 +24,7 @@ from tests.contract.conftest import threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.counts import LONG
 from tests.fakes import FakeRunner
+from tests.internals import supervisor_of
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -83,13 +84,13 @@ async def outcome(awaitable: Awaitable[Any]) -> Any:
 async def story(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
     """A worker dies with calls of every kind. What became of each."""
     async with FakeRunner(2, threads=2, concurrency=4, per_key=1) as runner:
-        exited = runner._supervisor.pool._exited
+        exited = supervisor_of(runner).pool._exited
 
         def struck(*args: Any) -> None:
             with strike.on():
                 exited(*args)
 
-        vars(runner._supervisor.pool)["_exited"] = struck
+        vars(supervisor_of(runner).pool)["_exited"] = struck
         worker = worker_of(runner)
         again = runner.options(retries=1)
         a, p = jobs.await_, jobs.wait
@@ -116,7 +117,7 @@ async def story(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
         add("keyed map", runner.map(jobs.aecho, range(5), key=lambda i: i % 2).collect())
         await asyncio.sleep(0)
         worker.kill()
-        while runner._supervisor.slots[0].generation == 1:  # noqa: ASYNC110  # there is no event for it
+        while supervisor_of(runner).slots[0].generation == 1:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
         gate.open()
         outcomes = {name: await outcome(call) for name, call in calls.items()}

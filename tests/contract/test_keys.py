@@ -14,6 +14,7 @@ from percore._core.keys import PIECE
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
 
 
 class Story:
@@ -59,7 +60,7 @@ async def test_calls_of_one_key_are_on_one_worker(make: MakeRunner, log: Log, ga
             story.hear(line)
         pids = await asyncio.gather(*calls)
         assert all(len({pids[i] for i in range(200) if i % 5 == key}) == 1 for key in range(5))
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 async def test_a_map_with_keys(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -228,7 +229,7 @@ async def test_many_keys_wait_while_the_only_worker_dies(make: MakeRunner, log: 
         with pytest.raises(percore.WorkerDied):
             await first
         assert await asyncio.gather(*calls) == list(range(20))
-        assert runner._supervisor.dispatch.is_settled()
+        assert supervisor_of(runner).dispatch.is_settled()
 
 
 @pytest.mark.usefixtures("piece")
@@ -251,7 +252,7 @@ async def test_keys_over_deaths_at_any_time(make: MakeRunner, log: Log, gate: Ga
         for line in log.rest():
             story.hear(line)
         assert max(story.most.values()) <= 2
-        assert not len(runner._supervisor.dispatch.keys)
+        assert not len(supervisor_of(runner).dispatch.keys)
 
 
 async def test_closing_ends_waiting_calls_of_keys(make: MakeRunner, log: Log, gate: Gate) -> None:

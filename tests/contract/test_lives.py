@@ -15,13 +15,14 @@ from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import current_member, members_of, supervisor_of
 
 pytestmark = pytest.mark.differs("spawn", because="a fresh interpreter is launched and ends in another way than a forked worker")
 
 
 async def _alone(runner: Runner, workers: int = 1) -> None:
     """Call until there are no more workers than that."""
-    while len(runner._supervisor.members) > workers:
+    while len(members_of(runner)) > workers:
         await runner.run(jobs.aecho)
 
 
@@ -37,7 +38,7 @@ async def test_a_replacement_that_fails_and_does_not_end_is_killed(make_real: Ma
 
 async def test_a_draining_worker_is_killed_if_it_hangs_after_its_last_call(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(life_jobs.stays_at_its_end, log.path), kill_after=0.1) as runner:
-        old = runner._supervisor.slots[0].current
+        old = current_member(runner)
         assert old is not None
         call = runner.submit(jobs.await_, log.path, gate.path, "call")
         assert await log.next() == "call"
@@ -161,13 +162,13 @@ async def test_lifespans_that_fail_again_and_again_break_the_runner_and_say_why(
     async with make_real(lifespan=life_jobs.always_fails) as runner:
         worker_of(runner).kill()
         errors: asyncio.Queue[percore.RunnerBroken] = asyncio.Queue()
-        fail = runner._supervisor.fail
+        fail = supervisor_of(runner).fail
 
         def fail_and_tell(error: percore.RunnerBroken) -> None:
             fail(error)
             errors.put_nowait(error)
 
-        monkeypatch.setattr(runner._supervisor, "fail", fail_and_tell)
+        monkeypatch.setattr(supervisor_of(runner), "fail", fail_and_tell)
         error = await errors.get()
         assert "the token server is gone" in "".join(traceback.format_exception(error))
         with pytest.raises(percore.RunnerBroken) as caught:

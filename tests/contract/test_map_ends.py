@@ -16,6 +16,7 @@ from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
 
 pytestmark = pytest.mark.differs("uvloop", because="the loop finalises async generators, and orders the callbacks of an end")
 
@@ -533,7 +534,7 @@ async def test_a_map_that_is_used_after_the_close(make: MakeRunner) -> None:
 async def test_an_iterator_that_is_dropped_or_closed_before_its_first_result_holds_nothing(make: MakeRunner) -> None:
     large = b"x" * 300_000
     async with make() as runner:
-        arena = runner._supervisor.arena
+        arena = supervisor_of(runner).arena
         results = runner.map(lambda item: (item, large), [1, 2])
         dropped = aiter(results)
         del dropped
@@ -579,7 +580,7 @@ async def test_nobody_goes_through_all_calls_while_a_cancelled_one_runs_on(
 ) -> None:
     """Its function, which travels by value, has to be kept until then."""
     async with make(2, threads=2) as runner:
-        supervisor = runner._supervisor
+        supervisor = supervisor_of(runner)
         fn = functools.partial(jobs.wait, log.path, gate.path)
         verbs = runner.options(timeout=0.01) if way == "timed out" else runner
         results = verbs.map(fn, [1], return_exceptions=way == "timed out")
@@ -611,7 +612,7 @@ async def test_a_function_is_forgotten_when_the_last_of_its_calls_has_ended_in_a
     make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
 ) -> None:
     async with make(2, threads=20) as runner:
-        supervisor = runner._supervisor
+        supervisor = supervisor_of(runner)
         gates = [gate] * 10 + [other_gate] * 10
         maps = [runner.map(functools.partial(jobs.wait, log.path, path.path), [number]) for number, path in enumerate(gates)]
         tasks = [asyncio.ensure_future(results.collect()) for results in maps]

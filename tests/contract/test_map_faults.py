@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.counts import times
+from tests.internals import slots_used
 
 BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 
@@ -141,7 +142,7 @@ async def test_m2_what_was_left_is_all_gone_and_the_runner_serves(make: MakeRunn
                 gc.collect()  # errors and the frames they name hold each other
                 assert items.alive == 0
         assert await runner.map(fn, range(100)) == list(range(100))
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 async def _by_break(mapped: percore.Map[Any]) -> None:

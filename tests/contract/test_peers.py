@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract import serial_calls as calls
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
 
 # Under one loop: what bit others is the same under any.
 pytestmark = pytest.mark.asyncio_only
@@ -129,7 +130,7 @@ async def test_peers_10_items_that_no_worker_will_run_have_errors_of_their_own(
         items = asyncio.create_task(runner.map(jobs.echo, places(), window=100, return_exceptions=True).collect())
         await all_pulled.wait()
         await runner.run(jobs.aecho)  # some of the batches are queued ahead in the worker, and come back from there
-        runner._supervisor.fail(percore.RunnerBroken(10, 3, "on purpose"))
+        supervisor_of(runner).fail(percore.RunnerBroken(10, 3, "on purpose"))
         worker = worker_of(runner)
         worker.kill()
         errors: list[Any] = await items

@@ -17,6 +17,7 @@ from tests import jobs
 from tests.contract import peer_jobs
 from tests.contract.conftest import MakeRunner
 from tests.counts import LONG, times
+from tests.internals import members_of, supervisor_of
 
 BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 
@@ -53,7 +54,7 @@ async def test_peers_8_a_close_that_nobody_waits_for_runs_the_backlog(make: Make
 async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make: MakeRunner, limit: int) -> None:
     runner = make(1, max_tasks_per_worker=limit, concurrency=1)
     await runner.start()
-    supervisor, assembly = runner._supervisor, runner._assembly
+    supervisor, assembly = supervisor_of(runner), runner._assembly
     futures = [runner.submit(jobs.aecho, number) for number in range(50)]
     await futures[0]
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
@@ -175,7 +176,7 @@ class Storm:
         await self.runner.aclose()
 
     def _strike(self) -> None:
-        members = [member for member in self.runner._supervisor.members if member.is_ready]
+        members = [member for member in members_of(self.runner) if member.is_ready]
         if members and self.chance.random() < 0.1:
             self.chance.choice(members).worker.kill(self.chance.choice([signal.SIGKILL, signal.SIGTERM]))
 

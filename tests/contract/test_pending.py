@@ -11,6 +11,7 @@ import percore
 from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
 
 
 async def _settle() -> None:
@@ -140,7 +141,7 @@ async def test_map_over_map_under_a_small_bound(make: MakeRunner, limit: int) ->
 async def test_maps_over_async_inputs_keep_count(make: MakeRunner, fn: Any) -> None:
     """Items end while the next one waits to be let in: both are counted."""
     async with make(2, max_pending=8) as runner:
-        admission = runner._supervisor.admission
+        admission = supervisor_of(runner).admission
         assert admission is not None
         inside: list[int] = []
 

@@ -20,6 +20,7 @@ from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import members_of, supervisor_of
 
 pytestmark = pytest.mark.differs("spawn", "fallbacks", because="a successor is launched, and a worker's exit seen, in another way")
 
@@ -58,7 +59,7 @@ async def test_t3_deaths_in_between(make: MakeRunner, limit: int) -> None:
             while runner.statistics().workers[i % 2].state != "ready":  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0)
             await runner.run(jobs.aecho)
-            for member in list(runner._supervisor.members)[: 1 + i % 2]:
+            for member in members_of(runner)[: 1 + i % 2]:
                 member.worker.kill(signal.SIGKILL if i % 3 else signal.SIGTERM)
         assert await task == list(range(10 * limit))
         assert await threads == list(range(10 * limit))
@@ -75,7 +76,7 @@ async def test_t3_its_replacement_starts_ahead_and_takes_over_when_its_last_call
             assert (await runner.run(jobs.awhere)).generation == 1
         assert await log.next() == "enter 2"
         gate.open()
-        while (following := runner._supervisor.slots[0].next) is None or not following.is_ready:
+        while (following := supervisor_of(runner).slots[0].next) is None or not following.is_ready:
             await runner.broadcast(jobs.awhere)  # which is not counted
         assert [(await runner.run(jobs.awhere)).generation for _ in range(4)] == [1, 2, 2, 2]
         assert runner.statistics().workers[0].state == "ready"
@@ -224,7 +225,7 @@ async def test_t3_the_replacement_dies_while_it_starts(make: MakeRunner, log: Lo
         await runner.run(jobs.aecho)
         await runner.run(jobs.aecho)
         assert await log.next() == "enter 2"
-        following: Any = runner._supervisor.slots[0].next
+        following: Any = supervisor_of(runner).slots[0].next
         following.worker.kill()
         assert await log.next() == "enter 3"
         waiting = runner.submit(jobs.awhere)

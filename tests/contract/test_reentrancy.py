@@ -22,6 +22,7 @@ from tests.contract import serial_calls as calls
 from tests.contract.conftest import MakeRunner
 from tests.counts import times
 from tests.fakes import FakeRunner
+from tests.internals import supervisor_of
 
 variable: ContextVar[Any] = ContextVar("variable")
 
@@ -242,7 +243,7 @@ class Acts:
 
 async def _nothing_is_left(runner: Runner) -> None:
     await runner.broadcast(jobs.aecho)
-    supervisor = runner._supervisor
+    supervisor = supervisor_of(runner)
     while supervisor.unfinished() or supervisor._retired:  # noqa: ASYNC110  # cancelled calls end without a word
         await asyncio.sleep(0)
     assert (supervisor.arena.in_use, supervisor.dispatch.waiting(), len(supervisor.enders)) == (0, 0, 0)
@@ -392,7 +393,7 @@ async def test_s6_a_map_that_its_function_closes_leaves_nothing(make: MakeRunner
         assert [value async for value in stream] == []
         _set(None)
         await _nothing_is_left(runner)
-        assert not runner._supervisor.dispatch._maps
+        assert not supervisor_of(runner).dispatch._maps
 
 
 @pytest.mark.asyncio_only

@@ -16,6 +16,7 @@ from percore._core.flow import Cost
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import slots_used, supervisor_of
 
 BOTH = pytest.mark.parametrize("fn", [jobs.fail_first, jobs.afail_first])
 FOR_EVER = 1e6
@@ -24,7 +25,7 @@ FOR_EVER = 1e6
 
 async def _delayed(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their next attempt."""
-    while len(runner._supervisor.attempts.delayed) < count:  # noqa: ASYNC110  # there is no event for it
+    while len(supervisor_of(runner).attempts.delayed) < count:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
 
 
@@ -153,7 +154,7 @@ async def test_a_retry_sends_the_original_bytes(make: MakeRunner, log: Log, gate
         assert await log.next() == str(len(items))
         gate.open()
         assert await call == len(items) + 1
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 @pytest.mark.parametrize("items", [[1, 2, 3], [b"x" * 30_000, 2], [b"x" * 300_000, 2, 3], bytearray(300_000)])
@@ -164,7 +165,7 @@ async def test_a_retry_of_a_plain_function_sends_the_original_bytes(make_real: M
         assert await view.run(jobs.change_and_die, str(tmp_path), items) == len(items)
         mapped = view.map(partial(jobs.change_and_die, str(tmp_path / "map")), [items] * 3)
         assert await mapped == [len(items)] * 3
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 async def test_a_retry_of_an_error_sends_the_original_bytes(make: MakeRunner) -> None:
@@ -174,7 +175,7 @@ async def test_a_retry_of_an_error_sends_the_original_bytes(make: MakeRunner) ->
             with pytest.raises(ValueError, match=str(size)):
                 await view.run(jobs.change_and_fail, bytearray(size))
         assert runner.statistics().retried == 6
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 # Maps
@@ -310,7 +311,7 @@ async def test_cancelled_while_it_waits_for_its_next_attempt(make: MakeRunner, f
         with pytest.raises(asyncio.CancelledError):
             await task
         assert runner.statistics().queued == 0
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 async def test_cancelled_at_the_very_moment_of_its_next_attempt(make: MakeRunner, tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ async def test_cancelled_at_the_very_moment_of_its_next_attempt(make: MakeRunner
         view = runner.options(retries=1, retry_on=ValueError, backoff=FOR_EVER)
         task = asyncio.create_task(view.run(jobs.afail_first, str(tmp_path), 1, ValueError, 7))
         await _delayed(runner)
-        attempts = runner._supervisor.attempts
+        attempts = supervisor_of(runner).attempts
         task.cancel()
         (call,) = attempts.delayed
         attempts._attempt(call)  # as the timer would, which has fired in the same iteration of the loop

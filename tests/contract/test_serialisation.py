@@ -22,6 +22,7 @@ from tests.contract import serial_calls as calls
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.counts import times
+from tests.internals import slots_used, supervisor_of
 
 COUNT = times(100, 10_000)
 """Of each row, single calls and items each; its cases share it."""
@@ -107,7 +108,7 @@ async def _nothing_is_left(runner: Runner) -> None:
     assert await runner.run(jobs.length, calls.LARGE) == await runner.run(jobs.alength, calls.LARGE) == len(calls.LARGE)
     assert await runner.map(jobs.echo, range(100)) == list(range(100))
     assert [value async for value in runner.map(jobs.aecho, [[1], [2]])] == [[1], [2]]
-    supervisor = runner._supervisor
+    supervisor = supervisor_of(runner)
     assert (supervisor.arena.in_use, supervisor.dispatch.waiting(), supervisor.unfinished()) == (0, 0, False)
     for member in supervisor.members:
         assert (member.calls, member.parked, member.load, member.items) == ({}, set(), [0, 0, 0], 0)
@@ -311,7 +312,7 @@ async def test_s2_arguments_that_kill_when_read_are_a_begun_call_of_a_dead_worke
             assert caught.value.started
             assert caught.value.exitcode == {"exits": 3, "crashes": -11}[how]
         assert await runner.map(jobs.echo, range(100)) == list(range(100))
-        assert runner._supervisor.arena.in_use == 0
+        assert slots_used(runner) == 0
 
 
 async def test_s2_arguments_of_a_plain_function_that_take_their_time_hold_up_nobody(make: MakeRunner, log: Log, gate: Gate) -> None:

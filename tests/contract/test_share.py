@@ -16,6 +16,7 @@ from tests import jobs
 from tests.contract import share_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
 
 pytestmark = pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds")
 
@@ -26,13 +27,13 @@ SIZE = 300_000
 
 
 def arena(runner: percore.Runner) -> SlotWriter:
-    return runner._supervisor.arena
+    return supervisor_of(runner).arena
 
 
 async def until_free(runner: percore.Runner) -> None:
     """Answers come as calls do, so what was asked for before them has been done."""
     async with asyncio.timeout(20):
-        while arena(runner).in_use or runner._supervisor.shares._shares:
+        while arena(runner).in_use or supervisor_of(runner).shares._shares:
             await runner.broadcast(jobs.awhere)
 
 
@@ -221,7 +222,7 @@ async def test_what_a_worker_keeps_of_it_stays_as_it_was(make: MakeRunner) -> No
         for _ in range(20):
             assert (await runner.run(jobs.aecho, np.zeros(SIZE))).sum() == 0
         assert await runner.run(share_jobs.kept_sum) == SIZE
-        assert len(runner._supervisor.shares._shares) == 1
+        assert len(supervisor_of(runner).shares._shares) == 1
         await runner.run(share_jobs.let_go)
         await until_free(runner)
 

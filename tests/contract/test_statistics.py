@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
+from tests.internals import current_member, members_of, supervisor_of
 
 
 async def test_counters_of_an_idle_runner(make: MakeRunner) -> None:
@@ -66,7 +67,7 @@ async def test_a_worker_that_is_buried_while_another_thread_asks(
     async with make() as runner:
         held = runner.submit(jobs.await_, log.path, gate.path)
         await log.next()
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         marks = memoryview(bytearray(8))
         marks.release()
         with monkeypatch.context() as patch:
@@ -94,7 +95,7 @@ async def test_a_death_is_counted(make: MakeRunner, log: Log, gate: Gate) -> Non
         await runner.run(jobs.aecho)
         future = runner.submit(jobs.await_, log.path, gate.path)
         await log.next()
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         member.worker.kill()
         await asyncio.wait([future])
         assert isinstance(future.exception(), percore.WorkerDied)
@@ -128,7 +129,7 @@ async def test_it_can_be_asked_while_closing(make: MakeRunner, log: Log, gate: G
 class _Members(set[Any]):
     """Asks for statistics at the worst moment: while a dead worker leaves."""
 
-    def __init__(self, members: set[Any], ask: Callable[[], percore.Statistics]) -> None:
+    def __init__(self, members: list[Any], ask: Callable[[], percore.Statistics]) -> None:
         super().__init__(members)
         self._ask = ask
         self.told: list[percore.Statistics] = []
@@ -147,8 +148,8 @@ async def test_they_can_be_asked_from_any_thread_at_any_moment(make: MakeRunner)
         assert await runner.map(jobs.aecho, range(10)) == list(range(10))
         elsewhere = await asyncio.to_thread(runner.statistics)
         assert (elsewhere.done, len(elsewhere.workers)) == (10, 2)
-        members = _Members(runner._supervisor.members, runner.statistics)
-        runner._supervisor.members = runner._supervisor.pool.members = members
+        members = _Members(members_of(runner), runner.statistics)
+        supervisor_of(runner).members = supervisor_of(runner).pool.members = members
         for member in list(members):
             member.worker.kill()
         await members.are_gone.wait()
@@ -178,7 +179,7 @@ async def test_peers_25_plain_calls_take_every_free_thread(make: MakeRunner, log
 
 async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
     """Block the loop of one worker, for so long that it is taken for blocked; its index."""
-    member = runner._supervisor.slots[0].current
+    member = current_member(runner)
     assert member is not None
     worker: Any = member.worker
     if isinstance(worker, FakeWorker):
@@ -191,7 +192,7 @@ async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
     # The least loaded gets a call: so each gets some of four. What this one does not read tells that it is blocked.
     futures = [runner.submit(jobs.aecho) for _ in range(4)]
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-    silent = runner._supervisor.slots[blocked].current
+    silent = current_member(runner, blocked)
     assert silent is not None
     while silent.silence() < BLOCKED:  # noqa: ASYNC110  # only the clock changes it
         await asyncio.sleep(0)
@@ -200,7 +201,7 @@ async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
 
 def _unblock(runner: percore.Runner, gate: Gate) -> None:
     gate.open()
-    member = runner._supervisor.slots[0].current
+    member = current_member(runner)
     assert member is not None
     worker: Any = member.worker
     if isinstance(worker, FakeWorker):
@@ -258,7 +259,7 @@ async def test_a_worker_that_drains_still_counts(make: MakeRunner, log: Log, gat
         await runner.run(jobs.aecho)
         future = runner.submit(jobs.await_, log.path, gate.path)
         await log.next()
-        (member,) = runner._supervisor.members
+        (member,) = members_of(runner)
         member.worker.kill(signal.SIGTERM)
         while (snapshot := runner.statistics()).restarts == 0:  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)

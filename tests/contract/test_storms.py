@@ -23,6 +23,7 @@ from tests.contract.conftest import worker_of
 from tests.contract.pipes import Gate
 from tests.counts import times
 from tests.fakes import FakeRunner
+from tests.internals import members_of, supervisor_of
 from tests.sweep import places
 
 LARGE = 150_000
@@ -45,7 +46,7 @@ def make_call(runner: percore.Runner, number: int) -> "tuple[asyncio.Future[Any]
 def sent_messages(runner: percore.Runner) -> Counter[int]:
     """How often each message is sent to the workers of now, from now on."""
     sent: Counter[int] = Counter()
-    for member in runner._supervisor.members:
+    for member in members_of(runner):
         channel: Any = member.worker.channel
         send = channel.send
 
@@ -69,7 +70,7 @@ async def silent_loop() -> AsyncIterator[None]:
 
 async def nothing_is_held(runner: percore.Runner) -> None:
     """No call, place or slot is taken; the runner works."""
-    supervisor = runner._supervisor
+    supervisor = supervisor_of(runner)
     async with asyncio.timeout(30):
         while supervisor.unfinished():  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
@@ -214,7 +215,7 @@ async def test_c6_cancelled_at_every_step_of_a_death(place: str, strike: Strike)
             assert outcomes.keys() <= {"cancelled", "value", "WorkerDied"}
             await nothing_is_held(runner)
             async with asyncio.timeout(30):
-                while not all(slot.current and slot.current.is_ready for slot in runner._supervisor.slots):  # noqa: ASYNC110
+                while not all(slot.current and slot.current.is_ready for slot in supervisor_of(runner).slots):  # noqa: ASYNC110
                     await asyncio.sleep(0)
     assert hits
 

@@ -16,6 +16,7 @@ import percore
 from tests.contract import buffer_jobs as arrays
 from tests.e2e import buffer_calls as calls
 from tests.e2e.fault_programs import fds, run, say
+from tests.internals import slots_used, supervisor_of
 from tests.jobs import apass_gate
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -62,7 +63,7 @@ async def _gone_after_close(megabytes: int) -> None:
         arrays_there.clear()
         await asyncio.sleep(0)  # the loop hears of it
         await runner.broadcast(calls.how_many_made)  # and, before that is answered, the workers
-        while runner._supervisor.arena.in_use:
+        while slots_used(runner):
             await runner.broadcast(calls.how_many_made)
         say("warm", calls.mappings_of_arena())
     del runner
@@ -81,7 +82,7 @@ async def _short_of_space(megabytes: int) -> None:
     limit = megabytes * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     async with percore.Runner(2, max_message=256 * MEGABYTE) as runner:
-        say("slots", runner._supervisor.arena.count)
+        say("slots", supervisor_of(runner).arena.count)
         places = range(60)
         kept: list[Any] = await runner.map(arrays.anumbers, places)
         say("back", all(arrays.is_numbers(place, array) for place, array in enumerate(kept)))

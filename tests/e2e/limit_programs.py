@@ -23,6 +23,7 @@ import percore
 from percore._engines.forkserver import ForkServerLauncher
 from tests.e2e import limit_calls as calls
 from tests.e2e.fault_programs import fds, run, say
+from tests.internals import current_member, members_of, slots_used, supervisor_of
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 # What percore warns of is told by the story, if it is part of it: standard error is to stay empty.
@@ -101,14 +102,14 @@ class Recycling:
             "name": self.name,
             "cut": self._is_cut,
             "strikes left": len(self._strikes),
-            "members": len(runner._supervisor.members),
+            "members": len(members_of(runner)),
         }
 
     def _on_end(self, _: object) -> None:
         self._ended += 1
         if self._ended == self._count // 2:
             self._half.set()
-        supervisor = self._runner._supervisor
+        supervisor = supervisor_of(self._runner)
         if self._strikes and self._ended >= self._strikes[-1] and not supervisor.phase.is_closing:
             ready = [member for member in supervisor.members if member.is_ready]
             if ready:
@@ -143,7 +144,7 @@ async def _stopped(count: int, max_pending: int | None) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         statistics = runner.statistics()
-        member = runner._supervisor.slots[0].current
+        member = current_member(runner)
         assert member is not None
         say("submitted", {"accepted": statistics.running + statistics.queued, "full": member.worker.channel.full_count})
         results = await asyncio.gather(*futures)
@@ -219,7 +220,7 @@ async def _short_of_memory(max_message: int, size: int) -> None:
             assert await runner.run(calls.has_letters, data, len(data))
             assert calls.has_letters(await runner.run(calls.with_letters, len(data)), len(data))
         say("serves", await serves(runner) and await runner.run(calls.pid) == pid and runner.statistics().restarts == 0)
-        say("slots", runner._supervisor.arena.in_use)
+        say("slots", slots_used(runner))
 
 
 # R5: systems that give little or nothing
@@ -363,7 +364,7 @@ async def _no_descriptors_at_respawn(method: Any, most: int) -> None:
             logging.getLogger("percore").addHandler(warned)
             hearing = asyncio.ensure_future(warned.event.wait())
             with _descriptors(spare):
-                runner._supervisor.slots[0].current.worker.kill()  # type: ignore[union-attr]
+                current_member(runner).worker.kill()  # type: ignore[union-attr]
                 call: asyncio.Future[Any] = runner.submit(calls.pid)
                 either: list[asyncio.Future[Any]] = [call, hearing]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -450,7 +451,7 @@ async def _ends(how: str) -> None:
         assert await runner.map(calls.has_letters, [data] * 4, [len(data)] * 4) == [True] * 4
         say("ready")
         if how == "worker":
-            runner._supervisor.slots[0].current.worker.kill()  # type: ignore[union-attr]
+            current_member(runner).worker.kill()  # type: ignore[union-attr]
             assert await serves(runner)
         elif how == "exit":
             os._exit(3)

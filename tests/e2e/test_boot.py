@@ -22,6 +22,7 @@ from tests.counts import LONG
 from tests.e2e import boot_calls, fault_calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Wire, count_lines
+from tests.internals import supervisor_of
 
 # At the first start
 
@@ -90,7 +91,7 @@ class Starts:
 
     def __init__(self, runner: percore.Runner) -> None:
         self.times: list[float] = []
-        engine: Any = runner._supervisor.engine
+        engine: Any = supervisor_of(runner).engine
         self._start = engine.start
         engine.start = self._spy
 

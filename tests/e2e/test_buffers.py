@@ -24,6 +24,7 @@ np = pytest.importorskip("numpy")
 from tests.contract import buffer_jobs as arrays  # noqa: E402
 from tests.e2e import buffer_calls as calls  # noqa: E402
 from tests.e2e.test_limits import available  # noqa: E402
+from tests.internals import slots_used  # noqa: E402
 
 MEGABYTE = 1 << 20
 GIGABYTE = 1 << 30
@@ -44,7 +45,7 @@ def need(size: int) -> None:
 async def settled(runner: percore.Runner) -> None:
     """Wait until no slot is in use any more."""
     async with asyncio.timeout(LIMIT):
-        while runner._supervisor.arena.in_use:
+        while slots_used(runner):
             gc.collect()
             await runner.broadcast(calls.drop)
 
@@ -190,7 +191,7 @@ async def test_r4_arrays_for_which_there_is_no_room_fail_alone(size: int) -> Non
         try:
             with pytest.raises(MemoryError, match="memory that is left"):
                 await runner.run(arrays.describe, np.ones(size // 8))
-            assert runner._supervisor.arena.in_use == 0
+            assert slots_used(runner) == 0
             assert await runner.run(arrays.is_numbers, 1, arrays.numbers(1))
         finally:
             calls.lack_room(None)

@@ -11,6 +11,7 @@ import percore
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import ended, serves
 from tests.faults import LIMIT, Wire
+from tests.internals import slots_used
 from tests.sweep import places
 
 LARGE = 200_000
@@ -78,6 +79,6 @@ async def test_c3_cancelled_while_its_worker_stands_at_a_step_of_it(call: Any, a
             assert future.cancelled() == cancelled
             await serves(runner)
             assert (await ended(runner.submit(calls.who)))[2] == pid
-            assert runner._supervisor.arena.in_use == 0
+            assert slots_used(runner) == 0
     assert not {f"worker.{step}" for step in ("bell.read", "call.marked", "call.running", "frame.written")} - stood
     assert stood & {"worker.outcome.ready", "worker.outcome.stored"}

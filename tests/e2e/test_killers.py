@@ -16,6 +16,7 @@ from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, pid_of, serves
 from tests.faults import LIMIT, Watch, Wire
+from tests.internals import members_of
 
 NUMBERS_OF_WORKERS = range(2, 14) if LONG else (2, 5, 13)
 
@@ -34,7 +35,7 @@ class Killers:
         self._gates += [Wire(self._folder / str(index)) for index in range(len(self._gates), workers)]
         futures = [self._runner.submit(deadly.kill_told, str(self._folder)) for _ in range(workers)]
         assert sorted([(await self._wire.worker())[0] for _ in futures]) == list(range(workers))
-        calls_of = {member.index: list(member.calls.values()) for member in self._runner._supervisor.members}
+        calls_of = {member.index: list(member.calls.values()) for member in members_of(self._runner)}
         return {index: next(future for future in futures if future in held) for index, held in calls_of.items()}
 
     def tell(self, index: int, pid: int) -> None:

@@ -19,6 +19,7 @@ from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.e2e.scripts import python
 from tests.faults import LIMIT, Watch, Wire, count_lines, wait_stopped
+from tests.internals import current_member
 
 pytestmark = pytest.mark.usefixtures("no_core_files")
 
@@ -136,7 +137,7 @@ async def test_k5_a_worker_that_dies_in_the_moment_it_is_ready_is_replaced(metho
     runner = percore.Runner(1, start_method=method)
     starting = asyncio.create_task(runner.start())
     await asyncio.sleep(0)
-    while (pid := runner._supervisor.slots[0].current.pid if runner._supervisor.slots[0].current else 0) is None:  # noqa: ASYNC110
+    while (pid := member.pid if (member := current_member(runner)) else 0) is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
     if pid:
         with Watch([pid]) as worker:

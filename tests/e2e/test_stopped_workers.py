@@ -11,12 +11,13 @@ from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import Watch, Wire, wait_stopped
+from tests.internals import members_of
 
 
 async def beside(runner: percore.Runner, pid: int, count: int) -> list[tuple[int, int, int]]:
     """Wait until that worker, which is stopped, counts as silent: then so many calls are run by the other one."""
-    (stopped,) = (member for member in runner._supervisor.members if member.pid == pid)
-    (other,) = (member for member in runner._supervisor.members if member is not stopped)
+    (stopped,) = (member for member in members_of(runner) if member.pid == pid)
+    (other,) = (member for member in members_of(runner) if member is not stopped)
     while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
         await asyncio.sleep(0)
     places = []

@@ -20,6 +20,7 @@ import percore
 from percore import _points
 from percore._engines.servers import servers
 from percore._messages import Kind
+from tests.internals import members_of, supervisor_of
 from tests.sweep import calls
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -110,7 +111,7 @@ class Host:
     async def fill(self, how: str) -> None:
         """Bring about the state: rings full, or slots taken, as far as this side can see to it."""
         kind, _, side = how.partition(" of ")
-        supervisor = self.runner._supervisor
+        supervisor = supervisor_of(self.runner)
         seats = list(supervisor.dispatch.seats)
         size = {"busy": 0, "full": calls.INLINE, "slots": calls.STORED}[kind]
         if kind == "busy":
@@ -132,7 +133,7 @@ class Host:
 
     async def fill_and_release(self) -> None:
         """Have workers, whose loops stand, fill their rings by threads, with a slot's release waiting for the loop to go on."""
-        seats = list(self.runner._supervisor.dispatch.seats)
+        seats = list(supervisor_of(self.runner).dispatch.seats)
         for _ in seats:
             self._submit(calls.thread, 0, calls.STORED)
         first = set(self.pending)
@@ -145,7 +146,7 @@ class Host:
 
     def _be_deaf(self) -> None:
         """Nothing is heard of any worker until "on"."""
-        self.deaf = [member.worker.channel for member in self.runner._supervisor.members]
+        self.deaf = [member.worker.channel for member in members_of(self.runner)]
         for channel in self.deaf:
             asyncio.get_running_loop().remove_reader(channel._bell.fileno())
 
@@ -204,7 +205,7 @@ class Host:
 
     def _is_whole(self) -> bool:
         """Whether every worker is ready, and none of them is about to be killed since its channel is lost."""
-        workers, members = self.runner.statistics().workers, self.runner._supervisor.members
+        workers, members = self.runner.statistics().workers, members_of(self.runner)
         return all(worker.state == "ready" for worker in workers) and all(member.worker.channel.is_open for member in members)
 
     async def serve(self) -> None:
@@ -218,8 +219,8 @@ class Host:
                 if death.started or death.exitcode is not None:
                     raise
                 await self._become_whole()
-        supervisor = self.runner._supervisor
-        arena = self.runner._supervisor.arena
+        supervisor = supervisor_of(self.runner)
+        arena = supervisor_of(self.runner).arena
         say(
             "served",
             {
@@ -292,10 +293,10 @@ class Host:
 
     def observe(self) -> str:
         """For the places in this process."""
-        supervisor = self.runner._supervisor
+        supervisor = supervisor_of(self.runner)
         held = sum(len(member.calls) for member in supervisor.members)
         full = [member.worker.channel.full_count for member in supervisor.members if member.worker.channel._frame is not None]
-        arena = self.runner._supervisor.arena
+        arena = supervisor_of(self.runner).arena
         words = ["busy" if held > 1 else "idle"]
         if full:
             words.append("full")

@@ -1,0 +1,33 @@
+"""Where tests look into a runner: its workers, its calls and its memory slots, which `statistics()` and `usage()` do not show.
+
+A test needs this to kill a particular worker, to see that a call has left nothing behind, or to make a fault happen. It is the
+one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
+"""
+
+from typing import TYPE_CHECKING
+
+from percore import Runner
+
+if TYPE_CHECKING:
+    from percore._member import Member
+    from percore._supervisor import Supervisor
+
+
+def supervisor_of(runner: Runner) -> "Supervisor":
+    """The part of a runner that owns its workers and calls."""
+    return runner._supervisor
+
+
+def members_of(runner: Runner) -> "list[Member]":
+    """The workers of now, as the supervisor sees them: also those that start and those that drain."""
+    return list(runner._supervisor.members)
+
+
+def current_member(runner: Runner, index: int = 0) -> "Member | None":
+    """The worker that has a slot of the pool."""
+    return runner._supervisor.slots[index].current
+
+
+def slots_used(runner: Runner) -> int:
+    """How many memory slots are taken by what is sent to workers."""
+    return runner._supervisor.arena.in_use
