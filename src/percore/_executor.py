@@ -16,9 +16,10 @@ from percore._calls import kind_of
 from percore._engines.process import CommonMemory, ProcessEngine
 from percore._ipc.pickles import MainInfo, dump, is_by_reference
 from percore._ipc.slots import Sink
+from percore._jobs import Held
 from percore._messages import Kind
 from percore._options import Knobs, Lifespan, check_plain, usable_cpus, whole
-from percore._portal import KILL, TERMINATE, Held, Portal
+from percore._portal import KILL, TERMINATE, Portal
 from percore._worker import context
 from percore._worker.manners import Given, Manners, ThreadStart, run_chunk
 
@@ -119,7 +120,7 @@ class LoopPoolExecutor(Executor):
 
     @property
     def _broken(self) -> str | Literal[False]:
-        return self._portal.broken or False
+        return self._portal.life.text or False
 
     @overload
     def submit(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
@@ -201,7 +202,7 @@ class LoopPoolExecutor(Executor):
         end = None if timeout is None else time.monotonic() + timeout
         rows = zip(*iterables, strict=False)
         if chunksize == 1 or _is_coroutine_function(fn):
-            shared = fn if is_by_reference(fn) else Held(self._portal, fn)
+            shared = fn if is_by_reference(fn) else Held(fn, self._portal.forget)
             return _Results(self, shared, rows, end, buffersize).items()
         chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
         calls = ((fn, chunk) for chunk in chunks)
@@ -234,9 +235,7 @@ class LoopPoolExecutor(Executor):
         self._portal.kill(KILL)
 
     def __repr__(self) -> str:
-        portal = self._portal
-        state = "broken" if portal.broken else "shut down" if portal.is_shut else "open"
-        return f"<percore.LoopPoolExecutor max_workers={self._max_workers} {state}>"
+        return f"<percore.LoopPoolExecutor max_workers={self._max_workers} {self._portal.life}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

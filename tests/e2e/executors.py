@@ -46,8 +46,8 @@ def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def members_of(executor: LoopPoolExecutor) -> list[Member]:
     """The workers of an executor."""
-    supervisor = executor._portal._supervisor
-    return [] if supervisor is None else list(supervisor.members)
+    portal_jobs = executor._portal.jobs
+    return [] if portal_jobs is None else list(portal_jobs.supervisor.members)
 
 
 def lines(log: Log, count: int) -> list[str]:

@@ -37,8 +37,8 @@ def subject() -> Any:
 
         @property
         def _processes(self) -> dict[int, Any]:
-            supervisor = self._portal._supervisor
-            workers: list[Any] = [] if supervisor is None else [member.worker for member in list(supervisor.members)]
+            jobs = self._portal.jobs
+            workers: list[Any] = [] if jobs is None else [member.worker for member in list(jobs.supervisor.members)]
             return {worker.pid: worker._process.process for worker in workers}
 
         @property

@@ -49,5 +49,5 @@ def _literals_logged() -> list[tuple[str, int, str]]:
 
 def test_everything_that_is_logged_names_percore() -> None:
     logged = _literals_logged()
-    assert {name for name, _, _ in logged} >= {"lifespan.py", "logs.py", "_portal.py", "_futures.py"}
+    assert {name for name, _, _ in logged} >= {"lifespan.py", "logs.py", "_portal.py", "_jobs.py"}
     assert [place for place in logged if not place[2].startswith("percore: ")] == []

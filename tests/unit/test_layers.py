@@ -175,10 +175,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_assembly": VOCABULARY
     | {"_broken", "_closing", "_engine", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
     # executor
-    "_futures": WORDS,
-    "_portal": VOCABULARY | {"_assembly", "_calls", "_futures", "_member", "_supervisor", "_worker.manners"},
+    "_executor_life": frozenset({"_core.lifecycle"}),
+    "_jobs": VOCABULARY | {"_calls", "_executor_life", "_supervisor", "_worker.manners"},
+    "_portal": VOCABULARY | {"_assembly", "_calls", "_executor_life", "_jobs", "_member", "_supervisor"},
     "_executor": VOCABULARY
-    | {"_assembly", "_calls", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_portal"}
+    | {"_assembly", "_calls", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_jobs", "_portal"}
     | {"_worker.context", "_worker.manners"},
 }
 
@@ -222,7 +223,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.ring": SYSTEM,
     "_ipc.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
     "_ipc.codec": SYSTEM,
-    **dict.fromkeys(("_items", "_policy", "_results"), SYSTEM),
+    **dict.fromkeys(("_executor_life", "_items", "_policy", "_results"), SYSTEM),
     **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_engine", "_worker"), PARENT_ONLY),
 }
 

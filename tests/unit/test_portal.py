@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from percore._assembly import Assembly
+from percore._executor_life import ExecutorPhase
 from percore._portal import KILL, TERMINATE, Portal
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
 
@@ -80,8 +81,8 @@ class Stage:
     def act(self, event: str) -> None:
         """Do what `event` names."""
         if event == "die":
-            supervisor = self.portal._supervisor
-            for member in list(supervisor.members)[:1] if supervisor is not None else ():
+            running = self.portal.jobs
+            for member in list(running.supervisor.members)[:1] if running is not None else ():
                 member.worker.kill()
         else:
             portal = self.portal
@@ -123,7 +124,8 @@ class Stage:
         assert not is_late, f"the executor did not end: {script}"
         for future in self.futures:
             self.check(future)
-        assert not self.portal._jobs
+        assert self.portal.life.phase is ExecutorPhase.OVER
+        assert self.portal.jobs is None or self.portal.jobs.is_idle()
 
     def check(self, future: "Future[Any]") -> None:
         """It has ended as a future of an executor may."""
