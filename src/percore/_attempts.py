@@ -2,11 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from percore._calls import Awaited, Call, Planned, is_dropped
+from percore._calls import Outcome, PendingCall
 from percore._errors import as_error
 from percore._faults import Faults
-from percore._items import BatchItem, Item
-from percore._policy import Plan
 
 if TYPE_CHECKING:
     from percore._supervisor import Supervisor
@@ -20,9 +18,9 @@ class Attempts:
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
-        self.delayed: set[Awaited | Call | Item] = set()
+        self.delayed: set[PendingCall] = set()
 
-    def next(self, call: Awaited | Call | Item | BatchItem, error: BaseException) -> tuple[float | None, BaseException]:
+    def next(self, call: Outcome, error: BaseException) -> tuple[float | None, BaseException]:
         """Decide what follows a failed attempt, with retry_on and backoff.
 
         Runs user code, which may have ended the call on return.
@@ -31,30 +29,27 @@ class Attempts:
             The seconds before the next attempt and `error`; or None and the error that the call must end with. That is `error`,
             or the exception that retry_on or backoff raised.
         """
-        plan = call.plan
-        if plan is None and isinstance(call, Planned):
-            plan = call.plan = Plan(call.policy)
-        if plan is None or plan.failed >= plan.policy.retries or not self._supervisor.phase.begins or is_dropped(call):
+        plan = call.retry_plan()
+        if plan is None or plan.failed >= plan.policy.retries or not self._supervisor.phase.begins or call.is_dropped():
             return None, error
         try:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
         except BaseException as raised:  # the user's retry_on or backoff failed: this becomes the call's outcome
             raised.__context__ = error
             return None, as_error(raised, "retry_on or backoff")
-        if (delay and not self._supervisor.phase.delays) or is_dropped(call):  # a closing runner ends calls between two attempts
+        if (delay and not self._supervisor.phase.delays) or call.is_dropped():  # a closing runner ends calls between two attempts
             delay = None
         return delay, error
 
-    def again(self, call: Awaited | Call | Item, delay: float) -> None:
+    def again(self, call: PendingCall, delay: float) -> None:
         """Attempt a call once more after `delay` seconds. The call has left its worker, and keeps its pickled arguments."""
         plan = call.plan
         assert plan is not None
         plan.failed += 1
         plan.late = None
-        if isinstance(call, Item):
-            call.flow.runs_alone(call)
+        call.repeated()
         supervisor = self._supervisor
-        if not supervisor.phase.begins or (delay and not supervisor.phase.delays) or is_dropped(call):
+        if not supervisor.phase.begins or (delay and not supervisor.phase.delays) or call.is_dropped():
             # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
             supervisor.refuse(call)
         elif delay:
@@ -63,14 +58,15 @@ class Attempts:
         else:
             supervisor.accept(call)
 
-    def _attempt(self, call: Awaited | Call | Item) -> None:
-        if is_dropped(call):
-            self._supervisor.withdraw(call)
+    def _attempt(self, call: PendingCall) -> None:
+        if call.is_dropped():
+            call.drop()
+            self._supervisor.cancelled(call)
             return
         self.drop(call)
         self._supervisor.accept(call)
 
-    def drop(self, call: Awaited | Call | Item) -> None:
+    def drop(self, call: PendingCall) -> None:
         """Remove a call from those that wait for an attempt, and cancel its timer. It may be one that does not wait."""
         self.delayed.discard(call)
         plan = call.plan

@@ -6,7 +6,7 @@ after their callers have cancelled. So further calls for it wait here, in order,
 
 from typing import TYPE_CHECKING
 
-from percore._calls import Call
+from percore._calls import PendingCall
 from percore._core.dispatch import BESIDE
 from percore._member import Member
 from percore._messages import Kind
@@ -20,15 +20,15 @@ class Beside:
 
     def __init__(self, supervisor: "Supervisor") -> None:
         self._supervisor = supervisor
-        self.waiting: dict[Member, dict[Call, None]] = {}
+        self.waiting: dict[Member, dict[PendingCall, None]] = {}
         """The waiting calls by worker, in order. A worker without waiting calls has no entry."""
-        self._homes: dict[Call, Member] = {}
+        self._homes: dict[PendingCall, Member] = {}
 
     def __len__(self) -> int:
         """Return the number of waiting calls."""
         return len(self._homes)
 
-    def submit(self, call: Call, member: Member) -> None:
+    def submit(self, call: PendingCall, member: Member) -> None:
         """Send a call to its worker, or queue it until the worker has a place."""
         if member.load[Kind.BESIDE] < BESIDE and member not in self.waiting:
             self._send(call, member)
@@ -36,7 +36,7 @@ class Beside:
             self.waiting.setdefault(member, {})[call] = None
             self._homes[call] = member
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: PendingCall) -> None:
         """Remove a call from those that wait. It may be one that does not wait."""
         member = self._homes.pop(call, None)
         if member is not None:
@@ -57,13 +57,13 @@ class Beside:
                 else:
                     self._supervisor.unanswered(member, call)
 
-    def _send(self, call: Call, member: Member) -> None:
+    def _send(self, call: PendingCall, member: Member) -> None:
         try:
             member.send(call)
         except BaseException as error:
             self._supervisor.failed_with(call, error)
 
-    def withdraw(self) -> list[Call]:
+    def withdraw(self) -> list[PendingCall]:
         """Remove and return all waiting calls."""
         calls = list(self._homes)
         self._homes.clear()

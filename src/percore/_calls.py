@@ -1,45 +1,184 @@
-"""Calls and functions on the supervisor's side, pickled and ready to send.
+"""Calls on the supervisor's side, pickled and ready to send.
 
-`submit` returns the call itself, which is a future; `run` awaits a plain future that belongs to its call. The arguments of a call
-are pickled once, when it is made. Later changes to them have no effect, and a retry on another worker sends the same bytes.
+`PendingCall` is the one interface of all kinds of calls, and `CallBase` what they have in common:
+
+    Awaited    a call of `run`; `Planned` is one with a policy
+    Call       a call of `submit`, of a broadcast, or of `run` if its end releases something; a future itself
+    Job        a call of an executor (in `_portal`)
+    Item       an item of a map, sent singly (in `_items`)
+    Batch      several items of a map in one message (in `_items`)
+
+The arguments of a call are pickled once, when it is made. Later changes to them have no effect, and a retry on another worker sends
+the same bytes.
 """
 
 import asyncio
-import inspect
 from collections.abc import Callable, Hashable
-from itertools import islice
-from types import MethodType
-from typing import Any, ClassVar, Final, Protocol, TypeGuard
+from math import inf
+from typing import Any, ClassVar, Protocol
 
-from percore._core.flow import Cost
+from percore._core.dispatch import Queue
 from percore._errors import CUT_OFF, RunnerClosed
-from percore._ipc.advice import Nowhere, blamed, unsendable, unsendable_function
-from percore._ipc.pickles import CANNOT, dump, is_by_reference, qualified_name
-from percore._ipc.presses import Presses
-from percore._ipc.slots import INLINE_LIMIT, SlotWriter
-from percore._messages import Kind, Payload
-from percore._options import routines_of
+from percore._functions import Function
+from percore._messages import BrokenFrame, Payload
 from percore._policy import Plan, Policy
-from percore._shares import Share, Shares
-
-_REMEMBERED: Final = 4096
-"""Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
 
 
 class Owner(Protocol):
-    """The supervisor, as its calls see it. A call that is cancelled tells it so by `cancelled`."""
+    """The keeper of the calls of a runner. A call that is cancelled tells it so."""
 
     def cancelled(self, call: Any) -> None: ...
 
 
-class Call(asyncio.Future[Any]):
+class Outcome(Protocol):
+    """The receiver of one outcome: a single call, or one item of a batch."""
+
+    body: Any
+    """The body of the message; None for a batch and its items, which hold nothing that has to be released."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    def done(self) -> bool:
+        """Whether it has ended, was cancelled or was withdrawn."""
+
+    def is_dropped(self) -> bool:
+        """Whether nobody waits for it, although it is not done: its future is done, and its task is about to withdraw it."""
+
+    def drop(self) -> None:
+        """Count it as done, because it is dropped. Its task then withdraws nothing."""
+
+    def set_result(self, value: Any) -> None:
+        """End with this result, a scalar."""
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """End with this error."""
+
+    def cut_off(self) -> None:
+        """End with RunnerClosed, because the runner is closing."""
+
+    def retry_plan(self) -> Plan | None:
+        """Return the plan that decides about another attempt; None if there is none."""
+
+    def renewed(self) -> "PendingCall":
+        """Return the call for its next attempt. An item of a batch is then a call of its own."""
+
+    def leave(self, member: Any) -> None:
+        """Give back the place in this worker, which is done with it."""
+
+
+class PendingCall(Outcome, Protocol):
+    """A call, or a batch of calls, that waits or holds one place in a worker.
+
+    A batch is no receiver of an outcome itself: `set_exception` ends its map, and it is never given a result.
+    """
+
+    function: Function
+    kind: int
+    call_id: int
+    member: Any
+    """The worker that holds the call; None: none does."""
+
+    @property
+    def key(self) -> Any: ...
+
+    @property
+    def queue(self) -> Queue[Any, Any] | None:
+        """The queue of the call's map; None: it belongs to no map."""
+
+    @property
+    def size(self) -> int:
+        """Number of items; 1 for a call."""
+
+    @property
+    def wanted(self) -> int | None:
+        """Of a batch: how many of its items the map needs, counted from the first. None: it is a call, cancelled as a whole."""
+
+    def message(self) -> Any:
+        """Return the body of the message."""
+
+    def target(self, place: int) -> Outcome:
+        """Return the receiver of an outcome: the item at this place of a batch, or the call itself for -1.
+
+        Raises:
+            BrokenFrame: there is none, or it has had its outcome.
+        """
+
+    def refuse(self, refusal: Callable[[], BaseException]) -> None:
+        """End with an error from `refusal`. Each item of a batch gets an error of its own."""
+
+    def abandon(self, error: BaseException) -> None:
+        """End with this error, although its thread runs on in the worker."""
+
+    def repeated(self) -> None:
+        """Note that the call, or the batch it was in, will be attempted again."""
+
+    def left(self) -> int:
+        """Note that no worker holds the call any more. Return how many further items of a batch the worker held until now."""
+
+    def seconds(self) -> float:
+        """Return how long the worker will need for it, by measured times; infinity if that is unknown."""
+
+
+class CallBase:
+    """The common part of the kinds of calls: the behaviour of a single call. A batch overrides most of it."""
+
+    __slots__ = ()
+
+    size: int = 1
+    wanted: int | None = None
+
+    def is_dropped(self) -> bool:
+        return False
+
+    def drop(self) -> None:
+        """Only a call of `run` can be dropped."""
+
+    def message(self: PendingCall) -> Any:
+        return self.body
+
+    def target(self: PendingCall, place: int) -> Outcome:
+        if place >= 0:
+            raise BrokenFrame(f"an outcome of an item of {self.call_id}, which is no batch")
+        return self
+
+    def renewed(self: PendingCall) -> PendingCall:
+        return self
+
+    def retry_plan(self: Outcome) -> Plan | None:
+        return self.plan
+
+    def leave(self: PendingCall, member: Any) -> None:
+        member.take(self.call_id)
+
+    def refuse(self: PendingCall, refusal: Callable[[], BaseException]) -> None:
+        self.set_exception(refusal())
+
+    def cut_off(self: Outcome) -> None:
+        self.set_exception(RunnerClosed(CUT_OFF))
+
+    def abandon(self: PendingCall, error: BaseException) -> None:
+        self.set_exception(error)
+
+    def repeated(self) -> None:
+        """Only a map has to know."""
+
+    def left(self) -> int:
+        return 0
+
+    def seconds(self) -> float:
+        return inf
+
+
+class Call(CallBase, asyncio.Future[Any]):
     """One call: the future that the caller awaits, with everything needed to run the call."""
 
     __slots__ = ("body", "call_id", "function", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
-    """The call belongs to no map."""
-    size: ClassVar[int] = 1
 
     # The intake sets these when it makes the call, and the member sets `call_id` when it sends the call. With an `__init__`,
     # making a call would cost a third more.
@@ -78,7 +217,7 @@ class Call(asyncio.Future[Any]):
         self.exception()
 
 
-class Awaited:
+class Awaited(CallBase):
     """A call of `run` without a policy (`Planned` has one). Only `run` refers to it, and its end leaves nothing to release.
 
     `run` awaits a plain future, because a task takes twice as long to wait for an instance of a subclass. A plain future does not
@@ -87,10 +226,9 @@ class Awaited:
 
     __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
 
-    key: ClassVar[Hashable | None] = None
-    plan: ClassVar[Plan | None] = None
+    key: Hashable | None = None
+    plan: Plan | None = None
     queue: ClassVar[None] = None
-    size: ClassVar[int] = 1
 
     # As in `Call`.
     future: asyncio.Future[Any]
@@ -105,6 +243,12 @@ class Awaited:
     def done(self) -> bool:
         """Whether the call has ended or was withdrawn."""
         return self.is_over
+
+    def is_dropped(self) -> bool:
+        return self.future.done()
+
+    def drop(self) -> None:
+        self.is_over = True
 
     def set_result(self, value: Any) -> None:
         """End with this result."""
@@ -122,10 +266,6 @@ class Awaited:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def cut_off(self) -> None:
-        """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(CUT_OFF))
-
 
 class Planned(Awaited):
     """A call of `run` with a policy.
@@ -135,196 +275,9 @@ class Planned(Awaited):
 
     __slots__ = ("key", "plan", "policy")
 
-    # Instance attributes here; class variables in `Awaited`.
-    key: Hashable | None  # type: ignore[misc]
-    plan: Plan | None  # type: ignore[misc]
     policy: Policy
 
-
-def is_dropped(call: object) -> TypeGuard[Awaited]:
-    """Whether this is a call of `run` whose future is done, so that `run` is about to withdraw it."""
-    return isinstance(call, Awaited) and call.future.done()
-
-
-class Function:
-    """A function to call: how it is sent, and where its calls run. Number 0: it is sent with each call."""
-
-    __slots__ = ("cost", "fn", "kind", "number", "payload", "users")
-
-    def __init__(self, fn: Callable[..., Any], kind: int) -> None:
-        self.fn = fn
-        self.kind = kind
-        self.number = 0
-        self.payload: Payload = b""
-        self.users = 0
-        self.cost = Cost()
-        """How long one of its calls takes, as measured by maps."""
-
-    @property
-    def name(self) -> str:
-        return qualified_name(self.fn)
-
-
-def kind_of(fn: object) -> int:
-    """Return where calls of `fn` run: `Kind.TASK` for a coroutine function, else `Kind.THREAD`.
-
-    Raises:
-        TypeError: `fn` is a coroutine (which is closed first), a generator function, or not callable.
-    """
-    if inspect.iscoroutine(fn):
-        fn.close()
-        name = getattr(fn, "__qualname__", "fetch")
-        raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
-    if not callable(fn):
-        raise TypeError(f"expected a function, not {fn!r}")
-    inner, call = routines_of(fn)
-    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
-        return Kind.TASK
-    if any(
-        is_generator(made) for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction) for made in (inner, call)
-    ):
-        raise TypeError(
-            f"{qualified_name(fn)} is a generator function: one call gives one result. "
-            "Give a function that returns a list, or map a function over the inputs of the generator"
-        )
-    return Kind.THREAD
-
-
-class Functions:
-    """The functions of one runner, by number."""
-
-    def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
-        self._slots = slots
-        self._shares = shares
-        self._main_by_value = main_by_value
-        # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
-        # could occupy all slots, and a call that is due before them could not be sent.
-        self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
-        self.known: dict[int | tuple[int, int], Function] = {}
-        """Functions that are pickled by reference, by id. Each entry refers to its function, so no other object can get that id.
-
-        A class method is a new object at each access, so it is found by the ids of its function and its class."""
-        self._held: set[int] = set()
-        """Numbers of the functions that `hold` has numbered and `drop` has not released."""
-        self.on_forgotten: Callable[[], None] = lambda: None
-        """Called after known functions were forgotten."""
-        self._last = 0
-
-    def of(self, fn: Callable[..., Any]) -> Function:
-        """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
-
-        Raises:
-            TypeError: as `kind_of`.
-        """
-        is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
-        name = (id(fn.__func__), id(fn.__self__)) if is_class_method else id(fn)  # type: ignore[attr-defined]  # of methods
-        function = self.known.get(name)
-        if function is not None:
-            return function
-        function = Function(fn, kind_of(fn))
-        if is_by_reference(fn):
-            try:
-                if not self._number(function):
-                    return function
-            except Exception:  # the reducer of a metaclass has failed; it fails again for each call, which then gets the error
-                return function
-            if len(self.known) >= _REMEMBERED:
-                self._forget_oldest()
-            self.known[name] = function
-        return function
-
-    def _forget_oldest(self) -> None:
-        """Forget the oldest quarter of the known functions. Their waiting calls keep the old numbers and remain valid."""
-        forgotten = [self.known.pop(name, None) for name in list(islice(self.known, -(-_REMEMBERED // 4)))]
-        self.on_forgotten()
-        del forgotten  # last, when the state is consistent: this may run a `__del__`
-
-    def numbers(self) -> set[int]:
-        """Return the numbers of all known or held functions."""
-        return {function.number for function in self.known.values()} | self._held
-
-    def hold(self, fn: Callable[..., Any]) -> Function:
-        """As `of`, but pickle a function that travels by value once, and give it a number until `drop`.
-
-        Raises:
-            TypeError: as `kind_of`.
-            Exception: any error of pickling the function.
-        """
-        function = self.of(fn)
-        if not function.number and self._number(function):
-            function.users = 1
-            self._held.add(function.number)
-        return function
-
-    def drop(self, function: Function) -> None:
-        """Release a held function. No call may name it from now on."""
-        self._held.discard(function.number)
-        self._slots.discard(function.payload)
-        function.payload = b""
-        self._shares.drop(function)
-
-    def discard(self, body: tuple[Any, ...] | Payload) -> None:
-        """Release the body of a call that will not be sent: if the body is in a slot, the slot is free again."""
-        if type(body) is int:
-            self._slots.discard(body)
-
-    def _number(self, function: Function) -> bool:
-        """Pickle the function and give it a number. Return False if it must be sent with each call instead."""
-        try:
-            payload, met = self._pickled(function.fn)
-        except CANNOT as error:
-            told = unsendable_function(function.name, error)
-            if told is error:
-                raise
-            raise told from error
-        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # too large for a message, and no slot was free
-            return False
-        function.payload = payload
-        if met:
-            self._shares.hold(function, met)
-        self._last += 1
-        function.number = self._last
-        return True
-
-    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
-        """Pickle the arguments of a call. Return the payload, and the shared objects that the call must hold until it has ended.
-
-        Raises:
-            PayloadTooLarge: the pickle is larger than max_message.
-            PicklingError, AttributeError, TypeError: an object cannot be pickled; the error names the argument.
-            BaseException: any error that the user's objects raise while they are pickled.
-        """
-        try:
-            return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
-        except CANNOT as error:
-            told = self._told(function, args, kwargs, error)
-            if told is error:
-                raise
-            raise told from error
-
-    def _told(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
-        """Return an error that names the argument, or the function, that could not be pickled."""
-        fn = function.fn
-        if not function.number and not self._can_pickle(fn):
-            return unsendable_function(function.name, error)
-        return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
-
-    def _can_pickle(self, obj: object) -> bool:
-        nowhere = Nowhere()
-        outer = self._shares.watch()
-        try:
-            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
-        except Exception:
-            return False
-        finally:
-            self._shares.seen(outer)
-        return True
-
-    def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
-        shares = self._shares
-        outer = shares.watch()
-        try:
-            payload = self._presses.take().payload(obj)
-        finally:
-            met = shares.seen(outer)
-        return payload, [*met]
+    def retry_plan(self) -> Plan | None:
+        if self.plan is None:
+            self.plan = Plan(self.policy)
+        return self.plan

@@ -4,10 +4,10 @@ import time
 from typing import TYPE_CHECKING
 
 from percore._broken import WorkerDied
-from percore._calls import Awaited, Call, is_dropped
+from percore._calls import PendingCall
 from percore._faults import Faults
-from percore._items import Batch, Item
-from percore._member import Member, Unit
+from percore._items import Batch
+from percore._member import Member
 from percore._messages import Kind
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Deaths:
         return has_begun
 
     def _end(
-        self, member: Member, call: Unit, began: tuple[float, int] | None, exitcode: int | None, now: float, faults: Faults
+        self, member: Member, call: PendingCall, began: tuple[float, int] | None, exitcode: int | None, now: float, faults: Faults
     ) -> None:
         begun_at, items = began or (now, 0)
         if isinstance(call, Batch):
@@ -50,7 +50,7 @@ class Deaths:
             if delay is not None:
                 self._supervisor.attempts.again(call, delay)
 
-    def _give_up(self, member: Member, call: Unit, exitcode: int | None, faults: Faults) -> None:
+    def _give_up(self, member: Member, call: PendingCall, exitcode: int | None, faults: Faults) -> None:
         """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
         fault = failure = faults.last
         assert fault is not None
@@ -59,7 +59,7 @@ class Deaths:
             failure.__cause__ = fault
         self._supervisor.give_up(call, failure or fault, faults)
 
-    def _lost(self, member: Member, call: Awaited | Call | Item, exitcode: int | None, age: float) -> float | None:
+    def _lost(self, member: Member, call: PendingCall, exitcode: int | None, age: float) -> float | None:
         """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
 
         `age`: seconds since the call began.
@@ -75,7 +75,7 @@ class Deaths:
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
             late = None if call.plan is None else call.plan.late
-            delay, error = supervisor.attempts.next(call, death) if late is None else (None if is_dropped(call) else late, death)
+            delay, error = supervisor.attempts.next(call, death) if late is None else (None if call.is_dropped() else late, death)
             if delay is not None and not call.done():
                 member.retried += 1
                 return delay
@@ -90,7 +90,7 @@ class Deaths:
         """As `_lost`, for the items of a batch: the first `items` had begun, the others go back to the queue."""
         inner = Faults(faults.when)  # the caller reads `faults.last` for the batch as a whole
         for index in batch.began(items):
-            item = batch.item(index)
+            item = batch.target(index)
             batch.settle(index)
             if item.done():
                 continue
@@ -110,7 +110,7 @@ class Deaths:
     def _return(self, member: Member, exitcode: int | None, faults: Faults) -> None:
         """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
         supervisor = self._supervisor
-        back: list[Unit] = []
+        back: list[PendingCall] = []
         for call in list(member.calls.values()):
             with faults:
                 member.take(call.call_id)
@@ -131,9 +131,8 @@ class Deaths:
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
 
-    def _refuse(self, member: Member, call: Unit, exitcode: int | None) -> None:
-        """End a call that had not begun, if no worker will run it."""
-        assert not isinstance(call, Batch)  # `_lost_items` has handled batches
+    def _refuse(self, member: Member, call: PendingCall, exitcode: int | None) -> None:
+        """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
         if call.done():
             self._supervisor.release(call)
         elif self._is_hopeless() or call.kind == Kind.BESIDE:

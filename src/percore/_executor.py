@@ -12,8 +12,8 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
 
 from percore._assembly import Assembly
-from percore._calls import kind_of
 from percore._engines.process import CommonMemory, ProcessEngine
+from percore._functions import kind_of
 from percore._ipc.pickles import MainInfo, dump, is_by_reference
 from percore._ipc.slots import Sink
 from percore._jobs import Held

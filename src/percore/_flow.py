@@ -25,7 +25,7 @@ from percore._shares import Share
 from percore._supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from percore._calls import Function
+    from percore._functions import Function
 
 _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may keep the event loop busy before other tasks run."""

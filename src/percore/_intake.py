@@ -8,8 +8,9 @@ import asyncio
 from asyncio import Future
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Awaited, Call, Function, Planned
+from percore._calls import Awaited, Call, Planned
 from percore._errors import as_error
+from percore._functions import Function
 from percore._ipc.codec import is_inline
 from percore._ipc.slots import INLINE_LIMIT
 from percore._messages import Kind, Payload

@@ -5,12 +5,14 @@ Items are not futures, since no task awaits a single one. The end of an item is 
 
 import marshal
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any, ClassVar, Final, Protocol
 
-from percore._calls import Function, Owner
+from percore._calls import CallBase, Owner
 from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import CUT_OFF, RunnerClosed
+from percore._functions import Function
 from percore._ipc.codec import list_small
 from percore._messages import SLOT_BITS, BrokenFrame
 from percore._policy import Plan
@@ -63,12 +65,11 @@ def size_of(body: object) -> int:
     return body >> SLOT_BITS if type(body) is int else 0
 
 
-class Item:
+class Item(CallBase):
     """One item of a map, sent as a call."""
 
     __slots__ = ("_is_done", "_size", "body", "call_id", "flow", "function", "key", "kind", "member", "number", "plan", "queue")
 
-    size: ClassVar[int] = 1
     call_id: int
 
     def __init__(  # takes everything at once: a hundred thousand items may be made per second
@@ -110,12 +111,15 @@ class Item:
         self._is_done = True
         self.flow.failed(self.number, error, self._size)
 
-    def cut_off(self) -> None:
-        """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(CUT_OFF))
+    def abandon(self, error: BaseException) -> None:
+        self.flow.runs_on(self)
+        self.set_exception(error)
+
+    def repeated(self) -> None:
+        self.flow.runs_alone(self)
 
 
-class Batch:
+class Batch(CallBase):
     """Several items of a map with consecutive numbers, sent in one message to one thread.
 
     The items begin in order. They also end in order, except for those whose result the worker's event loop has to await. The worker
@@ -125,10 +129,10 @@ class Batch:
     __slots__ = (
         "_ended",
         "_late",
+        "body",
         "call_id",
         "flow",
         "function",
-        "is_bare",
         "kind",
         "member",
         "outstanding",
@@ -140,13 +144,14 @@ class Batch:
     )
 
     key: ClassVar[None] = None
-    body: ClassVar[None] = None
-    """A batch has no body itself: it sends the bodies of its items."""
+    body: None
     call_id: int
+    wanted: int
 
     def __init__(self, flow: Flow, run: Run, plan: Plan | None) -> None:
         self.flow = flow
         self.run = run
+        self.body = None  # `message` has the bodies of the items
         self.plan = plan
         self.function = function = flow.function
         self.kind = function.kind
@@ -171,7 +176,18 @@ class Batch:
         wanted = max(0, number - self.run.start)
         if wanted < self.wanted:
             self.wanted = wanted
-            self.flow.owner.cancelled(self)
+            if self.member is not None:
+                self.flow.owner.cancelled(self)
+
+    def seconds(self) -> float:
+        batches = self.queue.batches
+        if batches is None or batches.cost.seconds is None:
+            return inf
+        return self.outstanding * batches.cost.seconds
+
+    def left(self) -> int:
+        self.flow.left(self)
+        return self.outstanding - 1
 
     # What the worker reports
 
@@ -212,7 +228,17 @@ class Batch:
             else:
                 self.flow.ended(number, [result], arguments, 0)
 
-    def item(self, index: int) -> "BatchItem":
+    def set_result(self, value: Any) -> None:
+        raise BrokenFrame(f"a result of batch {self.call_id} as a whole")
+
+    def deliver(self, value: Any, size: int) -> None:
+        self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End the map, because percore itself failed and has lost some of the items."""
+        self.flow.broke(error)
+
+    def target(self, index: int) -> "BatchItem":
         """Return one item, for an outcome that the worker reports separately.
 
         Raises:
@@ -256,6 +282,10 @@ class Batch:
         first = max(count, self._ended)
         return self.run.part(first, self.wanted) if first < self.wanted else None
 
+    def cut_off(self) -> None:
+        """End each item that has not ended with RunnerClosed."""
+        self.refuse(lambda: RunnerClosed(CUT_OFF))
+
     def refuse(self, refusal: Callable[[], BaseException]) -> None:
         """End each item that has not ended with a new error from `refusal`."""
         for index in self.began(self.size):
@@ -269,10 +299,12 @@ class Batch:
         return sum(size_of(body) for body in self.run.bodies[first:end])
 
 
-class BatchItem:
+class BatchItem(CallBase):
     """An item of a batch whose outcome the worker reports separately: an error, or a result that is not a scalar."""
 
     __slots__ = ("_batch", "_index", "plan")
+
+    body: None = None
 
     def __init__(self, batch: Batch, index: int) -> None:
         self._batch = batch
@@ -282,6 +314,13 @@ class BatchItem:
     def done(self) -> bool:
         """Whether the map does not need the item any more."""
         return self._index >= self._batch.wanted
+
+    def leave(self, member: Any) -> None:
+        batch = self._batch
+        batch.settle(self._index)
+        member.shrink(1)
+        if not batch.outstanding:
+            member.take(batch.call_id)
 
     def set_result(self, value: Any) -> None:
         """End with this result, a scalar."""
@@ -295,10 +334,6 @@ class BatchItem:
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
         self._batch.flow.failed(self._batch.run.start + self._index, error, self._arguments())
-
-    def cut_off(self) -> None:
-        """End with RunnerClosed, because the runner is closing."""
-        self.set_exception(RunnerClosed(CUT_OFF))
 
     def renewed(self) -> Item:
         """Return a new `Item` for the same input, to send it again outside the batch."""

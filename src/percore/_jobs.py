@@ -18,9 +18,10 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import _RemoteTraceback
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, cast
 
-from percore._calls import Call, Function
+from percore._calls import Call, CallBase
 from percore._errors import RemoteError, RemoteTraceback
 from percore._executor_life import ABRUPTLY, ExecutorLife
+from percore._functions import Function
 from percore._messages import Kind
 from percore._worker.manners import ThreadInitializerFailed
 
@@ -66,13 +67,12 @@ class Held:
             self._forget(self.function)
 
 
-class Job:
+class Job(CallBase):
     """One call, with the interface that the supervisor expects of a call. Its future is resolved at the end of the turn."""
 
     __slots__ = ("_held", "_jobs", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
-    size: ClassVar[int] = 1
 
     # The supervisor sets these, as it does for a Call.
     function: Function
@@ -237,7 +237,7 @@ class Jobs:
         for job in list(self._running):
             self._tell(self._leave(job), None, self._life.last_word())
             if job.member is None:  # it waits in the supervisor's queue
-                self.supervisor.cancelled(cast("Call", job))
+                self.supervisor.cancelled(job)
 
     def end(self) -> None:
         """End every future that is left, when the thread ends."""

@@ -7,8 +7,9 @@ added to the worker's load, so that it has no free place and gets no more calls.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._calls import PendingCall
 from percore._core.dispatch import ROOM_OF_NONE
-from percore._member import Member, Turn, Unit
+from percore._member import Member, Turn
 from percore._messages import Kind
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Limited(Member):
         turn: Turn,
         limit: int,
         low: Callable[["Limited"], object],
-        refused: Callable[[Unit], object],
+        refused: Callable[[PendingCall], object],
     ) -> None:
         """`low` is called when few calls are left, and when none is. `refused` is called with a call that exceeds the limit."""
         super().__init__(index, generation, dispatch, turn)
@@ -43,7 +44,7 @@ class Limited(Member):
     def is_spent(self) -> bool:
         return not self.tickets
 
-    def send(self, call: Unit) -> None:
+    def send(self, call: PendingCall) -> None:
         """As `Member.send`, but give a call that exceeds the limit back through `refused`.
 
         That happens if a `__del__` sends a call between the choice of this worker and the sending.

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, G
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
-from percore._calls import kind_of
 from percore._flow import Flow
+from percore._functions import kind_of
 from percore._inputs import Inputs
 from percore._options import check_plain
 from percore._rows import Spec

@@ -8,13 +8,13 @@ import asyncio
 import sys
 from array import array
 from math import frexp
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from percore._calls import Awaited, Call, Function
+from percore._calls import PendingCall
 from percore._core.dispatch import Dispatch, places_for
 from percore._core.lifecycle import Deadline, Life, State
+from percore._functions import Function
 from percore._ipc.slots import INLINE_LIMIT
-from percore._items import Batch, Item
 from percore._messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from percore._messages import Body
     from percore._patience import Patience
 
-
-Unit: TypeAlias = Awaited | Call | Item | Batch
-"""A call or batch that is sent to a worker and takes one of its places."""
 
 _LATE: Final = 0.005
 """Seconds after which a worker that has messages but reads none counts as behind. Reading takes far less."""
@@ -66,8 +63,9 @@ class Member:
         self.life = Life()
         self.worker: Worker
         self._tx: RingWriter
-        self._send: Callable[[int, int, Body], None]
-        self.calls: dict[int, Unit] = {}
+        self.tell: Callable[[int, int, Body], None]
+        """Sends a message to the worker: op, id, body. Bound once, in `attach`, since every call uses it."""
+        self.calls: dict[int, PendingCall] = {}
         self.parked: set[int] = set()
         """Ids of calls that wait for a payload slot for their arguments. The worker has not been sent these calls yet."""
         self.defined: set[int] = set()
@@ -106,7 +104,7 @@ class Member:
         """Attach the worker that the engine has started."""
         self.worker = worker
         self._tx = worker.channel.tx
-        self._send = worker.channel.send
+        self.tell = worker.channel.send
 
     def silence(self) -> int:
         """Return how long the worker has had messages but read none, in coarse steps; 0 if that is negligible.
@@ -131,7 +129,7 @@ class Member:
         """Number of plain calls sent and not ended. Each item of a batch counts."""
         return self.load[Kind.THREAD] + self._batched
 
-    def send(self, call: Unit) -> None:
+    def send(self, call: PendingCall) -> None:
         """Send a call or a batch. The worker must have a free place."""
         number = call.function.number
         if number not in self.defined:
@@ -147,14 +145,14 @@ class Member:
         if body is None:
             self._batched += call.size - 1
         if call.plan is not None and call.plan.terms is not None:
-            self._send(TERMS, call_id, call.plan.terms)
+            self.tell(TERMS, call_id, call.plan.terms)
         if body is None:
-            self._send(BATCH, call_id, call.message())  # type: ignore[union-attr]  # only a batch has no body
+            self.tell(BATCH, call_id, call.message())
         elif type(body) is bytes and len(body) > INLINE_LIMIT:
             self.parked.add(call_id)
-            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))  # type: ignore[arg-type]  # not a batch
+            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))
         else:
-            self._send(number, call_id, body)
+            self.tell(number, call_id, body)
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask the worker to hand back up to `wanted` plain calls that have not begun.
@@ -165,7 +163,7 @@ class Member:
         self.asked_at = times_ahead
         calls = self.calls.items()
         stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
-        self.worker.channel.send(RECALL, wanted, array("I", stay).tobytes())
+        self.tell(RECALL, wanted, array("I", stay).tobytes())
 
     def shrink(self, items: int) -> None:
         """Note that this many items of a batch have ended or were handed back."""
@@ -179,10 +177,10 @@ class Member:
         if not function.number:
             return ONCE_OPS[function.kind]
         self.defined.add(function.number)
-        self._send(DEFINE, function.number, (function.kind, function.payload))
+        self.tell(DEFINE, function.number, (function.kind, function.payload))
         return function.number
 
-    def take(self, call_id: int) -> Unit:
+    def take(self, call_id: int) -> PendingCall:
         """Remove and return the call of that id, and free its place. The worker is done with the call.
 
         Raises:
@@ -192,25 +190,24 @@ class Member:
         if call_id in self.parked:
             self.parked.discard(call_id)
             if call.plan is not None and call.plan.terms is not None:
-                self._send(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
+                self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         self._lowered()
         call.member = None
-        if type(call) is Batch:
-            self._batched -= call.outstanding - 1
-            call.flow.left(call)
+        left = call.left()
+        self._batched -= left
         if call.key is not None:
             self._left(call)
         return call
 
-    def give_up(self, call: Unit) -> None:
+    def give_up(self, call: PendingCall) -> None:
         """Remove a call that the worker may not have been sent, and withdraw the terms sent for it."""
         if call.plan is not None and call.plan.terms is not None and call.call_id not in self.parked:
-            self._send(TERMS, call.call_id, None)
+            self.tell(TERMS, call.call_id, None)
         self.take(call.call_id)
 
-    def began(self, call: Unit) -> tuple[float, int] | None:
+    def began(self, call: PendingCall) -> tuple[float, int] | None:
         """Return when the call began (`time.monotonic`) and, for a batch, how many of its items began; None if it had not begun.
 
         Decide by the answer only after the worker's death: the start marks of a live worker may be out of date.
@@ -263,7 +260,7 @@ class _Parked:
 
     __slots__ = ("_call", "_call_id", "_member")
 
-    def __init__(self, member: Member, call: Awaited | Call | Item) -> None:
+    def __init__(self, member: Member, call: PendingCall) -> None:
         self._member = member
         self._call = call
         self._call_id = call.call_id

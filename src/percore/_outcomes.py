@@ -8,14 +8,14 @@ import marshal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from percore._calls import Awaited, Call, Planned, is_dropped
+from percore._calls import Awaited, Outcome, PendingCall, Planned
 from percore._core.lifecycle import IllegalEvent
 from percore._errors import RemoteError, shown
 from percore._ipc.exceptions import load_exception
 from percore._ipc.pickles import load
 from percore._ipc.rebuild import type_name_of
-from percore._items import Batch, BatchItem, Item
-from percore._member import Member, Unit
+from percore._items import Batch
+from percore._member import Member
 from percore._messages import (
     CANCELLED,
     DRAINING,
@@ -98,7 +98,7 @@ class Outcomes:
                             try:
                                 body = load(body)
                             except BaseException as error:
-                                self._not_loaded(member, call_id, call, error)
+                                self._not_loaded(member, call, error)
                                 if not channel.is_open:
                                     return
                                 continue
@@ -119,10 +119,10 @@ class Outcomes:
                         op == VALUE
                         and call is not None
                         and (call.plan is None or call.plan.late is None)
-                        and type(call) is not Batch
+                        and call.body is not None  # not a batch
                     ):
                         if not call.done():
-                            call.set_result(body)  # type: ignore[union-attr]  # not a batch
+                            call.set_result(body)
                         del calls[call_id]
                         free.append(call_id + stride)
                         load_of[call.kind] -= 1
@@ -148,13 +148,13 @@ class Outcomes:
 
         return receive
 
-    def _isolate(self, call: Unit | None, error: Exception) -> None:
+    def _isolate(self, call: PendingCall | None, error: Exception) -> None:
         """End only this call: its message was valid, but handling the message raised this error.
 
         Raises:
             Exception: `error` itself, if the message is not about a single call. It breaks the channel.
         """
-        if call is None or isinstance(call, Batch):
+        if call is None or type(call) is Batch:
             raise error
         self._supervisor.failed_with(call, error)
 
@@ -206,30 +206,22 @@ class Outcomes:
             send = channel.send_lazily if slot < channel.incoming.count // 4 else channel.send_later
             send(RELEASE, slot, payload >> SLOT_BITS)
 
-    def _target(self, member: Member, call_id: int) -> Awaited | Call | Item | BatchItem:
+    def _target(self, member: Member, call_id: int) -> Outcome:
         """Return the call or the item of a batch that this outcome is for.
 
         Raises:
             KeyError, BrokenFrame: the worker has no such call or item.
         """
-        if call_id <= ID_MASK:
-            call = member.calls[call_id]
-            if isinstance(call, Batch):
-                raise BrokenFrame(f"an outcome of batch {call_id} as a whole")
-            return call
-        batch = member.calls[call_id & ID_MASK]
-        if type(batch) is not Batch:
-            raise BrokenFrame(f"an outcome of an item of {call_id & ID_MASK}, which is no batch")
-        return batch.item((call_id >> ITEM_SHIFT) - 1)
+        return member.calls[call_id & ID_MASK].target((call_id >> ITEM_SHIFT) - 1)
 
     # Outcomes of calls
     def _value(self, member: Member, call_id: int, value: object) -> None:
         target = self._target(member, call_id)
-        if self._is_late(member, call_id, target):
+        if self._is_late(member, target):
             return
         if not target.done():
             target.set_result(value)
-        self._ended(member, call_id)
+        self._ended(member, target)
 
     def _values(self, member: Member, call_id: int, body: bytes) -> None:
         """Take the results of several items of a batch."""
@@ -256,13 +248,13 @@ class Outcomes:
 
     def _result(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
-        if is_dropped(target):
-            target.is_over = True
+        if target.is_dropped():
+            target.drop()
         if target.done():  # cancelled: do not run user code (unpickling) for a result that is dropped
             self._release(member, payload)
-            self._ended(member, call_id)
+            self._ended(member, target)
             return
-        if self._is_late(member, call_id, target):
+        if self._is_late(member, target):
             self._release(member, payload)
             return
         result, failure, size, is_leased = _load(member, payload)
@@ -273,16 +265,16 @@ class Outcomes:
                 target.set_exception(_unloadable(failure))
         if not is_leased:
             self._release(member, payload)
-        self._ended(member, call_id, failed=failure is not None)
+        self._ended(member, target, failed=failure is not None)
         # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
             raise failure
 
-    def _not_loaded(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, error: BaseException) -> None:
+    def _not_loaded(self, member: Member, target: Outcome, error: BaseException) -> None:
         """End a call whose result could not be unpickled."""
         if not target.done():
             target.set_exception(_unloadable(error))
-        self._ended(member, call_id, failed=True)
+        self._ended(member, target, failed=True)
         # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if issubclass(type(error), KeyboardInterrupt):
             raise error
@@ -294,33 +286,29 @@ class Outcomes:
         if isinstance(data, memoryview):
             data.release()
         self._release(member, payload)
-        if self._is_late(member, call_id, target):
+        if self._is_late(member, target):
             return
         if not target.done():
             delay, error = self._supervisor.attempts.next(target, error)
             if not target.done():  # retry_on or backoff may have cancelled the call
                 if delay is not None:
-                    self._try_again(member, call_id, target, delay)
+                    self._try_again(member, target, delay)
                     return
                 target.set_exception(error)
-        self._ended(member, call_id, failed=True)
+        self._ended(member, target, failed=True)
 
-    def _is_late(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem) -> bool:
+    def _is_late(self, member: Member, target: Outcome) -> bool:
         """Start the next attempt if this call timed out earlier and its thread has only now ended. Return whether it did."""
         plan = target.plan
-        if plan is None or plan.late is None or target.done() or is_dropped(target):
+        if plan is None or plan.late is None or target.done() or target.is_dropped():
             return False
-        self._try_again(member, call_id, target, plan.late)
+        self._try_again(member, target, plan.late)
         return True
 
-    def _try_again(self, member: Member, call_id: int, target: Awaited | Call | Item | BatchItem, delay: float) -> None:
+    def _try_again(self, member: Member, target: Outcome, delay: float) -> None:
         member.retried += 1
-        if isinstance(target, BatchItem):
-            call: Awaited | Call | Item = target.renewed()
-            self._settle(member, call_id)
-        else:
-            call = target
-            member.take(call_id)
+        call = target.renewed()
+        target.leave(member)
         try:
             self._supervisor.attempts.again(call, delay)
         except BaseException as error:
@@ -329,15 +317,13 @@ class Outcomes:
     def _timed_out(self, member: Member, call_id: int) -> None:
         """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
         call = member.calls.get(call_id)
-        if call is None or call.done() or call.plan is None or isinstance(call, Batch):
+        if call is None or call.done() or call.plan is None:
             return  # the call has ended meanwhile, or was cancelled
         delay, error = self._supervisor.attempts.next(call, TimeoutError())
         if call.done():
             return
         if delay is None:
-            if isinstance(call, Item):
-                call.flow.runs_on(call)
-            call.set_exception(error)
+            call.abandon(error)
         else:
             call.plan.late = delay
 
@@ -346,7 +332,7 @@ class Outcomes:
         if not target.done():
             # Its caller did not cancel it, or the future would be done. The runner's closing did.
             target.cut_off()
-        self._ended(member, call_id)
+        self._ended(member, target)
 
     def _returned(self, member: Member, call_id: int, count: int | None) -> None:
         supervisor = self._supervisor
@@ -368,7 +354,7 @@ class Outcomes:
             supervisor.release(call)
         elif not supervisor.phase.begins:
             supervisor.refuse(call)
-        elif isinstance(call, Call) and call.kind == Kind.BESIDE:
+        elif call.kind == Kind.BESIDE:
             supervisor.unanswered(member, call)
         else:
             supervisor.dispatch.returned([(call, call.queue)])
@@ -384,22 +370,9 @@ class Outcomes:
         if run is not None:
             self._supervisor.put_back(batch.flow, run)
 
-    def _settle(self, member: Member, call_id: int) -> None:
-        """Note that an item of a batch has ended, and free the batch's place if it was the last one."""
-        batch = member.calls[call_id & ID_MASK]
-        assert type(batch) is Batch
-        batch.settle((call_id >> ITEM_SHIFT) - 1)
-        member.shrink(1)
-        if not batch.outstanding:
-            member.take(batch.call_id)
-
-    def _ended(self, member: Member, call_id: int, *, failed: bool = False) -> None:
-        if call_id > ID_MASK:
-            self._settle(member, call_id)
-        else:
-            call = member.take(call_id)
-            assert type(call) is not Batch
-            self._supervisor.release(call)
+    def _ended(self, member: Member, target: Outcome, *, failed: bool = False) -> None:
+        target.leave(member)
+        self._supervisor.release(target)
         member.done += 1
         member.failed += failed
         if POINTS:

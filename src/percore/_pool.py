@@ -15,6 +15,7 @@ import signal
 from typing import TYPE_CHECKING, NamedTuple
 
 from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
+from percore._calls import PendingCall
 from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed, shown
@@ -23,7 +24,7 @@ from percore._ipc.rebuild import text_of
 from percore._items import Batch
 from percore._limited import Limited
 from percore._lives import Lives
-from percore._member import Member, Turn, Unit
+from percore._member import Member, Turn
 from percore._messages import DRAIN, FINISH
 from percore._outcomes import Outcomes
 from percore._points import POINTS, point
@@ -209,7 +210,7 @@ class Pool:
             self.low.add(member)
             self._loop.call_soon(self._supervisor.advance)  # deferred: the worker may be sending
 
-    def _take_back(self, call: Unit) -> None:
+    def _take_back(self, call: PendingCall) -> None:
         """Queue a call again whose worker may not begin it."""
         if isinstance(call, Batch):
             call.flow.left(call)

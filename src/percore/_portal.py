@@ -35,8 +35,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from percore._assembly import MODULES, Assembly
-from percore._calls import Function
 from percore._executor_life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
+from percore._functions import Function
 from percore._jobs import Jobs, Request, begins, resolve
 from percore._member import Member
 from percore._platform import uvloop_wanted

@@ -6,7 +6,6 @@ A recall costs two messages. So a worker that will soon be done with all it hold
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from percore._items import Batch
 from percore._messages import Kind
 
 if TYPE_CHECKING:
@@ -74,14 +73,4 @@ class Recalls:
 
 def _seconds(member: "Member") -> float:
     """Return how long the worker's plain calls will take in total, by measured times; infinity if a time is unknown."""
-    seconds = 0.0
-    for call in list(member.calls.values()):
-        if call.kind != Kind.THREAD:
-            continue
-        if not isinstance(call, Batch):
-            return float("inf")
-        batches = call.queue.batches
-        if batches is None or batches.cost.seconds is None:
-            return float("inf")
-        seconds += call.outstanding * batches.cost.seconds
-    return seconds
+    return sum(call.seconds() for call in list(member.calls.values()) if call.kind == Kind.THREAD)

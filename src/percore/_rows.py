@@ -4,10 +4,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from percore._calls import Function, Functions
 from percore._core.batches import Run
 from percore._core.names import Name, Names
 from percore._errors import as_error
+from percore._functions import Function, Functions
 from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline, weight_of
 from percore._items import size_of
 from percore._options import check_awaited

@@ -10,8 +10,8 @@ cannot meet it again.
 import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
 from percore import _shared
@@ -22,11 +22,16 @@ from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases
 from percore._ipc.pickles import CANNOT, dump
 from percore._ipc.slots import Sink, SlotWriter
-from percore._messages import FORGET, SLOT_BITS, BrokenFrame, Payload
+from percore._messages import FORGET, SLOT_BITS, Body, BrokenFrame, Payload
 from percore._shared import Shared
 
-if TYPE_CHECKING:
-    from percore._member import Member
+
+class Reader(Protocol):
+    """A worker, as shared objects see it."""
+
+    tell: Callable[[int, int, Body], None]
+    """Sends a message to the worker."""
+
 
 _numbers: Final = itertools.count(1)
 _live: Final[WeakValueDictionary[int, "Share"]] = WeakValueDictionary()
@@ -40,7 +45,7 @@ class Share:
         self.number = next(_numbers)
         self.payload = payload
         self.holders = 0
-        self.members: set[Member] = set()
+        self.members: set[Reader] = set()
         """Workers that have met the object and not forgotten it."""
         self._shares = shares
         self._copy = Copy(shares.leases, payload, self._forgotten_here)
@@ -101,10 +106,10 @@ class Share:
             return
         self._is_closed = self.is_ending = True
         for member in list(self.members):
-            member.worker.channel.send(FORGET, self.number, None)
+            member.tell(FORGET, self.number, None)
         self._copy.forget()
 
-    def forgotten(self, member: "Member") -> None:
+    def forgotten(self, member: Reader) -> None:
         """Note that a worker has forgotten the object, or is dead."""
         self.members.discard(member)
         self._look_free()
@@ -266,7 +271,7 @@ class Shares:
 
     # What workers report
 
-    def known(self, member: "Member", number: int) -> None:
+    def known(self, member: Reader, number: int) -> None:
         """Note that a worker has met a shared object.
 
         Raises:
@@ -277,7 +282,7 @@ class Shares:
             raise BrokenFrame(f"shared object {number} was met, which does not exist")
         share.members.add(member)
 
-    def forgotten(self, member: "Member", number: int) -> None:
+    def forgotten(self, member: Reader, number: int) -> None:
         """Note that a worker has forgotten a shared object, as it was asked to.
 
         Raises:
@@ -288,7 +293,7 @@ class Shares:
             raise BrokenFrame(f"shared object {number} was forgotten, which was not known")
         share.forgotten(member)
 
-    def buried(self, member: "Member") -> None:
+    def buried(self, member: Reader) -> None:
         """Note that a worker is dead, so that it refers to no shared objects."""
         for share in list(self._shares):
             if member in share.members:

@@ -24,7 +24,7 @@ from percore._admission import Admission
 from percore._attempts import Attempts
 from percore._beside import Beside
 from percore._broken import RunnerBroken, WorkerDied
-from percore._calls import Awaited, Call, Function, Functions
+from percore._calls import Awaited, Call, Outcome, PendingCall
 from percore._contexts import Contexts
 from percore._core.batches import Run
 from percore._core.dispatch import Dispatch
@@ -33,10 +33,11 @@ from percore._deaths import Deaths
 from percore._engine import Engine
 from percore._errors import as_error
 from percore._faults import Faults
+from percore._functions import Function, Functions
 from percore._intake import Intake
 from percore._ipc.slots import SlotWriter
-from percore._items import Batch, Flow, Item
-from percore._member import Member, Unit
+from percore._items import Flow
+from percore._member import Member
 from percore._messages import CANCEL, UNDEFINE, Kind
 from percore._options import Knobs
 from percore._points import POINTS, point
@@ -82,7 +83,7 @@ class Supervisor:
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.attempts = Attempts(self)
         self.deaths = Deaths(self)
-        self.loose: set[Unit] = set()
+        self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self._recalls = Recalls(self.loop, self.dispatch)
         self.phase = RunnerPhase()
@@ -91,7 +92,7 @@ class Supervisor:
         """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
         self._pid = os.getpid()
         self._is_settling = False
-        self._retired: deque[tuple[Function, list[Unit]]] = deque()
+        self._retired: deque[tuple[Function, list[PendingCall]]] = deque()
         """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self.enders: set[Callable[[], None]] = set()
         """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
@@ -107,7 +108,7 @@ class Supervisor:
             call.is_over = True
             self.cancelled(call)
 
-    def accept(self, call: Awaited | Call | Item) -> None:
+    def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
         try:
             member = self.dispatch.submitted(call, call.queue)
@@ -119,8 +120,8 @@ class Supervisor:
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
         for call, member in self.dispatch.fill(kind):
-            if isinstance(call, Awaited) and call.future.done():  # cancelled; its task will call `withdraw` soon
-                call.is_over = True
+            if call.is_dropped():  # cancelled; its task will call `withdraw` soon
+                call.drop()
                 if call.key is not None:
                     self.dispatch.left(call)
             else:
@@ -129,7 +130,7 @@ class Supervisor:
                 except BaseException as error:
                     self.failed_with(call, error)
 
-    def failed_with(self, call: Unit, error: BaseException) -> None:
+    def failed_with(self, call: PendingCall, error: BaseException) -> None:
         """End one call with an error that percore raised while it handled the call, wherever the call is.
 
         Raises:
@@ -140,24 +141,22 @@ class Supervisor:
         self.give_up(call, error, faults)
         faults.finish()
 
-    def give_up(self, call: Unit, error: BaseException, faults: Faults) -> None:
+    def give_up(self, call: PendingCall, error: BaseException, faults: Faults) -> None:
         """End a call with this error and remove it from wherever it is: a worker, a queue, or the calls that wait for an attempt.
 
         `faults` takes the errors of these steps.
         """
         failure = as_error(error, "percore")
         with faults:
-            if isinstance(call, Batch):
-                call.flow.broke(failure)
-            elif not call.done():
+            if not call.done():
                 call.set_exception(failure)
         with faults:
             member = call.member
             if member is not None and member.calls.get(call.call_id) is call:
                 member.give_up(call)
-            elif not isinstance(call, Batch):
+            else:
                 self.attempts.drop(call)
-                self.beside.remove(call)  # type: ignore[arg-type]  # finds only calls
+                self.beside.remove(call)
                 self.dispatch.remove(call, call.queue)
         with faults:
             self.release(call)
@@ -173,7 +172,7 @@ class Supervisor:
             batches.put_back(run)
             self.dispatch.appended(flow.queue)
 
-    def unanswered(self, member: Member, call: Call) -> None:
+    def unanswered(self, member: Member, call: PendingCall) -> None:
         """End a broadcast's call that has not begun in its worker and never will. Its error is WorkerDied."""
         try:
             self.release(call)
@@ -184,18 +183,15 @@ class Supervisor:
         except BaseException as error:
             self.failed_with(call, error)
 
-    def cancelled(self, call: Unit) -> None:
+    def cancelled(self, call: PendingCall) -> None:
         """Withdraw a cancelled call if it waits, or ask its worker to cancel it."""
         if os.getpid() != self._pid:  # a copy of the call in a fork of this process, which has no workers
             return
         member: Member | None = call.member
-        if isinstance(call, Batch):
-            if member is not None and not self.phase.is_cut:
-                member.worker.channel.send(CANCEL, call.call_id, call.wanted)
-        elif member is None:
+        if member is None:
             self.release(call)
             if call.kind == Kind.BESIDE:
-                self.beside.remove(call)  # type: ignore[arg-type]  # BESIDE implies Call
+                self.beside.remove(call)
             elif call in self.attempts.delayed:
                 self.attempts.drop(call)
             elif call not in self.loose:
@@ -205,22 +201,21 @@ class Supervisor:
             self.release(member.take(call.call_id))
             self.advance()
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
-            member.worker.channel.send(CANCEL, call.call_id, None)
+            member.tell(CANCEL, call.call_id, call.wanted)
 
-    def release(self, call: Unit) -> None:
+    def release(self, call: Outcome) -> None:
         """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""
-        if isinstance(call, Batch):  # its items are scalars or small pickles, which hold no slots
+        if call.body is None:  # a batch: its items are scalars or small pickles, which hold no slots
             return
         self._free(call, ())
         if self.shares.held:
             self.shares.drop(call)
 
-    def unpickled(self, call: Unit) -> None:
+    def unpickled(self, call: PendingCall) -> None:
         """Release the call's arguments, because no worker will unpickle them again. The call keeps its shared objects."""
-        assert not isinstance(call, Batch)
         self._free(call, b"" if call in self.shares.held else ())  # not a tuple: `receive` then calls `release`
 
-    def _free(self, call: Awaited | Call | Item, body: tuple[()] | bytes) -> None:
+    def _free(self, call: Outcome, body: tuple[()] | bytes) -> None:
         before, call.body = call.body, body
         if type(before) is int:
             self.arena.discard(before)
@@ -291,7 +286,7 @@ class Supervisor:
         self.dispatch.settle()
         self._dispatch()
 
-    def forget(self, function: Function, calls: Iterable[Unit]) -> None:
+    def forget(self, function: Function, calls: Iterable[PendingCall]) -> None:
         """Retire a held function, and forget it once all of these calls that are in workers have ended. It has no other calls."""
         if function.users:
             function.users = 0
@@ -322,7 +317,7 @@ class Supervisor:
         for member in list(self.members):
             if function.number in member.defined:
                 member.defined.discard(function.number)
-                member.worker.channel.send(UNDEFINE, function.number, None)
+                member.tell(UNDEFINE, function.number, None)
         self.functions.drop(function)
 
     def _undefine_forgotten(self) -> None:
@@ -336,17 +331,15 @@ class Supervisor:
             called = {call.function.number for call in list(member.calls.values())}
             for number in member.defined - in_use - called:
                 member.defined.discard(number)
-                member.worker.channel.send(UNDEFINE, number, None)
+                member.tell(UNDEFINE, number, None)
 
-    def refuse(self, call: Unit) -> None:
+    def refuse(self, call: PendingCall) -> None:
         """End a call that no worker will run."""
         self.release(call)
         if call.done():
             return
-        if isinstance(call, Batch):
+        if self.phase.broken is not None:
             call.refuse(self.phase.refusal)
-        elif self.phase.broken is not None:
-            call.set_exception(self.phase.refusal())
         else:
             call.cut_off()
 
@@ -370,10 +363,10 @@ class Supervisor:
 
     def _refuse_waiting(self) -> None:
         """End all calls that wait for a worker."""
-        calls: list[Unit] = [*self.dispatch.withdraw(), *self.beside.withdraw()]
+        calls: list[PendingCall] = [*self.dispatch.withdraw(), *self.beside.withdraw()]
         self._refuse_all(calls)
 
-    def _refuse_all(self, calls: Collection[Unit]) -> None:
+    def _refuse_all(self, calls: Collection[PendingCall]) -> None:
         faults = Faults("calls that nobody will run were ended")
         self.loose.update(calls)
         for call in calls:
@@ -445,11 +438,11 @@ class Supervisor:
                     self._cut(member, call)
         faults.finish()
 
-    def _cut(self, member: Member, call: Unit) -> None:
+    def _cut(self, member: Member, call: PendingCall) -> None:
         if call.call_id in member.parked:
             self.refuse(member.take(call.call_id))
         elif not call.done():
-            member.worker.channel.send(CANCEL, call.call_id, 0 if isinstance(call, Batch) else None)
+            member.tell(CANCEL, call.call_id, None if call.wanted is None else 0)
 
     def finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet. No call may run any more.

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Awaitable, Callable
 
-    from percore._calls import Call, Function
+    from percore._calls import Call
+    from percore._functions import Function
     from percore._policy import Policy
     from percore._supervisor import Supervisor
 

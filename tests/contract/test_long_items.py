@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import percore
+from percore._calls import PendingCall
 from percore._core.flow import Cost
 from percore._flow import _MEASURED
 from percore._items import Item
-from percore._member import Member, Unit
+from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -25,7 +26,7 @@ COUNT = 4 * _MEASURED
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     """What is sent, by its type. Every function takes a second, as far as that is known."""
 
-    def send(member: Member, call: Unit) -> None:
+    def send(member: Member, call: PendingCall) -> None:
         sent[type(call)] += 1
         original(member, call)
 

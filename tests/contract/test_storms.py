@@ -47,14 +47,14 @@ def sent_messages(runner: percore.Runner) -> Counter[int]:
     """How often each message is sent to the workers of now, from now on."""
     sent: Counter[int] = Counter()
     for member in members_of(runner):
-        channel: Any = member.worker.channel
-        send = channel.send
+        of: Any = member
+        send = of.tell
 
         def counted(op: int, call_id: int, body: Any, send: Any = send) -> None:
             sent[op] += 1
             send(op, call_id, body)
 
-        channel.send = counted
+        of.tell = counted
     return sent
 
 

@@ -273,6 +273,7 @@ PARENTS_HALF = (
     "percore._closing",
     "percore._core",
     "percore._engines",
+    "percore._functions",
     "percore._map",
     "percore._member",
     "percore._options",

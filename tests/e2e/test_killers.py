@@ -35,7 +35,7 @@ class Killers:
         self._gates += [Wire(self._folder / str(index)) for index in range(len(self._gates), workers)]
         futures = [self._runner.submit(deadly.kill_told, str(self._folder)) for _ in range(workers)]
         assert sorted([(await self._wire.worker())[0] for _ in futures]) == list(range(workers))
-        calls_of = {member.index: list(member.calls.values()) for member in members_of(self._runner)}
+        calls_of: dict[int, list[Any]] = {member.index: list(member.calls.values()) for member in members_of(self._runner)}
         return {index: next(future for future in futures if future in held) for index, held in calls_of.items()}
 
     def tell(self, index: int, pid: int) -> None:

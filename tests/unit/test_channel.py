@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from percore._calls import Call, Function
+from percore._calls import Call
 from percore._core.dispatch import Dispatch
+from percore._functions import Function
 from percore._ipc import doorbell
 from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
 from percore._ipc.codec import encode

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from percore._calls import Function
 from percore._core.batches import Run
 from percore._core.dispatch import Queue
 from percore._errors import RunnerClosed
+from percore._functions import Function
 from percore._items import Batch, BatchItem, Item, size_of
 from percore._messages import SLOT_BITS, BrokenFrame, Kind
 from percore._policy import Plan, Policy
@@ -66,7 +66,9 @@ class Flow:
 def batch_of(count: int, flow: Flow | None = None, *, is_bare: bool = False) -> Batch:
     """Each of its items carries its number: bare, or as a pickle of as many bytes."""
     bodies: list[Any] = [START + index if is_bare else b"x" * index for index in range(count)]
-    return Batch(flow or Flow(), Run(START, bodies, is_bare, 16), None)
+    batch = Batch(flow or Flow(), Run(START, bodies, is_bare, 16), None)
+    batch.member = object()  # a worker holds it
+    return batch
 
 
 def told(batch: Batch) -> list[tuple[int, object]]:
@@ -120,7 +122,7 @@ class BatchMachine(RuleBasedStateMachine):
         for earlier in self.places("waiting"):
             if earlier < index:
                 self.state[earlier] = "late"
-        item = self.batch.item(index)
+        item = self.batch.target(index)
         assert item.done() is (index >= self.wanted)
         outcome: object = ValueError() if is_error else index
         self.tell(index, outcome)
@@ -163,7 +165,7 @@ class BatchMachine(RuleBasedStateMachine):
                 self.batch.values(first, [None] * count, 0, {})
         wrong = [index for index in range(-2, size + 3) if index not in self.places("waiting", "late")]
         with pytest.raises(BrokenFrame):
-            self.batch.item(data.draw(st.sampled_from(wrong)))
+            self.batch.target(data.draw(st.sampled_from(wrong)))
         too_many = len(self.places("waiting")) + data.draw(st.integers(1, 3))
         for back in (too_many, -1):
             with pytest.raises(BrokenFrame):
@@ -260,7 +262,7 @@ def test_bare_scalars_are_no_pickled_arguments() -> None:
 @pytest.mark.parametrize(("is_bare", "body"), [(False, b"xx"), (True, (102,))])
 def test_an_item_is_attempted_again_alone(is_bare: bool, body: object) -> None:
     batch = batch_of(4, is_bare=is_bare)
-    found = batch.item(2)
+    found = batch.target(2)
     again = found.renewed()
     assert (again.number, again.body, again.plan) == (START + 2, body, found.plan)
     assert (again.function, again.queue, again.kind, again.key) == (batch.function, batch.queue, Kind.THREAD, None)
@@ -274,10 +276,10 @@ def test_an_item_is_attempted_again_alone(is_bare: bool, body: object) -> None:
 def test_an_item_of_a_batch_ends_in_every_way() -> None:
     batch = batch_of(4)
     error = ValueError()
-    batch.item(0).set_result(1)
-    batch.item(1).deliver([2], 30)
-    batch.item(2).set_exception(error)
-    batch.item(3).cut_off()
+    batch.target(0).set_result(1)
+    batch.target(1).deliver([2], 30)
+    batch.target(2).set_exception(error)
+    batch.target(3).cut_off()
     assert told(batch)[:3] == [(START, 1), (START + 1, [2]), (START + 2, error)]
     assert isinstance(told(batch)[3][1], RunnerClosed)
     assert isinstance(batch.flow, Flow)
@@ -297,7 +299,7 @@ def test_a_batch_is_refused_each_item_with_an_error_of_its_own() -> None:
 
 
 def test_an_item_has_the_plan_of_a_call_that_was_not_attempted() -> None:
-    found = batch_of(1).item(0)
+    found = batch_of(1).target(0)
     assert isinstance(found, BatchItem)
     assert found.plan is not None
     assert (found.plan.failed, found.plan.policy.retries) == (0, 1)

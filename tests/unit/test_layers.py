@@ -130,20 +130,22 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_threaded": VOCABULARY,
     "_patience": frozenset(),
     "_shares": VOCABULARY | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.slots", "_shared"},
-    "_calls": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_policy", "_shares"},
-    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_core.batches", "_core.dispatch", "_policy"},
-    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_ipc.ring", "_ipc.slots", "_items"},
+    "_functions": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_shares"},
+    "_calls": VOCABULARY | {"_core.dispatch", "_functions", "_policy"},
+    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_functions", "_core.batches", "_core.dispatch", "_policy"},
+    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_functions", "_ipc.ring", "_ipc.slots"},
     "_faults": VOCABULARY,
     "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
-    "_attempts": VOCABULARY | {"_faults", "_calls", "_items", "_policy"},
+    "_attempts": VOCABULARY | {"_faults", "_calls"},
     "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_items", "_member"},
-    "_recalls": VOCABULARY | {"_items"},
+    "_recalls": VOCABULARY,
     "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_items", "_member"},
-    "_limited": VOCABULARY | {"_core.dispatch", "_member"},
+    "_limited": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
     "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
     "_pool": VOCABULARY
     | {
         "_broken",
+        "_calls",
         "_core.lifecycle",
         "_core.restart",
         "_faults",
@@ -154,21 +156,33 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_member",
         "_outcomes",
     },
-    "_intake": VOCABULARY | {"_calls", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
+    "_intake": VOCABULARY | {"_calls", "_functions", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
     "_supervisor": VOCABULARY
-    | {"_admission", "_attempts", "_beside", "_broken", "_calls", "_contexts", "_deaths", "_engine", "_faults", "_intake"}
+    | {
+        "_admission",
+        "_attempts",
+        "_beside",
+        "_broken",
+        "_calls",
+        "_contexts",
+        "_deaths",
+        "_engine",
+        "_faults",
+        "_functions",
+        "_intake",
+    }
     | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"}
     | {"_ipc.slots"},
     "_closing": VOCABULARY | {"_core.phase", "_patience", "_supervisor"},
     # maps
-    "_rows": VOCABULARY | {"_calls", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
+    "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
     "_flow": VOCABULARY
-    | {"_faults", "_calls", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
+    | {"_faults", "_functions", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
     | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
     # face
-    "_map": VOCABULARY | {"_calls", "_flow", "_inputs", "_rows", "_supervisor"},
+    "_map": VOCABULARY | {"_functions", "_flow", "_inputs", "_rows", "_supervisor"},
     "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
-    "_verbs": VOCABULARY | {"_calls", "_map_verbs", "_policy", "_supervisor"},
+    "_verbs": VOCABULARY | {"_calls", "_functions", "_map_verbs", "_policy", "_supervisor"},
     "_runner": VOCABULARY
     | {"_assembly", "_contexts", "_policy", "_shared", "_statistics", "_supervisor", "_usage", "_verbs", "_worker.context"},
     # the composition root: the one module that knows the engine, the supervisor and the closing
@@ -176,10 +190,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_broken", "_closing", "_engine", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
     # executor
     "_executor_life": frozenset({"_core.lifecycle"}),
-    "_jobs": VOCABULARY | {"_calls", "_executor_life", "_supervisor", "_worker.manners"},
-    "_portal": VOCABULARY | {"_assembly", "_calls", "_executor_life", "_jobs", "_member", "_supervisor"},
+    "_jobs": VOCABULARY | {"_calls", "_functions", "_executor_life", "_supervisor", "_worker.manners"},
+    "_portal": VOCABULARY | {"_assembly", "_executor_life", "_functions", "_jobs", "_member", "_supervisor"},
     "_executor": VOCABULARY
-    | {"_assembly", "_calls", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_jobs", "_portal"}
+    | {"_assembly", "_functions", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_jobs", "_portal"}
     | {"_worker.context", "_worker.manners"},
 }
 
@@ -209,7 +223,6 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_recalls": frozenset({"_core.dispatch", "_member"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
-    "_shares": frozenset({"_member"}),
     # it reads what the supervisor has counted
     "_statistics": frozenset({"_pool", "_supervisor"}),
 }

@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 import pytest
 
 from percore import PayloadTooLarge, _messages
-from percore._calls import Function
 from percore._contexts import Contexts
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Dispatch, places_for, room_of
 from percore._core.flow import MOST_OF_ONE
 from percore._core.names import Names
+from percore._functions import Function
 from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._ipc.codec import encode, is_inline
 from percore._ipc.doorbell import EventBell

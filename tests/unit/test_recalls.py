@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from percore import _recalls as module
+from percore._calls import Awaited
 from percore._core.batches import Batches, Run
 from percore._core.dispatch import Dispatch, Queue, Recall
 from percore._core.flow import Cost
@@ -79,7 +80,9 @@ def batch_of(items: int, seconds: float | None) -> Batch:
 
 
 def single(kind: int) -> Any:
-    return SimpleNamespace(kind=kind)
+    call = Awaited()
+    call.kind = kind
+    return call
 
 
 def recalls_of(*calls: Any) -> tuple[Recalls, Loop, Decisions]:

@@ -1,0 +1,206 @@
+"""The functions of a runner: each is pickled once, if it can be, and sent to a worker before its first call there.
+
+The arguments of a call are pickled here too, since an error names the function and the argument.
+"""
+
+import inspect
+from collections.abc import Callable
+from itertools import islice
+from types import MethodType
+from typing import Any, Final
+
+from percore._core.flow import Cost
+from percore._ipc.advice import Nowhere, blamed, unsendable, unsendable_function
+from percore._ipc.pickles import CANNOT, dump, is_by_reference, qualified_name
+from percore._ipc.presses import Presses
+from percore._ipc.slots import INLINE_LIMIT, SlotWriter
+from percore._messages import Kind, Payload
+from percore._options import routines_of
+from percore._shares import Share, Shares
+
+_REMEMBERED: Final = 4096
+"""Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
+
+
+class Function:
+    """A function to call: how it is sent, and where its calls run. Number 0: it is sent with each call."""
+
+    __slots__ = ("cost", "fn", "kind", "number", "payload", "users")
+
+    def __init__(self, fn: Callable[..., Any], kind: int) -> None:
+        self.fn = fn
+        self.kind = kind
+        self.number = 0
+        self.payload: Payload = b""
+        self.users = 0
+        self.cost = Cost()
+        """How long one of its calls takes, as measured by maps."""
+
+    @property
+    def name(self) -> str:
+        return qualified_name(self.fn)
+
+
+def kind_of(fn: object) -> int:
+    """Return where calls of `fn` run: `Kind.TASK` for a coroutine function, else `Kind.THREAD`.
+
+    Raises:
+        TypeError: `fn` is a coroutine (which is closed first), a generator function, or not callable.
+    """
+    if inspect.iscoroutine(fn):
+        fn.close()
+        name = getattr(fn, "__qualname__", "fetch")
+        raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
+    if not callable(fn):
+        raise TypeError(f"expected a function, not {fn!r}")
+    inner, call = routines_of(fn)
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
+        return Kind.TASK
+    if any(
+        is_generator(made) for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction) for made in (inner, call)
+    ):
+        raise TypeError(
+            f"{qualified_name(fn)} is a generator function: one call gives one result. "
+            "Give a function that returns a list, or map a function over the inputs of the generator"
+        )
+    return Kind.THREAD
+
+
+class Functions:
+    """The functions of one runner, by number."""
+
+    def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
+        self._slots = slots
+        self._shares = shares
+        self._main_by_value = main_by_value
+        # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
+        # could occupy all slots, and a call that is due before them could not be sent.
+        self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
+        self.known: dict[int | tuple[int, int], Function] = {}
+        """Functions that are pickled by reference, by id. Each entry refers to its function, so no other object can get that id.
+
+        A class method is a new object at each access, so it is found by the ids of its function and its class."""
+        self._held: set[int] = set()
+        """Numbers of the functions that `hold` has numbered and `drop` has not released."""
+        self.on_forgotten: Callable[[], None] = lambda: None
+        """Called after known functions were forgotten."""
+        self._last = 0
+
+    def of(self, fn: Callable[..., Any]) -> Function:
+        """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
+
+        Raises:
+            TypeError: as `kind_of`.
+        """
+        is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
+        name = (id(fn.__func__), id(fn.__self__)) if is_class_method else id(fn)  # type: ignore[attr-defined]  # of methods
+        function = self.known.get(name)
+        if function is not None:
+            return function
+        function = Function(fn, kind_of(fn))
+        if is_by_reference(fn):
+            try:
+                if not self._number(function):
+                    return function
+            except Exception:  # the reducer of a metaclass has failed; it fails again for each call, which then gets the error
+                return function
+            if len(self.known) >= _REMEMBERED:
+                self._forget_oldest()
+            self.known[name] = function
+        return function
+
+    def _forget_oldest(self) -> None:
+        """Forget the oldest quarter of the known functions. Their waiting calls keep the old numbers and remain valid."""
+        forgotten = [self.known.pop(name, None) for name in list(islice(self.known, -(-_REMEMBERED // 4)))]
+        self.on_forgotten()
+        del forgotten  # last, when the state is consistent: this may run a `__del__`
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of all known or held functions."""
+        return {function.number for function in self.known.values()} | self._held
+
+    def hold(self, fn: Callable[..., Any]) -> Function:
+        """As `of`, but pickle a function that travels by value once, and give it a number until `drop`.
+
+        Raises:
+            TypeError: as `kind_of`.
+            Exception: any error of pickling the function.
+        """
+        function = self.of(fn)
+        if not function.number and self._number(function):
+            function.users = 1
+            self._held.add(function.number)
+        return function
+
+    def drop(self, function: Function) -> None:
+        """Release a held function. No call may name it from now on."""
+        self._held.discard(function.number)
+        self._slots.discard(function.payload)
+        function.payload = b""
+        self._shares.drop(function)
+
+    def discard(self, body: tuple[Any, ...] | Payload) -> None:
+        """Release the body of a call that will not be sent: if the body is in a slot, the slot is free again."""
+        if type(body) is int:
+            self._slots.discard(body)
+
+    def _number(self, function: Function) -> bool:
+        """Pickle the function and give it a number. Return False if it must be sent with each call instead."""
+        try:
+            payload, met = self._pickled(function.fn)
+        except CANNOT as error:
+            told = unsendable_function(function.name, error)
+            if told is error:
+                raise
+            raise told from error
+        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # too large for a message, and no slot was free
+            return False
+        function.payload = payload
+        if met:
+            self._shares.hold(function, met)
+        self._last += 1
+        function.number = self._last
+        return True
+
+    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
+        """Pickle the arguments of a call. Return the payload, and the shared objects that the call must hold until it has ended.
+
+        Raises:
+            PayloadTooLarge: the pickle is larger than max_message.
+            PicklingError, AttributeError, TypeError: an object cannot be pickled; the error names the argument.
+            BaseException: any error that the user's objects raise while they are pickled.
+        """
+        try:
+            return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+        except CANNOT as error:
+            told = self._told(function, args, kwargs, error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _told(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
+        """Return an error that names the argument, or the function, that could not be pickled."""
+        fn = function.fn
+        if not function.number and not self._can_pickle(fn):
+            return unsendable_function(function.name, error)
+        return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
+
+    def _can_pickle(self, obj: object) -> bool:
+        nowhere = Nowhere()
+        outer = self._shares.watch()
+        try:
+            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
+        except Exception:
+            return False
+        finally:
+            self._shares.seen(outer)
+        return True
+
+    def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
+        shares = self._shares
+        outer = shares.watch()
+        try:
+            payload = self._presses.take().payload(obj)
+        finally:
+            met = shares.seen(outer)
+        return payload, [*met]
