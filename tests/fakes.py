@@ -9,21 +9,25 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
-from percore._engines.process import Cell, CommonMemory, began, make_boot
+from percore._engines.process import Cell, CommonMemory, fate_of, make_boot
+from percore._interfaces import Exit, Fate, Worker
+from percore._ipc.arena import Arena
 from percore._ipc.channel import RING_SIZE, Channel
 from percore._ipc.doorbell import bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
 from percore._ipc.slots import SlotReader, SlotWriter
+from percore._messages import Body
 from percore._options import Knobs
+from percore._usage import Usage, UsageMeter
 from percore._worker.context import WorkerContext, context_of_calls, of_task
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.main import Boot, cell_size, marks_of, unpickler
@@ -45,14 +49,14 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any,
 class FakeWorker:
     """A worker in the loop of its supervisor, and what its engine sees of it."""
 
-    def __init__(self, engine: "FakeEngine", boot: Boot, on_exit: Callable[[int | None], None]) -> None:
+    def __init__(self, engine: "FakeEngine", boot: Boot, on_exit: Callable[[Exit], None]) -> None:
         self._loop = engine.loop
         self._on_exit = on_exit
         self._boot = boot
         self.pid = next(_PIDS)
         self._cell = Cell(boot.places, engine.shared)
         self._marks = marks_of(self._cell.memory, boot.places)
-        self.channel = self._cell.channel(self._loop, engine.shared)
+        self.channel = self._cell.link(self._loop, engine.store)
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
         self._memories = (
             Memory(os.dup(self._cell.memory.fd), cell_size(boot.places), writable=True),
@@ -131,7 +135,7 @@ class FakeWorker:
                 memory.close()
         # Else a call may run on in a thread, where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
-        self._loop.call_soon(self._on_exit, self._exitcode)
+        self._loop.call_soon(self._on_exit, Exit(self._exitcode))
 
     def _die(self, exitcode: int) -> None:
         if not self._is_killed and not self._is_ending:
@@ -148,15 +152,15 @@ class FakeWorker:
         else:
             self._die(-signum)
 
-    def spoke(self) -> None:
-        """It is started once."""
+    def ready(self, told: Body) -> None:
+        """Its pid is known."""
 
     def _drain(self) -> None:
         of_task.set(self._context)
         self._server.drain()
 
-    def began(self, place: int, call_id: int) -> tuple[float, int] | None:
-        return began(self._marks, place, call_id)
+    def fate(self, place: int, call_id: int) -> Fate:
+        return fate_of(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()
@@ -178,22 +182,24 @@ class FakeWorker:
 class FakeEngine:
     """Starts fake workers."""
 
-    def helpers(self) -> dict[int, str]:
-        return {}
-
     worker_class = FakeWorker
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, main: MainInfo) -> None:
         self.loop = loop
-        self.shared = shared
-        self._boot = make_boot(options, shared, main, debug=False)
+        self.shared = shared = CommonMemory.create(options)
+        self.store = Arena(shared.memory, shared.slot_size, options.max_message, loop, main_by_value=main.by_value)
+        self._boot = make_boot(options, shared, self.store, main, debug=False)
+        self._meter = UsageMeter()
         loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
-    def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> FakeWorker:
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> FakeWorker:
         return self.worker_class(self, replace(self._boot, index=index, generation=generation), on_exit)
 
+    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
+        return await self._meter.read({os.getpid(): "supervisor"})
+
     async def aclose(self) -> None:
-        """Nothing is shared but memory, which is the runner's."""
+        self.shared.close()
 
 
 class FakeRunner(Runner):

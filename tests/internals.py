@@ -4,7 +4,7 @@ A test needs this to kill a particular worker, to see that a call has left nothi
 one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from percore import Runner
 
@@ -28,6 +28,16 @@ def current_member(runner: Runner, index: int = 0) -> "Member | None":
     return runner._supervisor.slots[index].current
 
 
+def channel_of(member: "Member") -> Any:
+    """The channel of a worker in a process or of a fake one, with all that is known of it."""
+    return member.worker.channel
+
+
+def arena_of(runner: Runner) -> Any:
+    """The store of a runner whose workers map it."""
+    return runner._supervisor.store
+
+
 def slots_used(runner: Runner) -> int:
     """How many memory slots are taken by what is sent to workers."""
-    return runner._supervisor.arena.in_use
+    return runner._supervisor.store.in_use

@@ -1,4 +1,4 @@
-"""The assembly: the supervisor, the engine and the memory of one runner, made together and closed together.
+"""The assembly: the engine and the supervisor of one runner, made together and closed together.
 
 Runner and LoopPoolExecutor each make one. They choose the engine; nothing else here depends on it.
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from percore._closing import Closing
-    from percore._engine import Engine
     from percore._engines.forkserver import ForkServerLauncher
-    from percore._engines.process import CommonMemory
+    from percore._interfaces import Engine
     from percore._ipc.pickles import MainInfo
     from percore._options import Knobs
+    from percore._usage import Usage
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 
@@ -59,7 +59,7 @@ def warm_up(options: Knobs) -> ForkServerLauncher | None:
 class EngineFactory(Protocol):
     """Makes the engine of an assembly."""
 
-    def __call__(self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo, /) -> Engine:
+    def __call__(self, loop: asyncio.AbstractEventLoop, options: Knobs, main: MainInfo, /) -> Engine:
         """Return an engine that has started nothing yet. What it raises, the runner's start raises."""
 
 
@@ -85,7 +85,7 @@ class Assembly:
             OSError: there is not enough memory for even one message of `max_message` bytes.
             Exception: an error from pickling what the options contain.
         """
-        from percore._engines.process import CommonMemory, ProcessEngine
+        from percore._engines.process import ProcessEngine
         from percore._ipc.pickles import alias_main, main_info
         from percore._supervisor import Supervisor
 
@@ -95,13 +95,8 @@ class Assembly:
         self._loop = loop
         self._pid = os.getpid()
         self._thread = threading.get_ident()
-        self.memory = CommonMemory.create(options)
-        try:
-            self.engine = (ProcessEngine if make_engine is None else make_engine)(loop, options, self.memory, main)
-        except BaseException:
-            self.memory.close()
-            raise
-        self.supervisor = Supervisor(loop, options, self.engine, self.memory.arena, main_by_value=main.by_value)
+        self.engine = (ProcessEngine if make_engine is None else make_engine)(loop, options, main)
+        self.supervisor = Supervisor(loop, options, self.engine)
         self._closing: Closing | None = None
         self.is_closed = False
         """Whether every worker has ended and every part is released."""
@@ -117,17 +112,15 @@ class Assembly:
 
     async def _release(self) -> None:
         try:
+            self.supervisor.shares.shut()
             await self.engine.aclose()
         finally:
-            self.supervisor.shares.shut()
-            self.memory.close()
             self.is_closed = True
 
-    def roles(self) -> dict[int, str]:
-        """Return the role of each process beside the caller's, by pid."""
+    async def usage(self) -> Usage:
+        """Return what this process, the engine and the workers use."""
         members = sorted(self.supervisor.members, key=lambda member: (member.index, member.generation))
-        workers = {member.pid: f"worker {member.index}" for member in members if member.pid is not None}
-        return self.engine.helpers() | workers
+        return await self.engine.usage([(f"worker {member.index}", member.worker) for member in members])
 
     @property
     def is_here(self) -> bool:

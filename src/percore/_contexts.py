@@ -6,13 +6,14 @@ from contextvars import ContextVar, copy_context
 from typing import Any, Final
 
 from percore._errors import PayloadTooLarge
-from percore._ipc.codec import weight_of
-from percore._ipc.pickles import dump, main_info
-from percore._ipc.slots import INLINE_LIMIT, Sink, SlotWriter
+from percore._interfaces import Store
+from percore._ipc.pickles import main_info
 
 _UNSET: Final = object()
+_LIMIT: Final = 100_000
+"""Largest pickle of the values in bytes. They travel with every call, and no store keeps them for it."""
 _TOO_LARGE: Final = (
-    f"the values of the context variables take more than {INLINE_LIMIT} bytes when they are pickled, and they travel with every "
+    f"the values of the context variables take more than {_LIMIT} bytes when they are pickled, and they travel with every "
     "call: pass what is large as an argument, or give `contextvars=` fewer variables"
 )
 
@@ -42,10 +43,9 @@ def _reference(variable: ContextVar[Any]) -> tuple[str, str]:
 class Contexts:
     """The context variables of a runner, and how to read their values."""
 
-    def __init__(self, variables: Sequence[ContextVar[Any]], slots: SlotWriter, *, main_by_value: bool) -> None:
+    def __init__(self, variables: Sequence[ContextVar[Any]], store: Store) -> None:
         self._variables = variables
-        self._slots = slots
-        self._main_by_value = main_by_value
+        self._store = store
 
     def capture(self) -> dict[int, Any] | bytes | None:
         """Return the current values by the number of their variable, pickled unless all are scalars; None if no variable is set.
@@ -62,13 +62,9 @@ class Contexts:
                 values[number] = value
         if not values:
             return None
-        weight = weight_of(values.values())
-        if weight is not None and weight <= INLINE_LIMIT:  # keys and brackets add little, and a frame has room for twice as much
+        if self._store.passes(tuple(values.values())):
             return values
-        sink = Sink(self._slots, private=True)
-        dump(values, sink, main_by_value=self._main_by_value)
-        payload = sink.payload()
-        assert isinstance(payload, bytes)
-        if len(payload) > INLINE_LIMIT:
-            raise PayloadTooLarge(INLINE_LIMIT, _TOO_LARGE)
-        return payload
+        pickled = self._store.pickled(values)
+        if len(pickled) > _LIMIT:
+            raise PayloadTooLarge(_LIMIT, _TOO_LARGE)
+        return pickled

@@ -1,11 +1,11 @@
 """Ends the calls of a dead worker: calls that had begun fail or are attempted again, the others go back to the queues."""
 
-import time
 from typing import TYPE_CHECKING
 
 from percore._broken import WorkerDied
 from percore._calls import PendingCall
 from percore._faults import Faults
+from percore._interfaces import Fate
 from percore._items import Batch
 from percore._member import Member
 from percore._messages import Kind
@@ -25,27 +25,24 @@ class Deaths:
 
         Each call is handled separately. If percore fails to handle one, that call ends with WorkerDied, caused by the failure.
         """
-        now = time.monotonic()
         has_begun = False
         # A call stays with this worker until it is handled, because retry_on and backoff may cancel any of the calls.
         for call in list(member.calls.values()):
             with faults:
-                began = member.began(call)
-                has_begun |= began is not None
-                self._end(member, call, began, exitcode, now, faults)
+                fate = member.fate(call)
+                has_begun |= fate.begun is not False
+                self._end(member, call, fate, exitcode, faults)
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
         self._return(member, exitcode, faults)
         return has_begun
 
-    def _end(
-        self, member: Member, call: PendingCall, began: tuple[float, int] | None, exitcode: int | None, now: float, faults: Faults
-    ) -> None:
-        begun_at, items = began or (now, 0)
+    def _end(self, member: Member, call: PendingCall, fate: Fate, exitcode: int | None, faults: Faults) -> None:
         if isinstance(call, Batch):
-            self._lost_items(member, call, items, exitcode, now - begun_at, faults)
-        elif not call.done() and (began is not None or self._supervisor.phase.is_cut):
-            delay = self._lost(member, call, exitcode, now - begun_at)
+            items = call.size if fate.begun is None else fate.items
+            self._lost_items(member, call, items, exitcode, fate.age, faults)
+        elif not call.done() and (fate.begun is not False or self._supervisor.phase.is_cut):
+            delay = self._lost(member, call, exitcode, fate.age)
             member.take(call.call_id)
             if delay is not None:
                 self._supervisor.attempts.again(call, delay)

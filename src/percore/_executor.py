@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
 from percore._assembly import Assembly
-from percore._engines.process import CommonMemory, ProcessEngine
+from percore._engines.process import ProcessEngine
 from percore._functions import kind_of
-from percore._ipc.pickles import MainInfo, dump, is_by_reference
-from percore._ipc.slots import Sink
+from percore._ipc.pickles import MainInfo, is_by_reference
 from percore._jobs import Held
 from percore._messages import Kind
 from percore._options import Knobs, Lifespan, check_plain, usable_cpus, whole
@@ -320,21 +319,16 @@ class _Setup(NamedTuple):
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
         return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None)
 
-    def _make_engine(
-        self, loop: asyncio.AbstractEventLoop, options: Knobs, shared: CommonMemory, main: MainInfo, /
-    ) -> ProcessEngine:
-        launcher = None
-        initializer = b""
+    def _make_engine(self, loop: asyncio.AbstractEventLoop, options: Knobs, main: MainInfo, /) -> ProcessEngine:
+        launcher, given = None, None
         if self.context is not None:
             from percore._engines.multiprocess import MultiprocessLauncher
 
             launcher = MultiprocessLauncher(self.context, self.given)
         elif self.given[0] is not None:
-            sink = Sink(shared.arena, private=True)
-            dump(self.given, sink, main_by_value=main.by_value)
-            initializer = cast("bytes", sink.payload())
-        manners = Manners(self.is_pool, self.max_tasks, self.context is not None, initializer)
-        return ProcessEngine(loop, options, shared, main, launcher, manners)
+            given = self.given
+        manners = Manners(self.is_pool, self.max_tasks, self.context is not None, b"")
+        return ProcessEngine(loop, options, main, launcher, manners, given)
 
 
 def _need_inheritance(initargs: tuple[Any, ...]) -> bool:

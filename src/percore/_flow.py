@@ -354,9 +354,9 @@ class Flow:
         self._window.pull(len(run.bodies), size)
         self._batches.append(run)
 
-    def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
+    def take_item(self, body: Any, size: int, key: Name | None, shares: list[Share]) -> None:
         """Implement `Taker`."""
-        number, size = self._window.pulled, size_of(body)
+        number = self._window.pulled
         item = Item(self, number, body, size, self.plan(), key)
         self._window.pull(1, size)
         self._alive[number] = item

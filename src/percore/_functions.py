@@ -10,10 +10,9 @@ from types import MethodType
 from typing import Any, Final
 
 from percore._core.flow import Cost
-from percore._ipc.advice import Nowhere, blamed, unsendable, unsendable_function
-from percore._ipc.pickles import CANNOT, dump, is_by_reference, qualified_name
-from percore._ipc.presses import Presses
-from percore._ipc.slots import INLINE_LIMIT, SlotWriter
+from percore._interfaces import Store
+from percore._ipc.advice import blamed, unsendable, unsendable_function
+from percore._ipc.pickles import CANNOT, is_by_reference, qualified_name
 from percore._messages import Kind, Payload
 from percore._options import routines_of
 from percore._shares import Share, Shares
@@ -69,13 +68,10 @@ def kind_of(fn: object) -> int:
 class Functions:
     """The functions of one runner, by number."""
 
-    def __init__(self, slots: SlotWriter, shares: Shares, *, main_by_value: bool) -> None:
-        self._slots = slots
+    def __init__(self, store: Store, shares: Shares) -> None:
+        self.store = store
         self._shares = shares
-        self._main_by_value = main_by_value
-        # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
-        # could occupy all slots, and a call that is due before them could not be sent.
-        self._presses = Presses(slots, main_by_value=main_by_value, sparing=True)
+        self._press = store.press
         self.known: dict[int | tuple[int, int], Function] = {}
         """Functions that are pickled by reference, by id. Each entry refers to its function, so no other object can get that id.
 
@@ -135,14 +131,20 @@ class Functions:
     def drop(self, function: Function) -> None:
         """Release a held function. No call may name it from now on."""
         self._held.discard(function.number)
-        self._slots.discard(function.payload)
+        self.discard(function.payload)
         function.payload = b""
         self._shares.drop(function)
 
     def discard(self, body: tuple[Any, ...] | Payload) -> None:
-        """Release the body of a call that will not be sent: if the body is in a slot, the slot is free again."""
+        """Release the body of a call that will not be sent, or the pickle of a function."""
         if type(body) is int:
-            self._slots.discard(body)
+            self.store.discard(body)
+
+    def size_of(self, body: object) -> int:
+        """Return the size in bytes of a call's pickled arguments; 0 if they are sent without pickling."""
+        if type(body) is bytes:
+            return len(body)
+        return self.store.size(body) if type(body) is int else 0
 
     def _number(self, function: Function) -> bool:
         """Pickle the function and give it a number. Return False if it must be sent with each call instead."""
@@ -153,7 +155,8 @@ class Functions:
             if told is error:
                 raise
             raise told from error
-        if type(payload) is bytes and len(payload) > INLINE_LIMIT:  # too large for a message, and no slot was free
+        if type(payload) is int and not self.store.is_placed(payload):
+            self.store.discard(payload)
             return False
         function.payload = payload
         if met:
@@ -186,21 +189,17 @@ class Functions:
         return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
 
     def _can_pickle(self, obj: object) -> bool:
-        nowhere = Nowhere()
         outer = self._shares.watch()
         try:
-            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
-        except Exception:
-            return False
+            return self.store.can_pickle(obj)
         finally:
             self._shares.seen(outer)
-        return True
 
     def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
         shares = self._shares
         outer = shares.watch()
         try:
-            payload = self._presses.take().payload(obj)
+            payload = self._press().payload(obj)
         finally:
             met = shares.seen(outer)
         return payload, [*met]

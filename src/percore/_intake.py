@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from percore._calls import Awaited, Call, Planned
 from percore._errors import as_error
 from percore._functions import Function
-from percore._ipc.codec import is_inline
-from percore._ipc.slots import INLINE_LIMIT
 from percore._messages import Kind, Payload
 from percore._points import POINTS, point
 from percore._policy import DEFAULT, Plan, Policy
@@ -33,6 +31,8 @@ class Intake:
         self._functions = supervisor.functions
         self._contexts = supervisor.contexts
         self._shares = supervisor.shares
+        self._is_placed = supervisor.store.is_placed
+        self._passes = supervisor.store.passes
 
     def submit(  # noqa: C901  # one function: a call would slow down every call
         self,
@@ -65,7 +65,7 @@ class Intake:
         call.function = function
         call.kind = function.kind if member is None else Kind.BESIDE
         call.member = call.key = call.plan = None
-        if function.number and not kwargs and is_inline(args):
+        if function.number and not kwargs and self._passes(args):
             call.body = args
             if self._contexts is not None or member is not None:
                 if not self._plan(call, policy, member):
@@ -76,7 +76,7 @@ class Intake:
         elif not self._prepare(call, args, kwargs, policy, member):
             return call
         if POINTS:
-            point("supervisor.call.pickled" if type(call.body) is not int else "supervisor.call.stored")
+            point("supervisor.call.stored" if type(call.body) is int and self._is_placed(call.body) else "supervisor.call.pickled")
         if member is not None:
             supervisor.beside.submit(call, member)
             return call
@@ -106,7 +106,7 @@ class Intake:
         if supervisor.phase.broken is not None:
             raise supervisor.phase.refusal()
         body: tuple[Any, ...] | Payload = args
-        if kwargs or not is_inline(args):
+        if kwargs or not self._passes(args):
             try:
                 body, met = self._functions.pickle(function, args, kwargs)
             except BaseException as error:
@@ -114,7 +114,7 @@ class Intake:
                 self._unpicklable(refused, error)
                 return refused
             is_refused = not supervisor.phase.accepts  # the user code that pickling ran did this
-            if is_refused or met or not isinstance(body, bytes) or len(body) > INLINE_LIMIT:
+            if is_refused or met or type(body) is int:
                 return self._run_laden(function, body, met, policy)
         if policy is None:
             call = Awaited()
@@ -157,7 +157,7 @@ class Intake:
             self._shares.hold(call, met)
         if self._plan(call, policy, None):
             if POINTS:
-                point("supervisor.call.pickled" if type(body) is not int else "supervisor.call.stored")
+                point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
             self._supervisor.accept(call)
         else:
             self._supervisor.release(call)

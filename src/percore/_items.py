@@ -14,7 +14,7 @@ from percore._core.dispatch import Queue
 from percore._errors import CUT_OFF, RunnerClosed
 from percore._functions import Function
 from percore._ipc.codec import list_small
-from percore._messages import SLOT_BITS, BrokenFrame
+from percore._messages import BrokenFrame
 from percore._policy import Plan
 
 _MARSHAL: Final = 2
@@ -59,10 +59,8 @@ class Flow(Protocol):
 
 
 def size_of(body: object) -> int:
-    """Return the size of a pickled body in bytes; 0 for scalars, which are sent without pickling."""
-    if type(body) is bytes:
-        return len(body)
-    return body >> SLOT_BITS if type(body) is int else 0
+    """Return the size in bytes of the body of an item of a batch: of its pickle, or 0 if it is sent without pickling."""
+    return len(body) if type(body) is bytes else 0
 
 
 class Item(CallBase):

@@ -14,14 +14,12 @@ from percore._calls import PendingCall
 from percore._core.dispatch import Dispatch, places_for
 from percore._core.lifecycle import Deadline, Life, State
 from percore._functions import Function
-from percore._ipc.slots import INLINE_LIMIT
 from percore._messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from percore._engine import Worker
-    from percore._ipc.ring import RingWriter
+    from percore._interfaces import Fate, Sent, Worker
     from percore._messages import Body
     from percore._patience import Patience
 
@@ -62,20 +60,17 @@ class Member:
         self.generation = generation
         self.life = Life()
         self.worker: Worker
-        self._tx: RingWriter
+        self._tx: Sent
         self.tell: Callable[[int, int, Body], None]
         """Sends a message to the worker: op, id, body. Bound once, in `attach`, since every call uses it."""
         self.calls: dict[int, PendingCall] = {}
         self.parked: set[int] = set()
-        """Ids of calls that wait for a payload slot for their arguments. The worker has not been sent these calls yet."""
+        """Ids of calls whose arguments wait for room in the store. The worker has not been sent these calls yet."""
         self.defined: set[int] = set()
-        self.leases: list[int] = []
-        """Payloads whose slots back arrays in this worker. There are a few at most."""
         self.load = [0, 0, 0]
         self._batched = 0
         self.recalling = self.gave_back = False
         self.asked_at = 0
-        self.told_pid: int | None = None
         self.done = 0
         self.failed = 0
         self.retried = 0
@@ -97,8 +92,7 @@ class Member:
 
     @property
     def pid(self) -> int | None:
-        # A worker may report that it is ready before its launcher knows the pid. Until then, use the pid that the worker sent.
-        return self.told_pid if self.worker.pid is None else self.worker.pid
+        return self.worker.pid
 
     def attach(self, worker: "Worker") -> None:
         """Attach the worker that the engine has started."""
@@ -148,9 +142,9 @@ class Member:
             self.tell(TERMS, call_id, call.plan.terms)
         if body is None:
             self.tell(BATCH, call_id, call.message())
-        elif type(body) is bytes and len(body) > INLINE_LIMIT:
+        elif type(body) is int:
             self.parked.add(call_id)
-            self.worker.channel.send_payload(number, call_id, body, ticket=_Parked(self, call))
+            self.worker.channel.send_parcel(number, call_id, body, _Parked(self, call))
         else:
             self.tell(number, call_id, body)
 
@@ -207,24 +201,21 @@ class Member:
             self.tell(TERMS, call.call_id, None)
         self.take(call.call_id)
 
-    def began(self, call: PendingCall) -> tuple[float, int] | None:
-        """Return when the call began (`time.monotonic`) and, for a batch, how many of its items began; None if it had not begun.
-
-        Decide by the answer only after the worker's death: the start marks of a live worker may be out of date.
-        """
-        return self.worker.began(call.call_id % self.stride, call.call_id)
+    def fate(self, call: PendingCall) -> "Fate":
+        """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
+        return self.worker.fate(call.call_id % self.stride, call.call_id)
 
     def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
         """Return the numbers of running calls and of calls queued ahead, as far as the supervisor knows.
 
-        If the worker has not read all messages (its loop is busy or blocked), the numbers come from its start marks.
-        `may_look`: whether the caller may read the marks. Without a GIL, only the loop's thread may.
+        If the worker has not read all messages (its loop is busy or blocked), the worker is asked for the fate of each call.
+        `may_look`: whether the caller may do so. Without a GIL, only the loop's thread may.
         """
         if may_look and (self.parked or not self.has_read()):
             ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
             try:
-                running = sum(self.worker.began(call_id % self.stride, call_id) is not None for call_id in ids)
-            except ValueError:  # the marks are released: the worker died, and the loop's thread closed it during this call
+                running = sum(self.worker.fate(call_id % self.stride, call_id).begun is not False for call_id in ids)
+            except ValueError:  # the worker died, and the loop's thread closed it during this call
                 return 0, 0
             return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
@@ -256,7 +247,7 @@ class Member:
 
 
 class _Parked:
-    """The channel's ticket for a call whose arguments wait for a slot. The worker has not been sent the call yet."""
+    """The channel's ticket for a call whose arguments are a parcel. The worker has not been sent the call yet."""
 
     __slots__ = ("_call", "_call_id", "_member")
 
@@ -268,11 +259,10 @@ class _Parked:
     def is_wanted(self) -> bool:
         return self._call_id in self._member.parked
 
-    def stored(self, payload: int) -> bool:
+    def stored(self, parcel: int) -> bool:
         parked = self._member.parked
         if self._call_id not in parked:  # a `__del__`, run by a garbage collection during the storing, cancelled the call
             return False
-        # From now on the call owns the slot, as if its arguments had been pickled into it.
-        self._call.body = payload
+        self._call.body = parcel
         parked.discard(self._call_id)
         return True

@@ -4,13 +4,10 @@ A message is a triple (op, id, body), marshalled in frames. `id` is the id of a 
 
     a tuple     the arguments themselves, if all are exact immutable scalars
     bytes       one pickle
-    an int      one pickle in a slot of shared memory: length << SLOT_BITS | slot
+    an int      a parcel: one pickle that the store and the channel find by this number
 """
 
 from typing import Final, TypeAlias
-
-SLOT_BITS: Final = 10
-SLOT_MASK: Final = (1 << SLOT_BITS) - 1
 
 Payload: TypeAlias = bytes | int
 Body: TypeAlias = object

@@ -25,15 +25,10 @@ from percore._messages import (
     ID_MASK,
     ITEM_SHIFT,
     KNOWN,
-    LEASED,
     READY,
-    RELEASE,
     RESULT,
     RETURNED,
-    SLOT_BITS,
-    SLOT_MASK,
     TIMED_OUT,
-    UNLEASED,
     UNPICKLED,
     UNREADY,
     VALUE,
@@ -70,8 +65,6 @@ class Outcomes:
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
-            LEASED: lambda _, payload: self._leased(member, payload),
-            UNLEASED: lambda _, payload: self._unleased(member, payload),
             KNOWN: lambda number, _: self._supervisor.shares.known(member, number),
             FORGOTTEN: lambda number, _: self._supervisor.shares.forgotten(member, number),
             READY: lambda _, pid: self._ready(slot, member, pid),
@@ -81,8 +74,7 @@ class Outcomes:
         }
 
         channel = member.worker.channel
-        channel.leases.on_end = lambda payload: self._release(member, payload)
-
+        handlers |= channel.own
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
 
@@ -159,19 +151,18 @@ class Outcomes:
         self._supervisor.failed_with(call, error)
 
     def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
-        member.told_pid = pid
-        member.worker.spoke()
+        member.worker.ready(pid)
         self._supervisor.pool.ready(slot, member)
 
     def _unready(self, member: Member, payload: Payload) -> None:
-        error = load_exception(self._bytes(member, payload))
+        error = member.worker.channel.load(payload).load(load_exception)
         self._supervisor.pool.unready(member, error, _text(error))
 
     def _failed(self, member: Member, payload: Payload | None) -> None:
         """The worker's lifespan failed. The first message has no payload, the second one carries the exception."""
         self._supervisor.pool.failing(member)
         if payload is not None:
-            error = load_exception(self._bytes(member, payload))
+            error = member.worker.channel.load(payload).load(load_exception)
             self._supervisor.pool.failed(member, error, _text(error))
 
     def _unpickled(self, member: Member, call_id: int) -> None:
@@ -179,32 +170,6 @@ class Outcomes:
         call = member.calls[call_id]
         if call.plan is None or not call.plan.policy.retries:
             self._supervisor.unpickled(call)
-
-    def _leased(self, member: Member, payload: Any) -> None:
-        """Arrays in the worker use this slot: hold it until the worker has dropped them or has died."""
-        if type(payload) is not int:
-            raise BrokenFrame(f"{type(payload).__name__} was leased, which is no slot")
-        self._supervisor.arena.hold(payload)
-        member.leases.append(payload)
-
-    def _unleased(self, member: Member, payload: Any) -> None:
-        if payload not in member.leases:
-            raise BrokenFrame("the end of a lease that was never begun")
-        member.leases.remove(payload)
-        self._supervisor.arena.discard(payload)
-
-    def _bytes(self, member: Member, payload: Payload) -> memoryview | bytes:
-        return member.worker.channel.incoming.read(payload)
-
-    def _release(self, member: Member, payload: Payload) -> None:
-        if type(payload) is int and member.worker.channel.is_open:
-            if POINTS:
-                point("supervisor.slot.released")
-            channel, slot = member.worker.channel, payload & SLOT_MASK
-            # Workers take the lowest free slot. A low number means that the worker has enough free slots; a high one, that it
-            # may need this slot soon.
-            send = channel.send_lazily if slot < channel.incoming.count // 4 else channel.send_later
-            send(RELEASE, slot, payload >> SLOT_BITS)
 
     def _target(self, member: Member, call_id: int) -> Outcome:
         """Return the call or the item of a batch that this outcome is for.
@@ -251,11 +216,11 @@ class Outcomes:
         if target.is_dropped():
             target.drop()
         if target.done():  # cancelled: do not run user code (unpickling) for a result that is dropped
-            self._release(member, payload)
+            member.worker.channel.release(payload)
             self._ended(member, target)
             return
         if self._is_late(member, target):
-            self._release(member, payload)
+            member.worker.channel.release(payload)
             return
         result, failure, size, is_leased = _load(member, payload)
         if not target.done():
@@ -264,7 +229,7 @@ class Outcomes:
             else:
                 target.set_exception(_unloadable(failure))
         if not is_leased:
-            self._release(member, payload)
+            member.worker.channel.release(payload)
         self._ended(member, target, failed=failure is not None)
         # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if failure is not None and issubclass(type(failure), KeyboardInterrupt):
@@ -281,11 +246,9 @@ class Outcomes:
 
     def _error(self, member: Member, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
-        data = self._bytes(member, payload)
-        error = load_exception(data)
-        if isinstance(data, memoryview):
-            data.release()
-        self._release(member, payload)
+        channel = member.worker.channel
+        error = channel.load(payload).load(load_exception)
+        channel.release(payload)
         if self._is_late(member, target):
             return
         if not target.done():
@@ -394,7 +357,7 @@ def _load(member: Member, payload: Payload) -> tuple[Any, BaseException | None, 
             return load(payload), None, len(payload), False
     except BaseException as error:  # any exception becomes the outcome of this call
         return None, error, 0, False
-    received = member.worker.channel.leases.receive(payload)
+    received = member.worker.channel.load(payload)
     try:
         return received.load(), None, received.size, received.is_leased
     except BaseException as error:  # as above

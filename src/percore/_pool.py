@@ -20,6 +20,7 @@ from percore._core.lifecycle import Deadline, Event, State
 from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
 from percore._errors import RunnerClosed, shown
 from percore._faults import Faults, report
+from percore._interfaces import Exit
 from percore._ipc.rebuild import text_of
 from percore._items import Batch
 from percore._limited import Limited
@@ -135,7 +136,7 @@ class Pool:
 
     def _launch(self, slot: Slot, member: Member) -> None:
         supervisor = self._supervisor
-        member.attach(supervisor.engine.start(slot.index, slot.generation, lambda code: self._exited(slot, member, code)))
+        member.attach(supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end)))
         if slot.current is None:
             slot.current = member
         else:
@@ -283,7 +284,7 @@ class Pool:
             report(self._level(member), "%s", text)
             member.worker.kill()
 
-    def _exited(self, slot: Slot, member: Member, exitcode: int | None) -> None:
+    def _exited(self, slot: Slot, member: Member, end: Exit) -> None:
         """The system has reported a worker's death. Receive its last messages, then end its calls and replace it.
 
         After the death nothing writes to the worker's memory, so its messages and start marks can be read without races.
@@ -295,12 +296,12 @@ class Pool:
             if POINTS:
                 point("supervisor.worker.exited")
             member.worker.channel.receive()
-        self._bury(slot, member, exitcode, faults)
+        self._bury(slot, member, end, faults)
         faults.finish()  # raises a KeyboardInterrupt only now, when no call of the dead worker is left
 
-    def _bury(self, slot: Slot, member: Member, exitcode: int | None, faults: Faults) -> None:
+    def _bury(self, slot: Slot, member: Member, end: Exit, faults: Faults) -> None:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        supervisor = self._supervisor
+        supervisor, exitcode = self._supervisor, end.code
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
@@ -310,9 +311,9 @@ class Pool:
                 supervisor.dispatch.expel(member)
         # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
         began = supervisor.deaths.end_calls(member, exitcode, faults)
-        began = began or member.done > 0 or member.retried > 0
+        began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
-            supervisor.end_leases(member, faults)
+            supervisor.shares.buried(member)
         slot.past = slot.past.with_(member)  # before it leaves `members`: another thread must find its counts in one place at least
         self.members.discard(member)
         slot.failure = member.failure

@@ -8,8 +8,7 @@ from percore._core.batches import Run
 from percore._core.names import Name, Names
 from percore._errors import as_error
 from percore._functions import Function, Functions
-from percore._ipc.codec import SMALL, encode_small, is_inline, weight_inline, weight_of
-from percore._items import size_of
+from percore._ipc.codec import SMALL, encode_small, weight_inline, weight_of
 from percore._options import check_awaited
 from percore._policy import Policy
 from percore._shares import Share
@@ -52,8 +51,11 @@ class Taker(Protocol):
     def take_run(self, run: Run, size: int) -> None:
         """Take items for batches. `size`: bytes of their pickled arguments."""
 
-    def take_item(self, body: Any, key: Name | None, shares: list[Share]) -> None:
-        """Take an item that is sent as a call. It holds `shares`, the shared objects among its arguments, until it has ended."""
+    def take_item(self, body: Any, size: int, key: Name | None, shares: list[Share]) -> None:
+        """Take an item that is sent as a call. `size`: bytes of its pickled arguments.
+
+        It holds `shares`, the shared objects among its arguments, until it has ended.
+        """
 
     def take_failure(self, error: BaseException) -> None:
         """Take the error of an item that cannot be sent because user code raised."""
@@ -73,6 +75,7 @@ class Rows:
         self._is_single = is_single
         self._is_bare = is_single and not spec.star
         self._is_batched = is_batched
+        self._passes = functions.store.passes
 
     def submit(self, number: int, rows: list[Any]) -> int:
         """Turn these rows into items; `number` is that of the first. Return how many were taken.
@@ -105,7 +108,7 @@ class Rows:
             if type(given) is not str and type(given) is not int:
                 check_awaited("key", given)
             key = self._names.of(given)
-        is_scalar = bool(self._function.number) and is_inline(args)
+        is_scalar = bool(self._function.number) and self._passes(args)
         shares: list[Share] = []
         body: Any = args
         if not is_scalar:
@@ -113,11 +116,11 @@ class Rows:
         if self._taker.is_done():
             self._functions.discard(body)
             return False
-        size = size_of(body)
+        size = self._functions.size_of(body)
         if not self._is_batched or type(body) is int or size > _SMALL or shares:
-            self._taker.take_item(body, key, shares)
+            self._taker.take_item(body, size, key, shares)
             return True
         weight = size or weight_of(args)
-        assert weight is not None  # `is_inline` is true for them
+        assert weight is not None  # `passes` is true for them
         self._taker.take_run(Run(number, [body], False, weight), size)
         return True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from percore._shared import Shared
     from percore._statistics import Statistics
     from percore._supervisor import Supervisor
-    from percore._usage import Usage, UsageMeter
+    from percore._usage import Usage
 
 T = TypeVar("T")
 
@@ -147,7 +147,6 @@ class Runner(Verbs):
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor
         self._assembly: Assembly | None = None
-        self._meter: UsageMeter | None = None
         self._phase = _NEW
 
     # Start and close
@@ -358,11 +357,7 @@ class Runner(Verbs):
         """
         assembly = self._open_assembly()
         assembly.check_caller()
-        if self._meter is None:
-            from percore._usage import UsageMeter
-
-            self._meter = UsageMeter()
-        return await self._meter.read({self._pid: "supervisor"} | assembly.roles())
+        return await assembly.usage()
 
     # Checks
 

@@ -15,14 +15,11 @@ from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
 from percore import _shared
-from percore._errors import RunnerClosed, as_error
-from percore._ipc.advice import unsendable
+from percore._errors import RunnerClosed
+from percore._interfaces import Store
 from percore._ipc.copies import CLOSED, Copy
 from percore._ipc.exports import Endings
-from percore._ipc.leases import Leases
-from percore._ipc.pickles import CANNOT, dump
-from percore._ipc.slots import Sink, SlotWriter
-from percore._messages import FORGET, SLOT_BITS, Body, BrokenFrame, Payload
+from percore._messages import FORGET, Body, BrokenFrame
 from percore._shared import Shared
 
 
@@ -48,7 +45,7 @@ class Share:
         self.members: set[Reader] = set()
         """Workers that have met the object and not forgotten it."""
         self._shares = shares
-        self._copy = Copy(shares.leases, payload, self._forgotten_here)
+        self._copy = Copy(shares.store.load, payload, self._forgotten_here)
         self._handle: ref[Shared[Any]] | None = None
         self._is_closed = False
         self.is_ending = False
@@ -87,7 +84,7 @@ class Share:
         self._shares.endings.add(self.look)
 
     def __str__(self) -> str:
-        state = "closed" if self._is_closed else f"{self.payload >> SLOT_BITS} bytes"
+        state = "closed" if self._is_closed else f"{self._shares.store.size(self.payload)} bytes"
         return f"number {self.number}, {state}"
 
     # Ending
@@ -126,27 +123,25 @@ class Share:
 class Shares:
     """The shared objects of one runner. Call its methods in the runner's event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arena: SlotWriter, *, main_by_value: bool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, store: Store) -> None:
         self._loop = loop
         self._thread = threading.get_ident()
-        self._arena = arena
-        self._main_by_value = main_by_value
-        self._limit = arena.count // 4  # and as many closed ones to which views still refer
+        self.store = store
+        self._limit = store.most_shared  # and as many closed ones to which views still refer
         self._pending = 0
         self._shares: set[Share] = set()
         self.held: dict[Any, list[Share]] = {}
         """Shared objects by the call or the function that holds them."""
-        self._waiters: set[asyncio.Future[Payload]] = set()
+        self._waiters: set[asyncio.Future[int]] = set()
         self._met: Sequence[Share] | None = None
         self.endings = Endings(loop)
-        self.leases = Leases(arena.reader(), self.endings, 0)
 
     # Making one
 
     async def share(self, obj: object) -> Shared[Any]:
-        """Pickle `obj` in a new thread, store it, and return its handle.
+        """Store `obj` where all workers can read it, and return its handle.
 
-        If cancelled, the pickling continues in its thread, and its result is discarded.
+        If cancelled, the storing continues, and its result is discarded.
 
         Raises:
             RunnerClosed: the runner was closed meanwhile.
@@ -156,68 +151,22 @@ class Shares:
         live, known = sum(not share.is_ending for share in self._shares) + self._pending, len(self._shares) + self._pending
         if live >= self._limit or known >= 2 * self._limit:
             raise RuntimeError(
-                f"{known} shared objects are open, or closed but still referenced by views; at most {self._limit} of "
-                f"this runner's {self._arena.count} slots may hold shared objects. Close some, drop views of closed ones, share "
-                "several as one (a dict of them), or make the runner with a smaller max_message, which gives more slots"
+                f"{known} shared objects are open, or closed but still referenced by views; this runner has room for "
+                f"{self._limit}. Close some, drop views of closed ones, share several as one (a dict of them), or make the runner "
+                "with a smaller max_message, which gives more room"
             )
-        waiter: asyncio.Future[Payload] = self._loop.create_future()
+        waiter: asyncio.Future[int] = self._loop.create_future()
         self._pending += 1
         self._waiters.add(waiter)
         try:
-            # Not in the loop's default executor: the user may have filled it with calls that never end.
-            threading.Thread(target=self._pickle, args=(obj, waiter), name="percore-share", daemon=True).start()
+            self.store.share(obj, waiter)
             payload = await waiter
         finally:
             self._pending -= 1
             self._waiters.discard(waiter)
-        assert isinstance(payload, int)
         share = Share(self, payload)
         self._shares.add(share)
         return share.handle()
-
-    def _pickle(self, obj: object, waiter: "asyncio.Future[Payload]") -> None:
-        """Pickle the object. Runs in a thread."""
-        sink = Sink(self._arena)
-        try:
-            dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
-            payload: Payload | BaseException = sink.payload()
-        except CANNOT as error:
-            payload = unsendable("share(): the object", obj, error)
-        except BaseException as error:
-            payload = error
-        del obj, sink
-        try:
-            self._loop.call_soon_threadsafe(self._pickled, waiter, payload)
-        except RuntimeError:  # the loop was closed, so no task can be waiting
-            return
-
-    def _pickled(self, waiter: "asyncio.Future[Payload]", payload: Payload | BaseException) -> None:
-        if isinstance(payload, BaseException):
-            if not waiter.done():
-                waiter.set_exception(as_error(payload, "pickling"))
-        elif isinstance(payload, int):
-            self._stored(waiter, payload)
-        elif not waiter.done():
-            # The pickle is too small for the sink to take a slot, or none was free. It has to be in a slot, so that calls can refer
-            # to it: wait for one.
-            stored = self._arena.store(payload)
-            if stored is None:
-                self._arena.wait(lambda: self._store_later(waiter, payload))
-            else:
-                self._stored(waiter, stored)
-
-    def _store_later(self, waiter: "asyncio.Future[Payload]", payload: bytes) -> bool:
-        """Try to store the pickle again. Runs in the thread that gave a slot back."""
-        if waiter.done():
-            return False
-        self._loop.call_soon_threadsafe(self._pickled, waiter, payload)
-        return False
-
-    def _stored(self, waiter: "asyncio.Future[Payload]", payload: int) -> None:
-        if waiter.done():  # share() was cancelled or refused
-            self._arena.discard(payload)
-        else:
-            waiter.set_result(payload)
 
     # Calls that hold shared objects
 
@@ -306,7 +255,7 @@ class Shares:
         if share in self._shares:
             self._shares.discard(share)
             _live.pop(share.number, None)
-            self._arena.discard(share.payload)
+            self.store.discard(share.payload)
 
     def refuse(self) -> None:
         """End every waiting `share` with RunnerClosed, because the runner takes no more calls."""

@@ -30,12 +30,11 @@ from percore._core.batches import Run
 from percore._core.dispatch import Dispatch
 from percore._core.phase import PhaseEvent, RunnerPhase
 from percore._deaths import Deaths
-from percore._engine import Engine
 from percore._errors import as_error
 from percore._faults import Faults
 from percore._functions import Function, Functions
 from percore._intake import Intake
-from percore._ipc.slots import SlotWriter
+from percore._interfaces import Engine
 from percore._items import Flow
 from percore._member import Member
 from percore._messages import CANCEL, UNDEFINE, Kind
@@ -56,29 +55,21 @@ _LOOKS: Final = 4
 class Supervisor:
     """Supervises the workers and calls of one runner. Only the thread of its loop may call its methods, except `abandon`."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        options: Knobs,
-        engine: Engine,
-        arena: SlotWriter,
-        *,
-        main_by_value: bool,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, engine: Engine) -> None:
         self.loop = loop
         self.options = options
         self.engine = engine
-        self.arena = arena
+        self.store = store = engine.store
         self.dispatch: Dispatch[Any, Member] = Dispatch(options.concurrency, options.threads, options.per_key)
-        self.shares = Shares(loop, arena, main_by_value=main_by_value)
-        self.functions = Functions(arena, self.shares, main_by_value=main_by_value)
+        self.shares = Shares(loop, store)
+        self.functions = Functions(store, self.shares)
         self.known = self.functions.known
         self.functions.on_forgotten = self._undefine_forgotten
         self.policy = Policy(retries=options.retries) if options.retries else None
         """The policy of calls without options of their own; None: the defaults."""
         self.policy_of = Policy.checked
         """Checks call options. Kept here to save an import per view of the runner, since users may make a view for each call."""
-        self.contexts = Contexts(options.contextvars, arena, main_by_value=main_by_value) if options.contextvars else None
+        self.contexts = Contexts(options.contextvars, store) if options.contextvars else None
         self.beside = Beside(self)
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self.attempts = Attempts(self)
@@ -218,18 +209,9 @@ class Supervisor:
     def _free(self, call: Outcome, body: tuple[()] | bytes) -> None:
         before, call.body = call.body, body
         if type(before) is int:
-            self.arena.discard(before)
+            self.store.discard(before)
             if POINTS:
                 point("supervisor.call.released")
-
-    def end_leases(self, member: Member, faults: Faults) -> None:
-        """Release the payload slots that arrays of a dead worker used, and note the death for shared objects."""
-        leases, member.leases = member.leases, []
-        for payload in leases:
-            with faults:
-                self.arena.discard(payload)
-        with faults:
-            self.shares.buried(member)
 
     def advance(self) -> None:
         """Send all calls that can be sent now, and let a closing check whether it can go on.

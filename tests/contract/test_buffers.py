@@ -21,7 +21,7 @@ from tests.counts import times
 np = pytest.importorskip("numpy")
 
 from tests.contract import buffer_jobs as arrays  # noqa: E402
-from tests.internals import slots_used, supervisor_of  # noqa: E402
+from tests.internals import channel_of, slots_used, supervisor_of  # noqa: E402
 
 pytestmark = pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way")
 
@@ -46,7 +46,7 @@ async def settled(runner: percore.Runner) -> None:
 
 def all_leases(runner: percore.Runner) -> list[Any]:
     members = [slot.current for slot in supervisor_of(runner).slots]
-    return [member.worker.channel.leases for member in members if member is not None]
+    return [channel_of(member).leases for member in members if member is not None]
 
 
 # What arrives

@@ -15,7 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
-from tests.internals import members_of, supervisor_of
+from tests.internals import channel_of, members_of, supervisor_of
 
 pytestmark = pytest.mark.differs(
     "uvloop", "fallbacks", because="which callback of one iteration comes first is the loop's choice, and another bell's"
@@ -136,7 +136,7 @@ async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(
         waiting = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "second"))
         await asyncio.sleep(0)
         (member,) = members_of(runner)
-        channel = member.worker.channel
+        channel = channel_of(member)
         advance = channel.on_batch
 
         def cancel_first() -> None:
@@ -166,7 +166,7 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
         task = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
         (member,) = members_of(runner)
-        channel = member.worker.channel
+        channel = channel_of(member)
         receive = channel.on_frame
 
         def cancel_first(messages: list[Message]) -> None:
@@ -196,7 +196,7 @@ async def test_c3_a_result_that_comes_in_the_iteration_of_the_cancellation_is_no
         assert read.pop() is None
         task = asyncio.create_task(view.run(jobs.give, "unreadable"))
         (member,) = members_of(runner)
-        channel = member.worker.channel
+        channel = channel_of(member)
         receive = channel.on_frame
 
         def cancel_first(messages: list[Message]) -> None:

@@ -326,7 +326,6 @@ async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, 
     assert not any(slot.timer for slot in supervisor.slots)  # and none will come
     assert assembly is not None
     await assembly.engine.aclose()
-    assembly.memory.close()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the garbage collector's thread cannot be asked for it
@@ -350,7 +349,6 @@ async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: 
     assert not supervisor.members
     assert assembly is not None
     await assembly.engine.aclose()
-    assembly.memory.close()
 
 
 async def test_sigint_does_nothing(make_real: MakeRunner) -> None:

@@ -16,7 +16,7 @@ from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
-from tests.internals import supervisor_of
+from tests.internals import arena_of, supervisor_of
 
 pytestmark = pytest.mark.differs("uvloop", because="the loop finalises async generators, and orders the callbacks of an end")
 
@@ -534,7 +534,7 @@ async def test_a_map_that_is_used_after_the_close(make: MakeRunner) -> None:
 async def test_an_iterator_that_is_dropped_or_closed_before_its_first_result_holds_nothing(make: MakeRunner) -> None:
     large = b"x" * 300_000
     async with make() as runner:
-        arena = supervisor_of(runner).arena
+        arena = arena_of(runner)
         results = runner.map(lambda item: (item, large), [1, 2])
         dropped = aiter(results)
         del dropped

@@ -67,7 +67,6 @@ async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make
     assert not supervisor.members
     assert assembly is not None
     await assembly.engine.aclose()
-    assembly.memory.close()
 
 
 # 9: recycling loses what is large

@@ -597,9 +597,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "the shared object was closed, or belongs to another program": at(
         "tests/contract/test_share.py::test_a_handle_that_a_call_has_left_behind_says_that_it_is_closed"
     ),
-    "… shared objects are open, or closed but still referenced by views; at most … of this runner's … slots may hold "
-    "shared objects. Close some, drop views of closed ones, share several as one (a dict of them), or make the runner"
-    " with a smaller max_message, which gives more slots": fake(too_many_shared, max_message=1 << 36),
+    "… shared objects are open, or closed but still referenced by views; this runner has room for …. Close some, "
+    "drop views of closed ones, share several as one (a dict of them), or make the runner"
+    " with a smaller max_message, which gives more room": fake(too_many_shared, max_message=1 << 36),
     "a shared object can be … only in the thread that its runner was started in": (
         lambda runner: with_shared(runner, lambda shared: asyncio.to_thread(shared.close))
     ),

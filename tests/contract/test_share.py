@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 import percore
-from percore._ipc.slots import SlotWriter
 from tests import jobs
 from tests.contract import share_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
-from tests.internals import supervisor_of
+from tests.internals import arena_of, supervisor_of
 
 pytestmark = pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds")
 
@@ -26,8 +25,8 @@ SIZE = 300_000
 """Numbers in an array: 2.4 MB."""
 
 
-def arena(runner: percore.Runner) -> SlotWriter:
-    return supervisor_of(runner).arena
+def arena(runner: percore.Runner) -> Any:
+    return arena_of(runner)
 
 
 async def until_free(runner: percore.Runner) -> None:
@@ -302,7 +301,7 @@ async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
     async with make(max_message=1 << 36) as runner:
         assert arena(runner).count == 16
         shared = [await runner.share(i) for i in range(4)]
-        with pytest.raises(RuntimeError, match=r"4 shared objects are open.*at most 4 of this runner's 16 slots"):
+        with pytest.raises(RuntimeError, match=r"4 shared objects are open.*this runner has room for 4"):
             await runner.share(5)
         assert await runner.map(share_jobs.value_of, shared) == [0, 1, 2, 3]
         arrays = await asyncio.gather(*(runner.run(jobs.aecho, np.full(SIZE, i)) for i in range(30)))

@@ -76,7 +76,7 @@ async def nothing_is_held(runner: percore.Runner) -> None:
             await asyncio.sleep(0)
         assert await runner.map(jobs.aecho, range(100)) == list(range(100))
         assert await runner.map(jobs.echo, [[i] for i in range(100)]) == [[i] for i in range(100)]
-    assert supervisor.arena.in_use == 0
+    assert supervisor.store.in_use == 0
     for member in supervisor.members:
         assert not member.calls
         assert not member.parked

@@ -16,7 +16,7 @@ import percore
 from tests.contract import buffer_jobs as arrays
 from tests.e2e import buffer_calls as calls
 from tests.e2e.fault_programs import fds, run, say
-from tests.internals import slots_used, supervisor_of
+from tests.internals import arena_of, slots_used
 from tests.jobs import apass_gate
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -82,7 +82,7 @@ async def _short_of_space(megabytes: int) -> None:
     limit = megabytes * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     async with percore.Runner(2, max_message=256 * MEGABYTE) as runner:
-        say("slots", supervisor_of(runner).arena.count)
+        say("slots", arena_of(runner).count)
         places = range(60)
         kept: list[Any] = await runner.map(arrays.anumbers, places)
         say("back", all(arrays.is_numbers(place, array) for place, array in enumerate(kept)))

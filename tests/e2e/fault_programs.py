@@ -15,7 +15,7 @@ from typing import Any
 
 import percore
 from tests.e2e import fault_calls as calls
-from tests.internals import members_of
+from tests.internals import channel_of, members_of
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -57,7 +57,7 @@ def interrupted_callback(name: str, call: str, wire: str) -> None:
     futures: list[asyncio.Future[Any]] = []
 
     async def submit_and_wait() -> None:
-        channels = [member.worker.channel for member in members_of(runner)]
+        channels = [channel_of(member) for member in members_of(runner)]
         for channel in channels if call != "ends" else []:
             loop.remove_reader(channel._bell.fileno())
         futures.append(runner.submit(calls.stay, wire) if call == "stays" else runner.submit(calls.who))

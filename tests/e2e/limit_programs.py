@@ -23,7 +23,7 @@ import percore
 from percore._engines.forkserver import ForkServerLauncher
 from tests.e2e import limit_calls as calls
 from tests.e2e.fault_programs import fds, run, say
-from tests.internals import current_member, members_of, slots_used, supervisor_of
+from tests.internals import channel_of, current_member, members_of, slots_used, supervisor_of
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 # What percore warns of is told by the story, if it is part of it: standard error is to stay empty.
@@ -146,7 +146,7 @@ async def _stopped(count: int, max_pending: int | None) -> None:
         statistics = runner.statistics()
         member = current_member(runner)
         assert member is not None
-        say("submitted", {"accepted": statistics.running + statistics.queued, "full": member.worker.channel.full_count})
+        say("submitted", {"accepted": statistics.running + statistics.queued, "full": channel_of(member).full_count})
         results = await asyncio.gather(*futures)
         say("results", results == [2 * number for number in range(count)])
         say("serves", await serves(runner))

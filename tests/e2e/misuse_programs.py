@@ -21,7 +21,7 @@ import percore
 from tests import jobs
 from tests.e2e import nested_calls
 from tests.e2e.fault_programs import new_loop, run, say
-from tests.internals import members_of
+from tests.internals import channel_of, members_of
 
 LIMIT = 20.0
 
@@ -71,7 +71,7 @@ def _open(gate: str) -> None:
 def _wait_until_all_have_answered(runner: percore.Runner) -> None:
     """Until every worker has results in its ring, and has rung, and nobody here has heard of it."""
     for member in members_of(runner):
-        channel = member.worker.channel
+        channel = channel_of(member)
         at = channel.rx.read % channel.rx.size
         while not any(channel.rx._view[at : at + 8]):
             os.sched_yield()

@@ -15,6 +15,7 @@ import pytest
 
 import percore
 from percore._engines.process import ProcessEngine
+from percore._interfaces import Exit
 from percore._options import StartMethod
 from tests.e2e import scripts
 from tests.e2e.scripts import TIMEOUT, output_of, python
@@ -390,10 +391,10 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     exits = Exits()
     original = ProcessEngine.start
 
-    def start(self: ProcessEngine, index: int, generation: int, on_exit: Callable[[int | None], None]) -> Any:
-        def told(code: int | None) -> None:
-            exits.of(worker.pid or 0).set_result(code)
-            on_exit(code)
+    def start(self: ProcessEngine, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Any:
+        def told(end: Exit) -> None:
+            exits.of(worker.pid or 0).set_result(end.code)
+            on_exit(end)
 
         worker = original(self, index, generation, told)
         return worker

@@ -16,7 +16,7 @@ import pytest
 
 import percore
 from percore._core import restart
-from percore._engine import Worker
+from percore._interfaces import Worker
 from percore._member import Member
 from tests.counts import LONG
 from tests.e2e import boot_calls, fault_calls

@@ -20,7 +20,7 @@ import percore
 from percore import _points
 from percore._engines.servers import servers
 from percore._messages import Kind
-from tests.internals import members_of, supervisor_of
+from tests.internals import arena_of, channel_of, members_of, supervisor_of
 from tests.sweep import calls
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -146,7 +146,7 @@ class Host:
 
     def _be_deaf(self) -> None:
         """Nothing is heard of any worker until "on"."""
-        self.deaf = [member.worker.channel for member in members_of(self.runner)]
+        self.deaf = [channel_of(member) for member in members_of(self.runner)]
         for channel in self.deaf:
             asyncio.get_running_loop().remove_reader(channel._bell.fileno())
 
@@ -206,7 +206,7 @@ class Host:
     def _is_whole(self) -> bool:
         """Whether every worker is ready, and none of them is about to be killed since its channel is lost."""
         workers, members = self.runner.statistics().workers, members_of(self.runner)
-        return all(worker.state == "ready" for worker in workers) and all(member.worker.channel.is_open for member in members)
+        return all(worker.state == "ready" for worker in workers) and all(channel_of(member).is_open for member in members)
 
     async def serve(self) -> None:
         """Show that it is whole again."""
@@ -220,7 +220,7 @@ class Host:
                     raise
                 await self._become_whole()
         supervisor = supervisor_of(self.runner)
-        arena = supervisor_of(self.runner).arena
+        arena = arena_of(self.runner)
         say(
             "served",
             {
@@ -295,8 +295,8 @@ class Host:
         """For the places in this process."""
         supervisor = supervisor_of(self.runner)
         held = sum(len(member.calls) for member in supervisor.members)
-        full = [member.worker.channel.full_count for member in supervisor.members if member.worker.channel._frame is not None]
-        arena = supervisor_of(self.runner).arena
+        full = [channel_of(member).full_count for member in supervisor.members if channel_of(member)._frame is not None]
+        arena = arena_of(self.runner)
         words = ["busy" if held > 1 else "idle"]
         if full:
             words.append("full")

@@ -15,14 +15,16 @@ from percore._calls import Call
 from percore._core.dispatch import Dispatch
 from percore._functions import Function
 from percore._ipc import doorbell
+from percore._ipc.arena import Arena
 from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
 from percore._ipc.codec import encode
 from percore._ipc.doorbell import Bell, bell_fds, bell_of
+from percore._ipc.link import Link
 from percore._ipc.memory import Memory
 from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
-from percore._ipc.slots import INLINE_LIMIT, SlotReader, SlotWriter
+from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, SlotReader, SlotWriter
 from percore._member import Member, Turn
-from percore._messages import SLOT_BITS, SLOT_MASK, Body, BrokenFrame, Kind, Message
+from percore._messages import Body, BrokenFrame, Kind, Message
 from percore._platform import HAS_EVENTFD
 
 BELLS = [
@@ -97,14 +99,14 @@ class Pair:
         up = slice(RING_SIZE, 2 * RING_SIZE)
         view = self.cell.view
         bells = [CountedBell(bell_of(fds)) for fds in bell_fds()]
-        writers = [SlotWriter(memory, SLOT_SIZE, SLOT_SIZE) for memory in self.slots]
+        self.arena = Arena(self.slots[0], SLOT_SIZE, SLOT_SIZE, loop)
+        results = SlotWriter(self.slots[1], SLOT_SIZE, SLOT_SIZE)
         readers = [SlotReader(memory, SLOT_SIZE) for memory in self.slots]
-        self.up = Side(
-            Channel(loop, (RingWriter(view[down]), RingReader(view[up])), bells[0], (writers[0], readers[1]), prompt=False),
-            bells[0],
-        )
+        rings = RingWriter(view[down]), RingReader(view[up])
+        self.link = Link(loop, rings, cast("Bell", bells[0]), (self.arena, readers[1]), leases=0)
+        self.up = Side(self.link, bells[0])
         self.down = Side(
-            Channel(loop, (RingWriter(view[up]), RingReader(view[down])), bells[1], (writers[1], readers[0]), prompt=True), bells[1]
+            Channel(loop, (RingWriter(view[up]), RingReader(view[down])), bells[1], (results, readers[0]), prompt=True), bells[1]
         )
 
     def open(self) -> "Pair":
@@ -692,27 +694,37 @@ class Ticket:
         return self.wanted
 
 
-async def test_who_sent_a_payload_learns_where_it_lies(pair: Pair) -> None:
-    slots = pair.up.channel.outgoing
+def private(pair: Pair, data: bytes) -> int:
+    """A parcel for which no slot was free when it was pickled."""
+    parcel = pair.arena.kept(data)
+    assert type(parcel) is int
+    return parcel
+
+
+async def test_who_sent_a_parcel_learns_where_it_lies(pair: Pair) -> None:
+    slots = pair.arena
     ticket = Ticket()
     stored = ticket.payloads
-    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
+    pair.link.send_parcel(1, 1, private(pair, b"x" * 200_000), ticket)
     assert bytes(slots.read(stored[0])) == b"x" * 200_000
     take_all(slots)
-    pair.up.channel.send_payload(1, 2, b"y" * 200_000, ticket=ticket)
+    parcel = private(pair, b"y" * 200_000)
+    pair.link.send_parcel(1, 2, parcel, ticket)
     assert len(stored) == 1
+    assert (slots.is_placed(parcel), slots.size(parcel)) == (False, 200_000)
     slots.discard(stored[0])
     assert bytes(slots.read(stored[1])) == b"y" * 200_000
-    pair.up.channel.send_payload(1, 3, b"small", ticket=ticket)
-    assert len(stored) == 2
+    pair.link.send_parcel(1, 3, stored[1], ticket)
+    assert stored[2] == stored[1]
+    assert slots.is_placed(stored[1])
     await pair.down.receive(3)
 
 
 async def test_a_payload_that_is_no_longer_wanted_takes_no_slot(pair: Pair) -> None:
-    slots = pair.up.channel.outgoing
+    slots = pair.arena
     taken = take_all(slots)
     ticket = Ticket()
-    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
+    pair.link.send_parcel(1, 1, private(pair, b"x" * 200_000), ticket)
     ticket.wanted = False
     slots.give(taken[0], 0)
     assert not ticket.payloads
@@ -721,10 +733,10 @@ async def test_a_payload_that_is_no_longer_wanted_takes_no_slot(pair: Pair) -> N
 
 async def test_s6_a_payload_whose_call_is_cancelled_while_it_is_stored_is_not_sent(pair: Pair) -> None:
     """By a `__del__` that a garbage collection runs there."""
-    slots = pair.up.channel.outgoing
+    slots = pair.arena
     ticket = Ticket()
     ticket.wanted = False
-    pair.up.channel.send_payload(1, 1, b"x" * 200_000, ticket=ticket)
+    pair.link.send_parcel(1, 1, private(pair, b"x" * 200_000), ticket)
     assert slots.in_use == 0
     pair.up.channel.send_payload(1, 2, b"next")
     assert await pair.down.receive(1) == [(1, 2, b"next")]
@@ -733,7 +745,7 @@ async def test_s6_a_payload_whose_call_is_cancelled_while_it_is_stored_is_not_se
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits: bool) -> None:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.
-    slots = pair.up.channel.outgoing
+    slots = pair.arena
     taken = take_all(slots) if waits else []
     member = Member(0, 1, Dispatch(2, 1), Turn(asyncio.get_running_loop()))
     member.attach(SimpleNamespace(channel=pair.up.channel))
@@ -741,14 +753,14 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     call.function = Function(len, Kind.TASK)
     call.kind = Kind.TASK
     call.key = call.plan = None
-    body: Any = b"x" * 200_000
-    call.body = body
+    call.body = private(pair, b"x" * 200_000)
     member.send(call)
     for slot in taken:
         slots.give(slot, 0)
     await pair.down.receive(1)
     body = call.body
     assert type(body) is int
+    assert slots.is_placed(body)
     assert slots.in_use == 1
     slots.discard(body)
     assert slots.in_use == 0

@@ -24,7 +24,7 @@ PICKLES = frozenset(
 )
 BYTES = FRAMES | PICKLES
 # How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
-LAUNCH = VOCABULARY | {"_engine", "_engines.fds", "_worker.world"}
+LAUNCH = VOCABULARY | {"_engines.fds", "_worker.world"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     # The package is lazy: importing it imports nothing but this.
@@ -64,6 +64,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.copies": VOCABULARY | {"_ipc.leases"},
     "_ipc.records": VOCABULARY | {"_ipc.rebuild", "_ipc.codec"},
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
+    # the parent's side of the bytes: what is kept for the workers, and the channel to one of them
+    "_ipc.arena": VOCABULARY | BYTES | {"_ipc.exports"},
+    "_ipc.link": VOCABULARY | FRAMES | {"_interfaces", "_ipc.arena"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,
     "_ipc.modules": VOCABULARY | {"_ipc.reducers"},
@@ -74,7 +77,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # The handle of a shared object: it exists on both sides, and knows neither.
     "_shared": WORDS,
     # the seam
-    "_engine": VOCABULARY | {"_ipc.channel"},
+    "_interfaces": VOCABULARY | {"_usage"},
     # the child
     "_worker": frozenset(),
     "_worker.context": VOCABULARY,
@@ -119,25 +122,25 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # _worker.main and _worker.plain: the layout of what its workers are given at their start.
     "_engines.process": LAUNCH
     | BYTES
-    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.spawn", "_logs"}
-    | {"_worker.main", "_worker.manners", "_worker.plain", "_worker.siblings"},
+    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.launch", "_engines.spawn", "_interfaces", "_ipc.arena"}
+    | {"_ipc.link", "_logs", "_usage", "_worker.main", "_worker.manners", "_worker.plain", "_worker.siblings"},
     # It names the function with which its workers begin.
     "_engines.multiprocess": LAUNCH | {"_engines.launch", "_worker.manners", "_worker.multiprocess"},
     # shell
     "_admission": VOCABULARY,
-    "_contexts": VOCABULARY | {"_ipc.codec", "_ipc.pickles", "_ipc.slots"},
+    "_contexts": VOCABULARY | {"_interfaces", "_ipc.pickles"},
     "_inputs": VOCABULARY,
     "_threaded": VOCABULARY,
     "_patience": frozenset(),
-    "_shares": VOCABULARY | {"_ipc.advice", "_ipc.copies", "_ipc.exports", "_ipc.leases", "_ipc.pickles", "_ipc.slots", "_shared"},
-    "_functions": VOCABULARY | {"_core.flow", "_ipc.advice", "_ipc.pickles", "_ipc.presses", "_ipc.slots", "_shares"},
+    "_shares": VOCABULARY | {"_interfaces", "_ipc.copies", "_ipc.exports", "_shared"},
+    "_functions": VOCABULARY | {"_core.flow", "_interfaces", "_ipc.advice", "_ipc.pickles", "_shares"},
     "_calls": VOCABULARY | {"_core.dispatch", "_functions", "_policy"},
     "_items": VOCABULARY | {"_ipc.codec", "_calls", "_functions", "_core.batches", "_core.dispatch", "_policy"},
-    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_engine", "_functions", "_ipc.ring", "_ipc.slots"},
+    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_functions", "_interfaces"},
     "_faults": VOCABULARY,
     "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
     "_attempts": VOCABULARY | {"_faults", "_calls"},
-    "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_items", "_member"},
+    "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_interfaces", "_items", "_member"},
     "_recalls": VOCABULARY,
     "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_items", "_member"},
     "_limited": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
@@ -149,6 +152,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_core.lifecycle",
         "_core.restart",
         "_faults",
+        "_interfaces",
         "_ipc.rebuild",
         "_items",
         "_limited",
@@ -156,7 +160,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_member",
         "_outcomes",
     },
-    "_intake": VOCABULARY | {"_calls", "_functions", "_ipc.codec", "_ipc.slots", "_policy", "_shares"},
+    "_intake": VOCABULARY | {"_calls", "_functions", "_policy", "_shares"},
     "_supervisor": VOCABULARY
     | {
         "_admission",
@@ -166,16 +170,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_calls",
         "_contexts",
         "_deaths",
-        "_engine",
         "_faults",
         "_functions",
         "_intake",
+        "_interfaces",
     }
-    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"}
-    | {"_ipc.slots"},
+    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"},
     "_closing": VOCABULARY | {"_core.phase", "_patience", "_supervisor"},
     # maps
-    "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_items", "_policy", "_shares"},
+    "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_policy", "_shares"},
     "_flow": VOCABULARY
     | {"_faults", "_functions", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
     | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
@@ -187,13 +190,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"_assembly", "_contexts", "_policy", "_shared", "_statistics", "_supervisor", "_usage", "_verbs", "_worker.context"},
     # the composition root: the one module that knows the engine, the supervisor and the closing
     "_assembly": VOCABULARY
-    | {"_broken", "_closing", "_engine", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
+    | {"_broken", "_closing", "_interfaces", "_usage", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
     # executor
     "_executor_life": frozenset({"_core.lifecycle"}),
     "_jobs": VOCABULARY | {"_calls", "_functions", "_executor_life", "_supervisor", "_worker.manners"},
     "_portal": VOCABULARY | {"_assembly", "_executor_life", "_functions", "_jobs", "_member", "_supervisor"},
     "_executor": VOCABULARY
-    | {"_assembly", "_functions", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_ipc.slots", "_jobs", "_portal"}
+    | {"_assembly", "_functions", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_jobs", "_portal"}
     | {"_worker.context", "_worker.manners"},
 }
 
@@ -218,6 +221,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_attempts": frozenset({"_supervisor"}),
     "_beside": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
+    "_ipc.copies": frozenset({"_interfaces"}),
     "_member": frozenset({"_patience"}),
     "_intake": frozenset({"_member", "_supervisor"}),
     "_recalls": frozenset({"_core.dispatch", "_member"}),
@@ -237,7 +241,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
     "_ipc.codec": SYSTEM,
     **dict.fromkeys(("_executor_life", "_items", "_policy", "_results"), SYSTEM),
-    **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_engine", "_worker"), PARENT_ONLY),
+    **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_interfaces", "_worker"), PARENT_ONLY),
 }
 
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.

@@ -17,8 +17,8 @@ from percore._ipc.exports import Endings
 from percore._ipc.leases import Leases, Received
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import dump
-from percore._ipc.slots import Sink, SlotReader, SlotWriter
-from percore._messages import SLOT_BITS, SLOT_MASK, BrokenFrame, Payload
+from percore._ipc.slots import SLOT_BITS, SLOT_MASK, Sink, SlotReader, SlotWriter
+from percore._messages import BrokenFrame, Payload
 
 SLOT = 1 << 20
 COUNT = 4

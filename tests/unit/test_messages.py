@@ -20,13 +20,12 @@ from percore._functions import Function
 from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._ipc.codec import encode, is_inline
 from percore._ipc.doorbell import EventBell
-from percore._ipc.memory import Memory
 from percore._ipc.records import pack
 from percore._ipc.ring import HEADER_SIZE
-from percore._ipc.slots import INLINE_LIMIT, SlotWriter
+from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK
 from percore._items import Batch
 from percore._member import Member, Turn
-from percore._messages import ID_MASK, ITEM_SHIFT, SLOT_BITS, SLOT_MASK, Body, Kind
+from percore._messages import ID_MASK, ITEM_SHIFT, Body, Kind
 from percore._platform import HAS_EVENTFD
 from percore._rows import Rows, Spec
 from percore._worker.logs import LOG_RING_SIZE
@@ -47,6 +46,9 @@ HEAVY_ROWS: Final[list[tuple[Any, ...]]] = [
     (1, [1]),  # pickled, as the next one
     ("x" * 16_300, []),
 ]
+
+
+STORE: Final = cast("Any", SimpleNamespace(passes=is_inline, pickled=pickle.dumps))
 
 
 class Wire:
@@ -86,7 +88,12 @@ def batches_of(rows: list[Any], *, is_single: bool) -> list[bytes]:
     taker = Taker()
     function = Function(print, Kind.THREAD)
     function.number = 1 << 40
-    functions = SimpleNamespace(pickle=lambda _fn, args, kwargs: (pickle.dumps((args, kwargs)), []), discard=lambda _body: None)
+    functions = SimpleNamespace(
+        store=STORE,
+        pickle=lambda _fn, args, kwargs: (pickle.dumps((args, kwargs)), []),
+        discard=lambda _body: None,
+        size_of=lambda body: len(body) if type(body) is bytes else 0,
+    )
     spec = Spec(ordered=True, window=None, key=None, return_exceptions=False, pairs=False, star=not is_single, policy=None)
     Rows(cast("Any", functions), function, spec, taker, is_single=True, is_batched=True).submit(0, rows)
     flow = cast("Any", SimpleNamespace(function=function, queue=None))
@@ -151,13 +158,13 @@ LARGEST: Final[dict[str, Any]] = {
 }
 """By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
 
-NO_KINDS: Final = {"SLOT_BITS", "SLOT_MASK", "ITEM_SHIFT", "ID_MASK"}
+NO_KINDS: Final = {"ITEM_SHIFT", "ID_MASK"}
 
 
-def heaviest_context() -> dict[int, Any] | bytes:
-    """The largest values of context variables that travel as they are."""
-    values = captured([b"x" * 4096] * 6)
-    assert type(values) is dict
+def heaviest_context() -> bytes:
+    """The largest values of context variables."""
+    values = captured([b"x" * 99_900])
+    assert type(values) is bytes
     return values
 
 
@@ -165,11 +172,9 @@ def captured(values: list[Any]) -> Any:
     """What goes with a call while variables have these values."""
     variables = [ContextVar[Any](f"variable {number}") for number in range(len(values))]
     tokens = [variable.set(value) for variable, value in zip(variables, values, strict=True)]
-    memory = Memory.create(1 << 20)
     try:
-        return Contexts(variables, SlotWriter(memory, 1 << 20, 1 << 20), main_by_value=False).capture()
+        return Contexts(variables, STORE).capture()
     finally:
-        memory.close()
         for variable, token in zip(variables, tokens, strict=True):
             variable.reset(token)
 

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from percore._errors import PayloadTooLarge
 from percore._ipc import slots as module
 from percore._ipc.memory import Memory
-from percore._ipc.slots import INLINE_LIMIT, WARM_LIMIT, Sink, SlotReader, SlotWriter
-from percore._messages import SLOT_BITS, SLOT_MASK, BrokenFrame, Payload
+from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, WARM_LIMIT, Sink, SlotReader, SlotWriter
+from percore._messages import BrokenFrame, Payload
 
 MIB = 1 << 20
 

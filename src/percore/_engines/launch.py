@@ -18,7 +18,7 @@ import signal
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from percore._engines.fds import Fd, above_streams, anonymous_file, hold, let_go
 from percore._worker.world import HELD_BACK, Helper, World
@@ -43,6 +43,42 @@ _PYTHON = re.compile(r"(python|pypy|graalpy)[0-9.]*[a-z]*(-[\w.-]+)?")
 _CODE_PATIENCE = 0.1
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 0x8  # Linux 6.15
 _INFO_SIZE, _INFO_EXIT_CODE = 64, 60  # bytes of struct pidfd_info, offset of its exit_code
+
+
+class Process(Protocol):
+    """One OS process."""
+
+    pid: int | None
+    """The process id. None until known: a fork server answers a moment after the launch."""
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal, and never to a pid that another process may have got.
+
+        Once the process is gone, do nothing. Before the pid is known, send the signal as soon as the pid arrives.
+        """
+
+    def spoke(self) -> None:
+        """Record that the process has sent a message through its shared memory. No other process may get that memory now."""
+
+
+class Launcher(Protocol):
+    """A way to start processes."""
+
+    def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> Process:
+        """Start `percore._worker.main.run(boot, fds)` in a new process, without blocking the loop.
+
+        The caller still owns `fds` and closes them. The launcher calls `on_exit` once, from the loop and never during this call,
+        when the system has reported the process dead. Its argument is the exit code, as subprocess defines it, or None if unknown.
+
+        Raises:
+            OSError: the process could not be started; nothing is left behind.
+        """
+
+    def helpers(self) -> dict[int, str]:
+        """The processes that the launcher needs beside those it launches: role by pid."""
+
+    async def aclose(self) -> None:
+        """Release the resources that launches share. All launched processes must have ended."""
 
 
 def is_stream(fd: int) -> bool:

@@ -4,26 +4,31 @@ import asyncio
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from percore._contexts import references
 from percore._core.dispatch import places_for, room_of
-from percore._engine import Launcher, Process
-from percore._ipc.channel import RING_SIZE, Channel, Haste
+from percore._engines.launch import Launcher, Process
+from percore._interfaces import UNBEGUN, Exit, Fate, Worker
+from percore._ipc.arena import Arena
+from percore._ipc.channel import RING_SIZE, Haste
 from percore._ipc.doorbell import bell_fds, bell_of
+from percore._ipc.link import Link
 from percore._ipc.memory import Memory, has_address_space, keep_heap_warm
-from percore._ipc.pickles import MainInfo, dump
+from percore._ipc.pickles import MainInfo
 from percore._ipc.ring import RingReader, RingWriter
-from percore._ipc.slots import Sink, SlotReader, SlotWriter
+from percore._ipc.slots import SLOT_MASK, SlotReader
 from percore._logs import Logs, levels
-from percore._messages import SLOT_MASK
+from percore._messages import Body
 from percore._options import Knobs, usable_cpus
+from percore._usage import Usage, UsageMeter
 from percore._worker import siblings
 from percore._worker.main import Boot, cell_size, marks_of
-from percore._worker.manners import Manners
+from percore._worker.manners import Given, Manners
 from percore._worker.plain import MARK_WORDS
 
 _PAGE = resource.getpagesize()
@@ -32,18 +37,16 @@ _LEAST_SLOT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CommonMemory:
-    """The memory that all workers of a runner share, and the sizes of it and of each worker's own memory.
+    """The memory of the arena, which all workers of a runner share, and the sizes of it and of each worker's own memory.
 
     Attributes:
         memory: the memory of the arena.
-        arena: slots for large arguments. Workers can only read them.
         results_size: bytes of each worker's memory for result slots.
         slot_size: bytes of every slot.
         leases: how many slots of the arena one worker may keep in use after it has read them.
     """
 
     memory: Memory
-    arena: SlotWriter
     results_size: int
     slot_size: int
     leases: int
@@ -83,12 +86,11 @@ class CommonMemory:
                 f"max_message={options.max_message} bytes: make the runner with a smaller max_message or fewer workers, or raise "
                 "the limit (ulimit -v) if there is one"
             )
-        arena = SlotWriter(memory, slot_size, options.max_message)
-        # Leases may take a quarter of the arena, and shared objects a quarter (_shares): half is left for arguments in transit.
-        return cls(memory, arena, results * slot_size, slot_size, arena.count // 4 // options.workers)
+        # Leases may take a quarter of the arena, and shared objects a quarter (Arena): half is left for arguments in transit.
+        return cls(memory, results * slot_size, slot_size, memory.size // slot_size // 4 // options.workers)
 
     def close(self) -> None:
-        """Release the arena."""
+        """Release the memory."""
         self.memory.close()
 
 
@@ -109,10 +111,12 @@ def _most_of(slots: int) -> int:
     return slots * 3 // 4
 
 
-def began(marks: memoryview, place: int, call_id: int) -> tuple[float, int] | None:
-    """Read a call's start mark: when it began, by `time.monotonic`, and how many of its items have begun. None: not begun."""
+def fate_of(marks: memoryview, place: int, call_id: int) -> Fate:
+    """Read a call's start mark."""
     word = place * MARK_WORDS
-    return (float(marks[word + 1]) / 1e9, int(marks[word + 2])) if marks[word] == call_id else None
+    if marks[word] != call_id:
+        return UNBEGUN
+    return Fate(True, time.monotonic() - float(marks[word + 1]) / 1e9, int(marks[word + 2]))
 
 
 class Cell:
@@ -134,12 +138,12 @@ class Cell:
             self.ours, self.theirs = bell_fds()
             undo.pop_all()
 
-    def channel(self, loop: asyncio.AbstractEventLoop, shared: CommonMemory) -> Channel:
+    def link(self, loop: asyncio.AbstractEventLoop, arena: Arena) -> Link:
         """The supervisor's side of the channel."""
         view = self.memory.view
         rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
-        slots = shared.arena, SlotReader(self.results, shared.slot_size)
-        return Channel(loop, rings, bell_of(self.ours), slots, prompt=False, leases=_most_of(slots[1].count))
+        slots = arena, SlotReader(self.results, arena.slot_size)
+        return Link(loop, rings, bell_of(self.ours), slots, leases=_most_of(slots[1].count))
 
     def close(self) -> None:
         """Unmap."""
@@ -150,8 +154,9 @@ class Cell:
 class ProcessWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, cell: Cell, channel: Channel, logs: Logs, process: Process) -> None:
+    def __init__(self, cell: Cell, channel: Link, logs: Logs, process: Process) -> None:
         self.channel = channel
+        self._told_pid: int | None = None
         self._cell = cell
         self._logs = logs
         self._process = process
@@ -159,16 +164,18 @@ class ProcessWorker:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        # A worker may report that it is ready before its launcher knows the pid. Until then, use the pid that the worker sent.
+        return self._told_pid if self._process.pid is None else self._process.pid
+
+    def ready(self, told: Body) -> None:
+        self._told_pid = cast("int", told)
+        self._process.spoke()
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
-    def spoke(self) -> None:
-        self._process.spoke()
-
-    def began(self, place: int, call_id: int) -> tuple[float, int] | None:
-        return began(self._marks, place, call_id)
+    def fate(self, place: int, call_id: int) -> Fate:
+        return fate_of(self._marks, place, call_id)
 
     def close(self) -> None:
         self.channel.close()
@@ -177,7 +184,7 @@ class ProcessWorker:
         self._cell.close()
 
 
-def make_boot(options: Knobs, shared: CommonMemory, main: MainInfo, *, debug: bool) -> Boot:
+def make_boot(options: Knobs, shared: CommonMemory, arena: Arena, main: MainInfo, *, debug: bool) -> Boot:
     """Make the boot data that all workers of a runner share. `ProcessEngine.start` sets index, generation and logger levels.
 
     Raises:
@@ -186,13 +193,7 @@ def make_boot(options: Knobs, shared: CommonMemory, main: MainInfo, *, debug: bo
     """
 
     def pickled(value: Any) -> bytes:
-        if value is None:
-            return b""
-        sink = Sink(shared.arena, private=True)
-        dump(value, sink, main_by_value=main.by_value)
-        payload = sink.payload()
-        assert isinstance(payload, bytes)
-        return payload
+        return b"" if value is None else arena.pickled(value)
 
     return Boot(
         index=0,
@@ -221,23 +222,39 @@ class ProcessEngine:
         self,
         loop: asyncio.AbstractEventLoop,
         options: Knobs,
-        shared: CommonMemory,
         main: MainInfo,
         launcher: Launcher | None = None,
         manners: Manners | None = None,
+        given: Given | None = None,
     ) -> None:
-        """`launcher`: replaces the launcher of the start method. `manners`: how an executor's workers differ from a Runner's."""
+        """Map the arena.
+
+        `launcher`: replaces the launcher of the start method. `manners`: how an executor's workers differ from a Runner's. `given`:
+        their initializer, unless it comes with the process.
+
+        Raises:
+            OSError: there is not enough memory for even one message.
+            Exception: any error from pickling the options or the initializer.
+        """
         self._loop = loop
-        self._shared = shared
-        boot = make_boot(options, shared, main, debug=loop.get_debug())
-        self._boot = replace(boot, manners=None if manners is None else tuple(manners))
+        self._shared = shared = CommonMemory.create(options)
+        try:
+            self.store = Arena(shared.memory, shared.slot_size, options.max_message, loop, main_by_value=main.by_value)
+            if manners is not None and given is not None:
+                manners = manners._replace(initializer=self.store.pickled(given))
+            boot = make_boot(options, shared, self.store, main, debug=loop.get_debug())
+            self._boot = replace(boot, manners=None if manners is None else tuple(manners))
+            self._launcher = _launcher(options) if launcher is None else launcher
+        except BaseException:
+            shared.close()
+            raise
         self._passes_on = manners is None or not manners.has_main
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
-        self._launcher = _launcher(options) if launcher is None else launcher
+        self._meter = UsageMeter()
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
 
-    def start(self, index: int, generation: int, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> ProcessWorker:
         logs = Logs(index)
         try:
             boot = replace(self._boot, index=index, generation=generation, levels=levels())
@@ -245,7 +262,7 @@ class ProcessEngine:
             if self._passes_on:
                 boot = replace(boot, authkey=siblings.authkey(), has_tracker=tracker is not None)
             more = [tracker] if self._passes_on and tracker is not None else []
-            return self._start(boot.pack(), (*logs.fds, *more), logs, on_exit)
+            return self._start(boot.pack(), (*logs.fds, *more), logs, lambda code: on_exit(Exit(code)))
         except BaseException:
             logs.close()
             raise
@@ -270,16 +287,20 @@ class ProcessEngine:
                     os.close(fd)
         cell.memory.close_fds()
         cell.results.close_fds()
-        channel = cell.channel(self._loop, self._shared)
+        channel = cell.link(self._loop, self.store)
         channel.on_logged = logs.receive
         channel.haste = self._haste
         return ProcessWorker(cell, channel, logs, process)
 
-    def helpers(self) -> dict[int, str]:
-        return self._launcher.helpers()
+    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
+        roles = {worker.pid: role for role, worker in workers if worker.pid is not None}
+        return await self._meter.read({os.getpid(): "supervisor"} | self._launcher.helpers() | roles)
 
     async def aclose(self) -> None:
-        await self._launcher.aclose()
+        try:
+            await self._launcher.aclose()
+        finally:
+            self._shared.close()
 
 
 def _launcher(options: Knobs) -> Launcher:

@@ -34,7 +34,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet
 
 from percore._ipc.codec import decode, encode
@@ -74,19 +74,6 @@ def _checked(data: bytes, op: int) -> bytes:
 
 def _unheard(count: int) -> None:
     raise BrokenFrame(f"{count} log records, and nobody is there to read any")
-
-
-class Ticket(Protocol):
-    """The owner of a pickle that waits for a slot."""
-
-    def is_wanted(self) -> bool:
-        """Whether the pickle still has to be sent."""
-
-    def stored(self, payload: int) -> bool:
-        """Take over the slot of `payload`, which now holds the pickle. The owner frees it once the other side has read it.
-
-        Return False if the pickle is no longer wanted; the channel then frees the slot and sends nothing.
-        """
 
 
 class Haste:
@@ -252,37 +239,27 @@ class Channel:
         self._is_lazy = False
         self.flush()
 
-    def send_payload(
-        self,
-        op: int,
-        call_id: int,
-        body: Body,
-        send: Callable[[int, int, Body], None] | None = None,
-        ticket: Ticket | None = None,
-    ) -> None:
+    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
         """Send a message whose body may be a pickle too large for a frame.
 
         Such a pickle is copied into a slot. If no slot is free, the message is sent once one is. `send` is the method that sends
-        it; the default is `Channel.send`. `ticket` is asked before a pickle that waited is sent, and takes over the slot.
+        it; the default is `Channel.send`.
         """
         if type(body) is bytes and len(body) > INLINE_LIMIT:
             payload = self.outgoing.store(body)
             if payload is None:
-                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, ticket))
-                return
-            if ticket is not None and not ticket.stored(payload):
-                self.outgoing.discard(payload)
+                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body))
                 return
             body = payload
             if POINTS:
                 point(f"{self._side}.slot.filled")
         (send or self.send)(op, call_id, body)
 
-    def _retry_payload(self, op: int, call_id: int, body: Body, ticket: Ticket | None) -> bool:
-        if not self.is_open or (ticket is not None and not ticket.is_wanted()):
+    def _retry_payload(self, op: int, call_id: int, body: Body) -> bool:
+        if not self.is_open:
             return False
         # This runs in the thread that gave the slot back.
-        self.send_payload(op, call_id, body, self.send_from_thread, ticket)
+        self.send_payload(op, call_id, body, self.send_from_thread)
         return True
 
     def _end_turn(self) -> None:

@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from percore._ipc.leases import Leases
+if TYPE_CHECKING:
+    from percore._interfaces import Received
+
 
 CLOSED = "the shared object was closed"
 
@@ -12,9 +14,12 @@ CLOSED = "the shared object was closed"
 class Copy:
     """The object behind a `Shared` handle, in this process."""
 
-    def __init__(self, leases: Leases, payload: int, forgotten: Callable[[], None]) -> None:
-        """`forgotten` is called once, in the loop, after `forget` and when no view of the payload is left."""
-        self._leases = leases
+    def __init__(self, load: "Callable[[int, Callable[[], None]], Received]", payload: int, forgotten: Callable[[], None]) -> None:
+        """`load` is `Store.load`.
+
+        `forgotten` is called once, in the loop, after `forget` and when no view of the payload is left.
+        """
+        self._load = load
         self._payload = payload
         self._forgotten = forgotten
         self._building = threading.RLock()
@@ -45,7 +50,7 @@ class Copy:
             if self._is_given_up:
                 raise RuntimeError(CLOSED)
             self._views += 1
-        value = self._leases.receive_shared(self._payload, self._gone).load()
+        value = self._load(self._payload, self._gone).load()
         with self._state:
             if not self._is_given_up:
                 self._value, self._is_built = value, True

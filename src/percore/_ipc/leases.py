@@ -13,8 +13,8 @@ from typing import Any
 
 from percore._ipc.buffers import has_buffers, places_in
 from percore._ipc.exports import Endings, export, parts_of
-from percore._ipc.slots import SlotReader
-from percore._messages import SLOT_MASK, Payload
+from percore._ipc.slots import SLOT_MASK, SlotReader
+from percore._messages import Payload
 
 
 class Received:
@@ -35,8 +35,8 @@ class Received:
         self._pickled = pickled
         self._buffers = buffers
 
-    def load(self) -> Any:
-        """Unpickle the payload and return the object.
+    def load(self, loads: Callable[[memoryview | bytes], Any] = pickle.loads, /) -> Any:
+        """Unpickle the payload and return the object. `loads` unpickles a payload without buffers.
 
         Raises:
             MemoryError: there is too little memory to copy the buffers.
@@ -46,7 +46,7 @@ class Received:
         self._data, self._buffers = b"", ()
         if not buffers:
             try:
-                return pickle.loads(data)
+                return loads(data)
             finally:
                 if isinstance(data, memoryview):
                     data.release()

@@ -16,12 +16,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pickle import PickleBuffer
+from typing import Final
 
 from percore._errors import PayloadTooLarge
 from percore._ipc.buffers import ALIGNMENT, BUFFER_LIMIT, table_of
 from percore._ipc.memory import Memory
-from percore._messages import SLOT_BITS, SLOT_MASK, BrokenFrame, Payload
+from percore._messages import BrokenFrame, Payload
 from percore._platform import MARGIN, room_left
+
+SLOT_BITS: Final = 10
+SLOT_MASK: Final = (1 << SLOT_BITS) - 1
+"""A payload in a slot is named by a number: length << SLOT_BITS | slot."""
 
 INLINE_LIMIT = 100_000
 """Pickles of up to this many bytes travel in a frame. Above it a slot is faster, as malloc takes fresh pages from 128 KiB on."""
@@ -195,6 +200,10 @@ class SlotWriter:
         self._memory.view[start : start + len(data)] = data
         return len(data) << SLOT_BITS | slot
 
+    def kept(self, data: bytes) -> Payload:
+        """Return the payload for a pickle outside of the slots: the bytes themselves."""
+        return data
+
     def read(self, payload: Payload) -> memoryview | bytes:
         """Return the bytes of a payload that this side has written."""
         if isinstance(payload, bytes):
@@ -262,7 +271,7 @@ class Sink:
     """
 
     __slots__ = (
-        *("_frames", "_is_sparing", "_limit", "_parts", "_position", "_slot", "_slots", "_small", "_sure", "_view"),
+        *("_frames", "_is_private", "_is_sparing", "_limit", "_parts", "_position", "_slot", "_slots", "_small", "_sure", "_view"),
         *("buffers", "head", "lacks_room"),
     )
 
@@ -272,6 +281,7 @@ class Sink:
         self._limit = slots.limit
         self._small = min(INLINE_LIMIT, slots.limit)
         self._is_sparing = sparing
+        self._is_private = private
         self.head: bytes | None = None
         """Everything written, as long as that is one small piece."""
         self._position = 0
@@ -373,9 +383,8 @@ class Sink:
     def reset(self) -> None:
         """Forget everything written, and give back the slot if one was taken."""
         slot, used = self._slot, self._position
-        private = self._parts is not None and slot is None and self.head is None
         self.head, self._view, self._slot, self._position = None, None, None, 0
-        self._parts = [] if private else None
+        self._parts = [] if self._is_private else None
         self._frames = []
         self.buffers = []
         self._sure = self._limit
@@ -388,4 +397,5 @@ class Sink:
             return self.head
         if self._slot is not None:
             return self._position << SLOT_BITS | self._slot
-        return b"".join(self._parts or ())
+        data = b"".join(self._parts or ())
+        return data if self._is_private else self._slots.kept(data)

@@ -18,7 +18,7 @@ class Known:
         self._number = number
         self._payload = payload
         self._channel = channel
-        self.copy = Copy(channel.leases, payload, self._forgotten)
+        self.copy = Copy(channel.leases.receive_shared, payload, self._forgotten)
 
     def _forgotten(self) -> None:
         if self._channel.is_open:
