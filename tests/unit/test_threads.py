@@ -160,8 +160,13 @@ def test_an_item_is_let_go_when_its_call_has_ended() -> None:
             gone.set()
 
     gone = threading.Event()
+    items: list[Item] = []
+    # Without the GIL, a thread frees an object that a living thread made only when that thread next runs: this one will wait.
+    maker = threading.Thread(target=lambda: items.append(Item()))
+    maker.start()
+    maker.join()
     with pool(1, lambda _call_id, _item: None) as threads:
-        threads.put(1, Item())
+        threads.put(1, items.pop())
         gone.wait()
 
 
