@@ -214,30 +214,31 @@ async def test_all_waiters_cancelled_leave_all_room() -> None:
     assert await admission.enter(5) == 2
 
 
-@pytest.mark.parametrize("seed", range(20))
-async def test_whatever_happens_the_room_is_kept(seed: int) -> None:
-    numbers = random.Random(seed)
-    limit = numbers.randint(1, 5)
-    admission = admission_of(limit)
-    tasks: list[asyncio.Task[int]] = []
-    inside = 0
-    for _ in range(300):
-        what = numbers.random()
-        if what < 0.4:
-            tasks.append(asyncio.ensure_future(admission.enter(numbers.randint(1, 4))))
-        elif what < 0.6 and tasks:
-            numbers.choice(tasks).cancel()
-        elif what < 0.8 and inside:
-            count = numbers.randint(1, inside)
-            admission.leave(count)
-            inside -= count
-        else:
+async def test_whatever_happens_the_room_is_kept(subtests: pytest.Subtests) -> None:
+    for seed in range(20):
+        with subtests.test(seed=seed):
+            numbers = random.Random(seed)
+            limit = numbers.randint(1, 5)
+            admission = admission_of(limit)
+            tasks: list[asyncio.Task[int]] = []
+            inside = 0
+            for _ in range(300):
+                what = numbers.random()
+                if what < 0.4:
+                    tasks.append(asyncio.ensure_future(admission.enter(numbers.randint(1, 4))))
+                elif what < 0.6 and tasks:
+                    numbers.choice(tasks).cancel()
+                elif what < 0.8 and inside:
+                    count = numbers.randint(1, inside)
+                    admission.leave(count)
+                    inside -= count
+                else:
+                    await turn()
+                inside += sum(task.result() for task in tasks if task.done() and not task.cancelled())
+                tasks = [task for task in tasks if not task.done()]
+                assert inside <= limit
+            for task in tasks:
+                task.cancel()
             await turn()
-        inside += sum(task.result() for task in tasks if task.done() and not task.cancelled())
-        tasks = [task for task in tasks if not task.done()]
-        assert inside <= limit
-    for task in tasks:
-        task.cancel()
-    await turn()
-    inside += sum(task.result() for task in tasks if task.done() and not task.cancelled())
-    assert free(admission) == limit - inside
+            inside += sum(task.result() for task in tasks if task.done() and not task.cancelled())
+            assert free(admission) == limit - inside

@@ -696,16 +696,17 @@ class TestPayloads:
 
 
 class TestRows:
-    @pytest.mark.parametrize("quick", [True, False])
-    @pytest.mark.parametrize("name", row_names())
-    def test_has_a_title_and_targets_among_its_contestants(self, name: str, quick: bool) -> None:
-        row = row_of(name, quick=quick)
-        assert title_of(name).endswith((".", "?"))
-        assert len(title_of(name)) <= 132
-        assert row.judged <= set(row.contestants)
-        assert row.anew <= set(row.contestants)
-        assert all(not name.startswith("percore") or not isinstance(one, dict) for name, one in row.contestants.items())
-        assert all(len(one) >= 3 for one in row.contestants.values() if isinstance(one, dict))
+    def test_has_a_title_and_targets_among_its_contestants(self, subtests: pytest.Subtests) -> None:
+        for name in row_names():
+            for quick in [True, False]:
+                with subtests.test(quick=quick, name=name):
+                    row = row_of(name, quick=quick)
+                    assert title_of(name).endswith((".", "?"))
+                    assert len(title_of(name)) <= 132
+                    assert row.judged <= set(row.contestants)
+                    assert row.anew <= set(row.contestants)
+                    assert all(not name.startswith("percore") or not isinstance(one, dict) for name, one in row.contestants.items())
+                    assert all(len(one) >= 3 for one in row.contestants.values() if isinstance(one, dict))
 
     def test_all_together_fit_into_the_time_of_a_run(self) -> None:
         assert sum(row_of(name, quick=False).seconds for name in row_names()) <= 36 * 60  # all of them get less in proportion

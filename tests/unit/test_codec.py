@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from percore._ipc.codec import SMALL, decode, encode, encode_small, is_inline, is_inline_value, list_small, weight_inline
 from percore._messages import BrokenFrame
-from tests.ids import steady
 
 SCALARS = st.one_of(
     st.none(),
@@ -79,9 +78,8 @@ def test_one_value_is_judged_as_one_argument(value: Any) -> None:
     assert is_inline_value(value) == is_inline((value,)) == is_inline((None, value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_only_exact_immutable_types_are_inline(subtests: pytest.Subtests) -> None:
+    for value in [
         Text("x"),
         Data(b"x"),
         Whole(1),
@@ -100,12 +98,10 @@ def test_one_value_is_judged_as_one_argument(value: Any) -> None:
         Ellipsis,
         int,
         object(),
-    ],
-    ids=steady,
-)
-def test_only_exact_immutable_types_are_inline(value: Any) -> None:
-    assert not is_inline_value(value)
-    assert not is_inline((1, value))
+    ]:
+        with subtests.test(value=value):
+            assert not is_inline_value(value)
+            assert not is_inline((1, value))
 
 
 @pytest.mark.parametrize("value", [2**256, -(2**256), 1 << 9999], ids=["2**256", "-2**256", "enormous"])
@@ -221,9 +217,8 @@ def test_garbage_is_broken(garbage: bytes) -> None:
         decode(garbage)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_known_garbage_is_broken(subtests: pytest.Subtests) -> None:
+    for data in [
         b"",
         b"[",
         b"0",
@@ -235,11 +230,9 @@ def test_garbage_is_broken(garbage: bytes) -> None:
         b"[\x01\0\0\0" * 3000,
         b"[\x01\0\0\0R\x09\0\0\0",
         b"{0",
-    ],
-)
-def test_known_garbage_is_broken(data: bytes) -> None:
-    with pytest.raises(BrokenFrame):
-        decode(data)
+    ]:
+        with subtests.test(data=data), pytest.raises(BrokenFrame):
+            decode(data)
 
 
 @pytest.mark.parametrize("value", [None, 1, "text", b"bytes", (), ((1, 2, 3),), {}, frozenset()])

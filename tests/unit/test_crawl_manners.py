@@ -129,9 +129,8 @@ def test_a_fault_of_this_program_is_not_taken_for_the_sites() -> None:
 # What is tried again
 
 
-@pytest.mark.parametrize(
-    ("error", "passing", "reason"),
-    [
+def test_what_may_pass_is_tried_again(subtests: pytest.Subtests) -> None:
+    for error, passing, reason in [
         (BadStatus(500), True, "HTTP 500"),
         (BadStatus(503), True, "HTTP 503"),
         (BadStatus(429), True, "HTTP 429"),
@@ -148,12 +147,10 @@ def test_a_fault_of_this_program_is_not_taken_for_the_sites() -> None:
         (cannot_connect(errno.ECONNRESET), True, "connection reset"),
         (aiohttp.InvalidURL("http://"), False, "InvalidURL"),
         (UnicodeError("a label is too long"), False, "UnicodeError"),
-    ],
-    ids=lambda value: repr(value) if isinstance(value, Exception) else str(value),
-)
-def test_what_may_pass_is_tried_again(error: Exception, passing: bool, reason: str) -> None:
-    assert may_pass(error) is passing
-    assert reason_of(error) == reason
+    ]:
+        with subtests.test(error=error, passing=passing, reason=reason):
+            assert may_pass(error) is passing
+            assert reason_of(error) == reason
 
 
 def test_a_bad_status_comes_out_of_a_pickle_as_it_was() -> None:

@@ -799,19 +799,20 @@ def test_who_is_blocked_is_not_queued_ahead_in_while_another_has_room() -> None:
     assert dispatch.submitted(Call(THREAD)) is dispatch.seats[0]
 
 
-@pytest.mark.parametrize("silent", range(BLOCKED))
-@pytest.mark.parametrize("behind", [0, 1])
-def test_a_burst_is_shared_with_a_worker_that_is_behind(behind: int, silent: int) -> None:
+def test_a_burst_is_shared_with_a_worker_that_is_behind(subtests: pytest.Subtests) -> None:
     """Each coroutine may take the CPU: then a worker is silent because it has begun one."""
-    dispatch = dispatch_of((1, 0), (1, 0), concurrency=100)
-    dispatch.seats[behind].silent = silent
-    for seat in dispatch.seats:
-        seat.unread = True
-    for _ in range(20):
-        chosen = dispatch.submitted(Call(TASK))
-        assert chosen is not None
-        chosen.send(Call(TASK))
-    assert dispatch.seats[1 - behind].load[TASK] - dispatch.seats[behind].load[TASK] in (silent, silent + 1, silent - 1)
+    for behind in [0, 1]:
+        for silent in range(BLOCKED):
+            with subtests.test(silent=silent, behind=behind):
+                dispatch = dispatch_of((1, 0), (1, 0), concurrency=100)
+                dispatch.seats[behind].silent = silent
+                for seat in dispatch.seats:
+                    seat.unread = True
+                for _ in range(20):
+                    chosen = dispatch.submitted(Call(TASK))
+                    assert chosen is not None
+                    chosen.send(Call(TASK))
+                assert dispatch.seats[1 - behind].load[TASK] - dispatch.seats[behind].load[TASK] in (silent, silent + 1, silent - 1)
 
 
 def burst(dispatch: Dispatch[Unit, Seat], count: int) -> int:

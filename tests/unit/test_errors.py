@@ -33,25 +33,27 @@ def ids(error: PercoreError) -> str:
     return type(error).__name__
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_every_error_travels_whole(error: PercoreError, protocol: int) -> None:
-    error = copy.copy(error)
-    error.add_note("noted on the way")
-    error.extra = [1, 2]  # type: ignore[attr-defined]
-    there = pickle.loads(pickle.dumps(error, protocol))
-    assert type(there) is type(error)
-    assert str(there) == str(error)
-    assert there.args == error.args
-    assert vars(there) == vars(error)
-    assert there.__notes__ == ["noted on the way"]
+def test_every_error_travels_whole(subtests: pytest.Subtests) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for error in EXAMPLES:
+            with subtests.test(error=error, protocol=protocol):
+                error = copy.copy(error)
+                error.add_note("noted on the way")
+                error.extra = [1, 2]  # type: ignore[attr-defined]
+                there = pickle.loads(pickle.dumps(error, protocol))
+                assert type(there) is type(error)
+                assert str(there) == str(error)
+                assert there.args == error.args
+                assert vars(there) == vars(error)
+                assert there.__notes__ == ["noted on the way"]
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
-def test_a_copy_is_the_same(error: PercoreError) -> None:
-    for twin in (copy.copy(error), copy.deepcopy(error)):
-        assert twin is not error
-        assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
+def test_a_copy_is_the_same(subtests: pytest.Subtests) -> None:
+    for error in EXAMPLES:
+        with subtests.test(error=error):
+            for twin in (copy.copy(error), copy.deepcopy(error)):
+                assert twin is not error
+                assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
 
 
 class Derived(PercoreError):
@@ -64,12 +66,13 @@ def test_a_users_own_error_travels() -> None:
     assert there.args == ("why", 7)
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=ids)
-def test_there_is_a_sentence(error: PercoreError) -> None:
-    text = str(error)
-    assert text
-    assert "None" not in text.replace("worker None", "")
-    assert text == text.strip()
+def test_there_is_a_sentence(subtests: pytest.Subtests) -> None:
+    for error in EXAMPLES:
+        with subtests.test(error=error):
+            text = str(error)
+            assert text
+            assert "None" not in text.replace("worker None", "")
+            assert text == text.strip()
 
 
 @pytest.mark.parametrize(
@@ -131,9 +134,8 @@ def test_a_death_before_the_call_began() -> None:
     assert str(died) == "worker (pid 4242) died with exit code 3 before it began jobs.fetch. No other worker will run it"
 
 
-@pytest.mark.parametrize(
-    ("exitcode", "name", "words"),
-    [
+def test_exit_codes_in_words(subtests: pytest.Subtests) -> None:
+    for exitcode, name, words in [
         (None, None, "(exit status unknown: its fork server died"),
         (0, None, "with exit code 0"),
         (137, None, "with exit code 137"),
@@ -145,12 +147,11 @@ def test_a_death_before_the_call_began() -> None:
         (-15, "SIGTERM", "draining"),
         (-1, "SIGHUP", "by SIGHUP"),
         (-200, "signal 200", "by signal 200"),
-    ],
-)
-def test_exit_codes_in_words(exitcode: int | None, name: str | None, words: str) -> None:
-    assert signal_of(exitcode) == name
-    assert words in how(exitcode)
-    assert name is None or name in how(exitcode)
+    ]:
+        with subtests.test(exitcode=exitcode, name=name, words=words):
+            assert signal_of(exitcode) == name
+            assert words in how(exitcode)
+            assert name is None or name in how(exitcode)
 
 
 def test_a_broken_runner() -> None:

@@ -36,9 +36,10 @@ def carried() -> Counter[str]:
     return Counter(found[1] for name in names if (found := re.match(r"test_([a-z]\d+)_", name)))
 
 
-@pytest.mark.parametrize("fault", IDS)
-def test_each_fault_has_a_test(fault: str) -> None:
-    assert carried()[fault] > 0
+def test_each_fault_has_a_test(subtests: pytest.Subtests) -> None:
+    for fault in IDS:
+        with subtests.test(fault=fault):
+            assert carried()[fault] > 0
 
 
 def test_no_test_carries_an_id_that_does_not_exist() -> None:

@@ -352,12 +352,13 @@ def test_before_anything_is_measured_items_go_one_by_one() -> None:
     assert Cost().batch(10**6, 4) == 1
 
 
-@pytest.mark.parametrize(("seconds", "items"), [(1e-5, 100), (1e-4, 10), (0.0005, 2), (0.001, 1), (0.0011, 1), (10, 1), (1e6, 1)])
-@pytest.mark.parametrize("workers", [1, 4, 16])
-def test_a_batch_is_a_millisecond_of_work(seconds: float, items: int, workers: int) -> None:
-    cost = Cost()
-    cost.measured(100, 100 * seconds)
-    assert abs(cost.batch(10**6, workers) - items) <= 1
+def test_a_batch_is_a_millisecond_of_work(subtests: pytest.Subtests) -> None:
+    for workers in [1, 4, 16]:
+        for seconds, items in [(1e-5, 100), (1e-4, 10), (0.0005, 2), (0.001, 1), (0.0011, 1), (10, 1), (1e6, 1)]:
+            with subtests.test(seconds=seconds, items=items, workers=workers):
+                cost = Cost()
+                cost.measured(100, 100 * seconds)
+                assert abs(cost.batch(10**6, workers) - items) <= 1
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4, 16, 64, 1024])

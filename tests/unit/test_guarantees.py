@@ -26,10 +26,11 @@ def test_every_promise_has_its_bound_and_its_test() -> None:
         assert TEST.search(held_by), row
 
 
-@pytest.mark.parametrize(("path", "name"), sorted(set(TEST.findall(PAGE))))
-def test_a_named_test_exists(path: str, name: str) -> None:
-    assert (ROOT / path).exists()
-    assert name in functions_of(ROOT / path)
+def test_a_named_test_exists(subtests: pytest.Subtests) -> None:
+    for path, name in sorted(set(TEST.findall(PAGE))):
+        with subtests.test(path=path, name=name):
+            assert (ROOT / path).exists()
+            assert name in functions_of(ROOT / path)
 
 
 def test_every_mention_of_a_test_is_one_that_was_looked_at() -> None:

@@ -87,19 +87,24 @@ def test_sync_inputs_come_in_step(lists: list[list[int]], most: int) -> None:
     assert rows == (lists[0] if len(lists) == 1 else list(zip(*lists, strict=False)))
 
 
-@pytest.mark.parametrize("kinds", ["a", "aa", "as", "sa", "sas"])
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (0, 3, 3), (3, 0, 3), (3, 5, 2), (2, 5, 9)])
-async def test_async_inputs_come_in_step_with_others(kinds: str, lengths: tuple[int, ...]) -> None:
-    closing = Closing()
-    lists = [list(range(length)) for length in lengths[: len(kinds)]]
-    sources: list[Any] = [closing.asynchronous(items) if kind == "a" else items for kind, items in zip(kinds, lists, strict=True)]
-    inputs = opened(*sources)
-    assert inputs.is_async
-    rows, error = await pull_all(inputs)
-    assert error is None
-    assert rows == (lists[0] if len(lists) == 1 else list(zip(*lists, strict=False)))
-    await inputs.close()
-    assert all(source.ag_frame is None for source, kind in zip(sources, kinds, strict=True) if kind == "a")  # begun or not
+async def test_async_inputs_come_in_step_with_others(subtests: pytest.Subtests) -> None:
+    for lengths in [(3, 3, 3), (0, 3, 3), (3, 0, 3), (3, 5, 2), (2, 5, 9)]:
+        for kinds in ["a", "aa", "as", "sa", "sas"]:
+            with subtests.test(kinds=kinds, lengths=lengths):
+                closing = Closing()
+                lists = [list(range(length)) for length in lengths[: len(kinds)]]
+                sources: list[Any] = [
+                    closing.asynchronous(items) if kind == "a" else items for kind, items in zip(kinds, lists, strict=True)
+                ]
+                inputs = opened(*sources)
+                assert inputs.is_async
+                rows, error = await pull_all(inputs)
+                assert error is None
+                assert rows == (lists[0] if len(lists) == 1 else list(zip(*lists, strict=False)))
+                await inputs.close()
+                assert all(
+                    source.ag_frame is None for source, kind in zip(sources, kinds, strict=True) if kind == "a"
+                )  # begun or not
 
 
 def test_nothing_is_pulled_before_it_is_asked_for() -> None:

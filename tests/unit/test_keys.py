@@ -95,18 +95,19 @@ def names(seed: int) -> list[int]:
 # Where a key is at home
 
 
-@pytest.mark.parametrize(
-    ("workers", "sort"),
-    [*((workers, "random") for workers in range(2, 17)), *((w, sort) for w in (2, 8, 13) for sort in ("consecutive", "strided"))],
-)
-def test_keys_spread_evenly(workers: int, sort: str) -> None:
-    given = {"random": names(workers), "consecutive": list(range(KEYS)), "strided": [64 * number for number in range(KEYS)]}
-    counts = Counter(homes(seats_of(workers), given[sort]).values())
-    fair = KEYS / workers
-    # Five standard deviations of a fair throw: none of these rows would be beyond that in a million runs.
-    spread = 5 * (fair * (1 - 1 / workers)) ** 0.5
-    assert set(counts) == set(range(workers))
-    assert all(abs(count - fair) < spread for count in counts.values())
+def test_keys_spread_evenly(subtests: pytest.Subtests) -> None:
+    for workers, sort in [
+        *((workers, "random") for workers in range(2, 17)),
+        *((w, sort) for w in (2, 8, 13) for sort in ("consecutive", "strided")),
+    ]:
+        with subtests.test(workers=workers, sort=sort):
+            given = {"random": names(workers), "consecutive": list(range(KEYS)), "strided": [64 * number for number in range(KEYS)]}
+            counts = Counter(homes(seats_of(workers), given[sort]).values())
+            fair = KEYS / workers
+            # Five standard deviations of a fair throw: none of these rows would be beyond that in a million runs.
+            spread = 5 * (fair * (1 - 1 / workers)) ** 0.5
+            assert set(counts) == set(range(workers))
+            assert all(abs(count - fair) < spread for count in counts.values())
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8, 16])

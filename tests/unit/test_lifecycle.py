@@ -54,19 +54,20 @@ def life_in(state: State) -> Life:
     return life
 
 
-@pytest.mark.parametrize("event", list(Event), ids=lambda event: event.value)
-@pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
-def test_every_event_in_every_state(state: State, event: Event) -> None:
-    life = life_in(state)
-    following = FOLLOWING[state][event]
-    if following is None:
-        with pytest.raises(IllegalEvent):
-            life.advance(event)
-        assert life.state is state
-    else:
-        assert life.advance(event) is following
-        assert life.state is following
-        assert life.is_gone == (following is State.GONE)
+def test_every_event_in_every_state(subtests: pytest.Subtests) -> None:
+    for state in list(State):
+        for event in list(Event):
+            with subtests.test(event=event, state=state):
+                life = life_in(state)
+                following = FOLLOWING[state][event]
+                if following is None:
+                    with pytest.raises(IllegalEvent):
+                        life.advance(event)
+                    assert life.state is state
+                else:
+                    assert life.advance(event) is following
+                    assert life.state is following
+                    assert life.is_gone == (following is State.GONE)
 
 
 def test_a_life_begins_with_its_start() -> None:

@@ -183,10 +183,11 @@ def test_every_kind_of_message_is_known_here() -> None:
     assert {name for name, value in vars(_messages).items() if name.isupper() and type(value) is int} - NO_KINDS == set(LARGEST)
 
 
-@pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_of_each_kind_fits_into_the_ring(name: str) -> None:
-    body = LARGEST[name]() if callable(LARGEST[name]) else LARGEST[name]
-    assert len(encode([(getattr(_messages, name), LARGEST_ID, body)])) <= MAX_FRAME < LARGEST_FRAME
+def test_the_largest_of_each_kind_fits_into_the_ring(subtests: pytest.Subtests) -> None:
+    for name in LARGEST:
+        with subtests.test(name=name):
+            body = LARGEST[name]() if callable(LARGEST[name]) else LARGEST[name]
+            assert len(encode([(getattr(_messages, name), LARGEST_ID, body)])) <= MAX_FRAME < LARGEST_FRAME
 
 
 def test_a_call_that_carries_its_arguments_as_they_are_fits_into_the_ring() -> None:
@@ -194,17 +195,20 @@ def test_a_call_that_carries_its_arguments_as_they_are_fits_into_the_ring() -> N
     assert len(encode([(1 << 40, LARGEST_ID, LARGEST_ARGUMENTS)])) <= MAX_FRAME
 
 
-@pytest.mark.parametrize("row", HEAVY_ROWS, ids=range(len(HEAVY_ROWS)))
-def test_a_batch_is_as_large_as_it_is_meant_to_be(row: tuple[Any, ...]) -> None:
-    for message in batches_of([row] * 5000, is_single=False):
-        assert len(message) <= INLINE_LIMIT
+def test_a_batch_is_as_large_as_it_is_meant_to_be(subtests: pytest.Subtests) -> None:
+    for row in HEAVY_ROWS:
+        with subtests.test(row=row):
+            for message in batches_of([row] * 5000, is_single=False):
+                assert len(message) <= INLINE_LIMIT
 
 
-@pytest.mark.parametrize("value", [1, 2**40, 2**255, -(2**255), 0.5, None, "x" * 100, WIDE * 4096, b"x" * 4096])
-@pytest.mark.parametrize("others", [[], [None], [2**255], ["a", 1]], ids=str)
-def test_a_batch_of_bare_values_is_as_large_as_it_is_meant_to_be(value: Any, others: list[Any]) -> None:
-    for message in batches_of([*others, *[value] * 5000], is_single=True):
-        assert len(message) <= INLINE_LIMIT
+def test_a_batch_of_bare_values_is_as_large_as_it_is_meant_to_be(subtests: pytest.Subtests) -> None:
+    every: list[list[Any]] = [[], [None], [2**255], ["a", 1]]
+    for others in every:
+        for value in [1, 2**40, 2**255, -(2**255), 0.5, None, "x" * 100, WIDE * 4096, b"x" * 4096]:
+            with subtests.test(value=value, others=others):
+                for message in batches_of([*others, *[value] * 5000], is_single=True):
+                    assert len(message) <= INLINE_LIMIT
 
 
 def test_light_rows_are_weighed_as_light() -> None:

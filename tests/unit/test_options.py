@@ -102,11 +102,11 @@ def test_what_the_user_gives_is_kept() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [1.5, "4", True, [1], b"1", object()], ids=steady)
-def test_a_count_is_a_whole_number(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"^{name} must be a whole number, not "):
-        options(**{name: value})
+def test_a_count_is_a_whole_number(subtests: pytest.Subtests) -> None:
+    for value in [1.5, "4", True, [1], b"1", object()]:
+        for name in NUMBERS:
+            with subtests.test(name=name, value=value), pytest.raises(TypeError, match=f"^{name} must be a whole number, not "):
+                options(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["concurrency", "max_message", "retries", *SECONDS])
@@ -136,18 +136,24 @@ def test_a_bound_is_at_least_one(name: str) -> None:
             options(**{name: value})
 
 
-@pytest.mark.parametrize("name", SECONDS)
-@pytest.mark.parametrize("value", ["1", True, [1], object(), 1j], ids=steady)
-def test_seconds_are_a_number(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not "):
-        options(**{name: value})
+def test_seconds_are_a_number(subtests: pytest.Subtests) -> None:
+    for value in ["1", True, [1], object(), 1j]:
+        for name in SECONDS:
+            with (
+                subtests.test(name=name, value=value),
+                pytest.raises(TypeError, match=f"^{name} must be a number of seconds, not "),
+            ):
+                options(**{name: value})
 
 
-@pytest.mark.parametrize("name", SECONDS)
-@pytest.mark.parametrize("value", [0, 0.0, -1, -0.1, float("inf"), float("-inf"), float("nan"), 10**400, -(10**400)])
-def test_seconds_are_positive_and_finite(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be a positive number of seconds, not "):
-        options(**{name: value})
+def test_seconds_are_positive_and_finite(subtests: pytest.Subtests) -> None:
+    for value in [0, 0.0, -1, -0.1, float("inf"), float("-inf"), float("nan"), 10**400, -(10**400)]:
+        for name in SECONDS:
+            with (
+                subtests.test(name=name, value=value),
+                pytest.raises(ValueError, match=f"^{name} must be a positive number of seconds, not "),
+            ):
+                options(**{name: value})
 
 
 @given(name=st.sampled_from(SECONDS), value=st.floats(min_value=0, exclude_min=True, allow_infinity=False))
@@ -155,14 +161,18 @@ def test_any_positive_number_of_seconds(name: str, value: float) -> None:
     assert getattr(options(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "example"),
-    [("lifespan", "open_session"), ("loop_factory", "asyncio.new_event_loop"), ("thread_initializer", "open_connection")],
-)
-@pytest.mark.parametrize("value", [1, "name", [], object()], ids=steady)
-def test_what_is_called_must_be_callable(name: str, example: str, value: object) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} must be callable, such as {name}={example}, not "):
-        options(**{name: value})
+def test_what_is_called_must_be_callable(subtests: pytest.Subtests) -> None:
+    for value in [1, "name", [], object()]:
+        for name, example in [
+            ("lifespan", "open_session"),
+            ("loop_factory", "asyncio.new_event_loop"),
+            ("thread_initializer", "open_connection"),
+        ]:
+            with (
+                subtests.test(name=name, example=example, value=value),
+                pytest.raises(TypeError, match=rf"^{name} must be callable, such as {name}={example}, not "),
+            ):
+                options(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["loop_factory", "thread_initializer"])

@@ -116,14 +116,15 @@ class Reduces:
         raise self.error
 
 
-@pytest.mark.parametrize("obj", [None, 1, "x", b"x" * 10**6, (1, [2, {"a": {3}}]), math.sqrt, Plain, Plain.build])
-@pytest.mark.parametrize("main_by_value", [False, True])
-def test_ordinary_objects_go_by_pickle(obj: object, main_by_value: bool) -> None:
-    file = Sink()
-    dump(obj, file, main_by_value=main_by_value)
-    assert file.resets == 0
-    assert load(file.data) == obj
-    assert load(memoryview(file.data)) == obj
+def test_ordinary_objects_go_by_pickle(subtests: pytest.Subtests) -> None:
+    for main_by_value in [False, True]:
+        for obj in [None, 1, "x", b"x" * 10**6, (1, [2, {"a": {3}}]), math.sqrt, Plain, Plain.build]:
+            with subtests.test(obj=obj, main_by_value=main_by_value):
+                file = Sink()
+                dump(obj, file, main_by_value=main_by_value)
+                assert file.resets == 0
+                assert load(file.data) == obj
+                assert load(memoryview(file.data)) == obj
 
 
 def test_what_pickle_cannot_goes_by_cloudpickle() -> None:
@@ -374,18 +375,19 @@ STANDARD: list[BaseException] = [
 ]
 
 
-@pytest.mark.parametrize("exc", STANDARD, ids=lambda exc: type(exc).__name__)
-def test_an_exception_arrives_as_itself(exc: BaseException) -> None:
-    exc.__dict__["extra"] = [1]
-    back = arrived(raised(exc))
-    assert type(back) is type(exc)
-    assert back.args == exc.args
-    assert str(back) == str(exc)
-    assert {**vars(back)} == {**vars(exc)} or isinstance(exc, ReducesWell | asyncio.IncompleteReadError)
-    assert isinstance(back.__cause__, RemoteTraceback)
-    assert str(back.__cause__).startswith('\n"""\nTraceback')
-    assert "raised(exc)" not in str(back)
-    assert "in raised" in str(back.__cause__)
+def test_an_exception_arrives_as_itself(subtests: pytest.Subtests) -> None:
+    for exc in STANDARD:
+        with subtests.test(exc=exc):
+            exc.__dict__["extra"] = [1]
+            back = arrived(raised(exc))
+            assert type(back) is type(exc)
+            assert back.args == exc.args
+            assert str(back) == str(exc)
+            assert {**vars(back)} == {**vars(exc)} or isinstance(exc, ReducesWell | asyncio.IncompleteReadError)
+            assert isinstance(back.__cause__, RemoteTraceback)
+            assert str(back.__cause__).startswith('\n"""\nTraceback')
+            assert "raised(exc)" not in str(back)
+            assert "in raised" in str(back.__cause__)
 
 
 def test_c_fields_slots_and_guarded_attributes_are_put_back() -> None:
@@ -833,10 +835,11 @@ CLASSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_exception_of_aiohttp_arrives_as_itself(cls: type[BaseException]) -> None:
-    exc = MADE.get(cls.__name__, _with_a_text)(cls)
-    same(arrived(raised(exc)), exc)
+def test_every_exception_of_aiohttp_arrives_as_itself(subtests: pytest.Subtests) -> None:
+    for cls in CLASSES:
+        with subtests.test(cls=cls):
+            exc = MADE.get(cls.__name__, _with_a_text)(cls)
+            same(arrived(raised(exc)), exc)
 
 
 def test_a_connection_key_arrives_with_a_context_that_trusts_nobody() -> None:

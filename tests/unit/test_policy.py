@@ -96,9 +96,10 @@ def test_what_concerns_the_worker_keeps_calls_out_of_batches(options: dict[str, 
 # Keys
 
 
-@pytest.mark.parametrize("key", ["host", 7, 0, "", (), ("a", 1), frozenset(), object(), int, 1.5], ids=steady)
-def test_anything_hashable_is_a_key(key: object) -> None:
-    assert policy(key=key).key is key
+def test_anything_hashable_is_a_key(subtests: pytest.Subtests) -> None:
+    for key in ["host", 7, 0, "", (), ("a", 1), frozenset(), object(), int, 1.5]:
+        with subtests.test(key=key):
+            assert policy(key=key).key is key
 
 
 @pytest.mark.parametrize("key", [[], {}, set(), Unhashable(), ("a", [])], ids=steady)
@@ -143,9 +144,8 @@ def test_retries_have_bounds(retries: int) -> None:
         policy(retries=retries)
 
 
-@pytest.mark.parametrize(
-    ("retry_on", "error", "is_worth_it"),
-    [
+def test_which_errors_are_worth_another_attempt(subtests: pytest.Subtests) -> None:
+    for retry_on, error, is_worth_it in [
         (None, DIED, True),
         (None, OSError(), False),
         (OSError, ConnectionResetError(), True),
@@ -159,11 +159,9 @@ def test_retries_have_bounds(retries: int) -> None:
         (lambda error: "again" in str(error), ValueError("never"), False),
         (lambda error: error.args, ValueError(), False),
         (lambda error: error.args, ValueError(0), True),
-    ],
-    ids=steady,
-)
-def test_which_errors_are_worth_another_attempt(retry_on: Any, error: BaseException, is_worth_it: bool) -> None:
-    assert policy(retry_on=retry_on).is_worth_it(error) is is_worth_it
+    ]:
+        with subtests.test(retry_on=retry_on, error=error, is_worth_it=is_worth_it):
+            assert policy(retry_on=retry_on).is_worth_it(error) is is_worth_it
 
 
 @pytest.mark.parametrize("retry_on", [1, "OSError", OSError(), {}, object()], ids=steady)

@@ -47,10 +47,11 @@ def test_every_public_name_is_there() -> None:
         assert value.__doc__
 
 
-@pytest.mark.parametrize("name", percore.__all__)
-def test_a_public_thing_has_its_public_home(name: str) -> None:
-    home = getattr(percore, name).__module__
-    assert home == "percore" or home.startswith("percore._")
+def test_a_public_thing_has_its_public_home(subtests: pytest.Subtests) -> None:
+    for name in percore.__all__:
+        with subtests.test(name=name):
+            home = getattr(percore, name).__module__
+            assert home == "percore" or home.startswith("percore._")
 
 
 def test_the_list_is_sorted_and_names_nothing_twice() -> None:

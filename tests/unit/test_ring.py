@@ -176,12 +176,13 @@ def test_less_than_a_header(count: int) -> None:
         reader.next()
 
 
-@pytest.mark.parametrize("missing", range(1, 12))
-def test_a_frame_of_which_the_end_is_missing(missing: int) -> None:
-    writer, reader, _ = ring(64)
-    reader.end += writer.write(b"whole frame") - missing
-    with pytest.raises(BrokenFrame):
-        reader.next()
+def test_a_frame_of_which_the_end_is_missing(subtests: pytest.Subtests) -> None:
+    for missing in range(1, 12):
+        with subtests.test(missing=missing):
+            writer, reader, _ = ring(64)
+            reader.end += writer.write(b"whole frame") - missing
+            with pytest.raises(BrokenFrame):
+                reader.next()
 
 
 @pytest.mark.parametrize("count", [-1, -(2**40)])

@@ -590,16 +590,20 @@ def written(value: Any, way: str) -> Sink:
     return sink
 
 
-@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
-@pytest.mark.parametrize(
-    "surroundings",
-    [[], [b"x" * 200_000], ["y" * 200_000], [bytearray(200_000), b"z" * 90_000], [f"{number:>200}" for number in range(2000)]],
-    ids=["small", "bytes", "text", "both", "frames"],
-)
-def test_a_name_is_found_in_a_pickle_of_any_size(way: str, surroundings: list[Any]) -> None:
-    for before, after in ((surroundings, []), ([], surroundings), (surroundings, surroundings)):
-        assert written([*before, "__main__", *after], way).contains(b"__main__")
-        assert not written([*before, "__other__", *after], way).contains(b"__main__")
+def test_a_name_is_found_in_a_pickle_of_any_size(subtests: pytest.Subtests) -> None:
+    every: list[list[Any]] = [
+        [],
+        [b"x" * 200_000],
+        ["y" * 200_000],
+        [bytearray(200_000), b"z" * 90_000],
+        [f"{number:>200}" for number in range(2000)],
+    ]
+    for surroundings in every:
+        for way in ["slot", "no slot", "private"]:
+            with subtests.test(way=way, surroundings=surroundings):
+                for before, after in ((surroundings, []), ([], surroundings), (surroundings, surroundings)):
+                    assert written([*before, "__main__", *after], way).contains(b"__main__")
+                    assert not written([*before, "__other__", *after], way).contains(b"__main__")
 
 
 @pytest.mark.parametrize("way", ["slot", "private"])
@@ -619,27 +623,24 @@ def test_what_an_earlier_payload_left_in_the_slot_is_not_found() -> None:
     assert not sink.contains(b"__main__")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"x" * (INLINE_LIMIT + 1),
-        bytearray(b"y" * 300_000),
-        ["text" * 50_000, 1, b"z" * 200_000],
-        {"small": 1},
-        PickleBuffer(bytearray(b"p" * 200_000)),
-    ],
-    ids=["bytes", "bytearray", "mixed", "small", "buffer"],
-)
-@pytest.mark.parametrize("private", [False, True])
-def test_a_real_pickler_writes_into_it(value: Any, private: bool) -> None:
-    writer = byte_slots(1, 2 * MIB)
-    sink = Sink(writer, private=private)
-    pickle.Pickler(sink, protocol=5).dump(value)
-    payload: Payload = sink.payload()
-    loaded = pickle.loads(writer.read(payload))
-    assert loaded == (bytes(value) if isinstance(value, PickleBuffer) else value)
-    writer.discard(payload)
-    assert writer.in_use == 0
+def test_a_real_pickler_writes_into_it(subtests: pytest.Subtests) -> None:
+    for private in [False, True]:
+        for value in [
+            b"x" * (INLINE_LIMIT + 1),
+            bytearray(b"y" * 300_000),
+            ["text" * 50_000, 1, b"z" * 200_000],
+            {"small": 1},
+            PickleBuffer(bytearray(b"p" * 200_000)),
+        ]:
+            with subtests.test(value=value, private=private):
+                writer = byte_slots(1, 2 * MIB)
+                sink = Sink(writer, private=private)
+                pickle.Pickler(sink, protocol=5).dump(value)
+                payload: Payload = sink.payload()
+                loaded = pickle.loads(writer.read(payload))
+                assert loaded == (bytes(value) if isinstance(value, PickleBuffer) else value)
+                writer.discard(payload)
+                assert writer.in_use == 0
 
 
 def test_views_of_slots_share_nothing_that_two_threads_could_miscount() -> None:

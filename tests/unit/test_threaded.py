@@ -63,11 +63,12 @@ async def test_the_loop_runs_while_the_input_blocks() -> None:
     await ended(the_thread())
 
 
-@pytest.mark.parametrize("ahead", [1, 16])
-@pytest.mark.parametrize("count", [0, 1, 1000])
-async def test_all_items_come_in_order(count: int, ahead: int) -> None:
-    assert [item async for item in threaded(range(count), ahead=ahead)] == list(range(count))
-    await ended(the_thread())
+async def test_all_items_come_in_order(subtests: pytest.Subtests) -> None:
+    for count in [0, 1, 1000]:
+        for ahead in [1, 16]:
+            with subtests.test(ahead=ahead, count=count):
+                assert [item async for item in threaded(range(count), ahead=ahead)] == list(range(count))
+                await ended(the_thread())
 
 
 async def test_nothing_happens_before_the_first_item_is_asked_for() -> None:
