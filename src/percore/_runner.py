@@ -340,7 +340,7 @@ class Runner(Verbs):
         """
         assembly = self._open_assembly()
         assembly.check_process()
-        from percore._statistics import snapshot
+        from percore._snapshot import snapshot
 
         return snapshot(assembly.supervisor, is_here=assembly.is_here)
 

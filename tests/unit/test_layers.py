@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Errors that derive from the standard library's BrokenProcessPool, costly to import: for the parent's half alone.
     "_broken": VOCABULARY,
     "_statistics": WORDS,
+    "_snapshot": WORDS | {"_statistics"},
     "_usage": WORDS,
     # decisions
     "_core": frozenset(),
@@ -187,7 +188,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_functions", "_map_verbs", "_policy", "_supervisor"},
     "_runner": VOCABULARY
-    | {"_assembly", "_contexts", "_policy", "_shared", "_statistics", "_supervisor", "_usage", "_verbs", "_worker.context"},
+    | {
+        "_assembly",
+        "_contexts",
+        "_policy",
+        "_shared",
+        "_snapshot",
+        "_statistics",
+        "_supervisor",
+        "_usage",
+        "_verbs",
+        "_worker.context",
+    },
     # the composition root: the one module that knows the engine, the supervisor and the closing
     "_assembly": VOCABULARY
     | {"_broken", "_closing", "_interfaces", "_usage", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
@@ -228,7 +240,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_outcomes": frozenset({"_pool", "_supervisor"}),
     "_pool": frozenset({"_supervisor"}),
     # it reads what the supervisor has counted
-    "_statistics": frozenset({"_pool", "_supervisor"}),
+    "_snapshot": frozenset({"_pool", "_supervisor"}),
 }
 
 # Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
