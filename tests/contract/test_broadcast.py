@@ -30,14 +30,15 @@ async def test_results_are_by_index(make: MakeRunner, fn: Any) -> None:
         assert runner.statistics().done == 3
 
 
-@pytest.mark.parametrize("argument", [7, [7], bytes(300_000)])
-@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho, jobs.later])
-async def test_arguments_and_results(make: MakeRunner, fn: Any, argument: Any) -> None:
+async def test_arguments_and_results(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make(2) as runner:
-        assert await runner.broadcast(fn, argument) == [argument] * 2
-        assert await runner.broadcast(functools.partial(fn, argument)) == [argument] * 2
-        assert await runner.options(timeout=1e6).broadcast(jobs.aadd, 1, right=2, scale=10) == [30, 30]
-        assert slots_used(runner) <= 1  # the function itself may stay there
+        for fn in [jobs.echo, jobs.aecho, jobs.later]:
+            for argument in [7, [7], bytes(300_000)]:
+                with subtests.test(argument=argument, fn=fn):
+                    assert await runner.broadcast(fn, argument) == [argument] * 2
+                    assert await runner.broadcast(functools.partial(fn, argument)) == [argument] * 2
+                    assert await runner.options(timeout=1e6).broadcast(jobs.aadd, 1, right=2, scale=10) == [30, 30]
+                    assert slots_used(runner) <= 1  # the function itself may stay there
 
 
 @WHERE

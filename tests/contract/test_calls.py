@@ -151,14 +151,14 @@ CALLABLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLABLES)
-async def test_callables(make: MakeRunner, name: str) -> None:
-    fn, args, expected = CALLABLES[name]
+async def test_callables(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
-        assert await runner.run(fn, *args) == expected
-        assert await runner.run(fn, *args) == expected
-        if args:
-            assert await runner.map(fn, [args[0]] * 3) == [expected] * 3
+        for name, (fn, args, expected) in CALLABLES.items():
+            with subtests.test(name=name):
+                assert await runner.run(fn, *args) == expected
+                assert await runner.run(fn, *args) == expected
+                if args:
+                    assert await runner.map(fn, [args[0]] * 3) == [expected] * 3
 
 
 async def test_a_function_changed_between_two_calls_travels_as_it_is_then(make: MakeRunner) -> None:

@@ -420,12 +420,15 @@ async def test_pairs_say_which_item_has_failed(make: MakeRunner, fn: Callable[..
             await runner.map_items(fn, [1, "a", 3])
 
 
-@pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
-@pytest.mark.parametrize("row", [tuple, list, iter])
-async def test_rows_of_arguments(make: MakeRunner, fn: Callable[..., Any], row: Callable[[Any], Any]) -> None:
+async def test_rows_of_arguments(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    kinds: list[Callable[[Any], Any]] = [tuple, list, iter]
+    functions: list[Callable[..., Any]] = [jobs.add, jobs.aadd]
     async with make() as runner:
-        assert await runner.starmap(fn, [row((i, 10)) for i in range(50)]) == list(range(10, 60))
-        assert await runner.starmap(fn, [row((1,)), row((1, 2))]) == [1, 3]
+        for row in kinds:
+            for fn in functions:
+                with subtests.test(fn=fn, row=row):
+                    assert await runner.starmap(fn, [row((i, 10)) for i in range(50)]) == list(range(10, 60))
+                    assert await runner.starmap(fn, [row((1,)), row((1, 2))]) == [1, 3]
 
 
 async def test_rows_from_anywhere(make: MakeRunner) -> None:

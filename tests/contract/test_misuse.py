@@ -8,7 +8,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -203,9 +203,8 @@ async def test_a_map_wants_iterables(make: MakeRunner) -> None:
                 _ = runner.map(jobs.echo, [1], window=window)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "error"),
-    [
+def test_a_bad_option_is_named(subtests: pytest.Subtests) -> None:
+    for option, value, error in [
         ("workers", 0, ValueError),
         ("workers", 1.5, TypeError),
         ("workers", True, TypeError),
@@ -223,11 +222,9 @@ async def test_a_map_wants_iterables(make: MakeRunner) -> None:
         ("start_timeout", float("nan"), ValueError),
         ("kill_after", float("inf"), ValueError),
         ("kill_after", "1", TypeError),
-    ],
-)
-def test_a_bad_option_is_named(option: str, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=option):
-        Runner(**{option: value})
+    ]:
+        with subtests.test(option=option, value=value, error=error), pytest.raises(error, match=option):
+            Runner(**cast(Any, {option: value}))
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -79,24 +79,21 @@ async def test_a_predicate_sees_each_error(make: MakeRunner, tmp_path: Path) -> 
     assert seen == ["attempt 1", "attempt 2", "attempt 3"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"retries": -1},
-        {"retries": 1.5},
-        {"retry_on": [ValueError]},
-        {"retry_on": 5},
-        {"retry_on": (ValueError, 5)},
-        {"backoff": -1},
-        {"backoff": float("nan")},
-        {"backoff": "1"},
-        {"backoff": True},
-    ],
-)
-async def test_bad_options_are_refused(make: MakeRunner, options: dict[str, Any]) -> None:
+async def test_bad_options_are_refused(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
-        with pytest.raises((TypeError, ValueError)):
-            runner.options(**options)
+        for options in [
+            {"retries": -1},
+            {"retries": 1.5},
+            {"retry_on": [ValueError]},
+            {"retry_on": 5},
+            {"retry_on": (ValueError, 5)},
+            {"backoff": -1},
+            {"backoff": float("nan")},
+            {"backoff": "1"},
+            {"backoff": True},
+        ]:
+            with subtests.test(options=options), pytest.raises((TypeError, ValueError)):
+                runner.options(**cast(Any, options))
 
 
 # Deaths
@@ -373,31 +370,27 @@ def _stop(*_: object) -> Any:
     raise StopIteration
 
 
-@pytest.mark.parametrize("fn", [jobs.fail, jobs.afail])
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"retry_on": _raise}, LookupError, "my own fault"),
-        ({"retry_on": ValueError, "backoff": _raise}, LookupError, "my own fault"),
-        ({"retry_on": _stop}, RuntimeError, "StopIteration"),
-        ({"retry_on": ValueError, "backoff": lambda _: "soon"}, TypeError, "number of seconds"),
-        ({"retry_on": ValueError, "backoff": lambda _: None}, TypeError, "number of seconds"),
-        ({"retry_on": ValueError, "backoff": lambda _: -1}, ValueError, "zero or more"),
-        ({"retry_on": ValueError, "backoff": lambda _: float("nan")}, ValueError, "zero or more"),
-    ],
-)
-async def test_b5_a_predicate_or_backoff_that_fails_is_the_outcome(
-    make: MakeRunner, fn: Any, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+async def test_b5_a_predicate_or_backoff_that_fails_is_the_outcome(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
-        view = runner.options(retries=3, **options)
-        with pytest.raises(error, match=text) as caught:
-            await view.run(fn, ValueError("first"))
-        if error is not RuntimeError:  # that stands for one that cannot be raised
-            assert str(caught.value.__context__) == "first"
-        results = await view.map(fn, [ValueError("first")] * 3, return_exceptions=True)
-        assert [type(result) for result in results] == [error] * 3
-        assert runner.statistics().retried == 0
+        for options, error, text in [
+            ({"retry_on": _raise}, LookupError, "my own fault"),
+            ({"retry_on": ValueError, "backoff": _raise}, LookupError, "my own fault"),
+            ({"retry_on": _stop}, RuntimeError, "StopIteration"),
+            ({"retry_on": ValueError, "backoff": lambda _: "soon"}, TypeError, "number of seconds"),
+            ({"retry_on": ValueError, "backoff": lambda _: None}, TypeError, "number of seconds"),
+            ({"retry_on": ValueError, "backoff": lambda _: -1}, ValueError, "zero or more"),
+            ({"retry_on": ValueError, "backoff": lambda _: float("nan")}, ValueError, "zero or more"),
+        ]:
+            for fn in [jobs.fail, jobs.afail]:
+                with subtests.test(fn=fn, options=options, error=error, text=text):
+                    view = runner.options(retries=3, **cast(Any, options))
+                    with pytest.raises(error, match=text) as caught:
+                        await view.run(fn, ValueError("first"))
+                    if error is not RuntimeError:  # that stands for one that cannot be raised
+                        assert str(caught.value.__context__) == "first"
+                    results = await view.map(fn, [ValueError("first")] * 3, return_exceptions=True)
+                    assert [type(result) for result in results] == [error] * 3
+                    assert runner.statistics().retried == 0
 
 
 async def test_b5_a_predicate_that_cancels_its_call(make: MakeRunner) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -293,8 +293,8 @@ async def test_closed_while_its_thread_has_not_ended(make: MakeRunner, log: Log,
 # Bad ones
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
-async def test_bad_timeouts_are_refused(make: MakeRunner, timeout: Any) -> None:
+async def test_bad_timeouts_are_refused(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
-        with pytest.raises((TypeError, ValueError), match="timeout"):
-            runner.options(timeout=timeout)
+        for timeout in [0, -1, float("nan"), float("inf"), "1", True]:
+            with subtests.test(timeout=timeout), pytest.raises((TypeError, ValueError), match="timeout"):
+                runner.options(timeout=cast(Any, timeout))
