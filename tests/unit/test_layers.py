@@ -333,24 +333,26 @@ def test_every_module_has_its_row_and_every_row_its_module() -> None:
     assert set(MODULES) == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_only_what_its_row_allows(module: str) -> None:
-    allowed = MAY_IMPORT.get(module, frozenset())
-    for_types = allowed | ONLY_FOR_TYPES.get(module, frozenset())
-    outside = [
-        str(found)
-        for found, target in EDGES
-        if found.module == module and target not in (for_types if found.typing_only else allowed)
-    ]
-    assert outside == []
+def test_imports_only_what_its_row_allows(subtests: pytest.Subtests) -> None:
+    for module in sorted(MODULES):
+        with subtests.test(module=module):
+            allowed = MAY_IMPORT.get(module, frozenset())
+            for_types = allowed | ONLY_FOR_TYPES.get(module, frozenset())
+            outside = [
+                str(found)
+                for found, target in EDGES
+                if found.module == module and target not in (for_types if found.typing_only else allowed)
+            ]
+            assert outside == []
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_nothing_its_layer_must_not_know(module: str) -> None:
-    forbidden = {name for layer, names in MUST_NOT_IMPORT.items() if within(module, {layer}) for name in names}
-    known = [found for found in IMPORTS if found.module == module and not found.typing_only]
-    outside = [str(found) for found in known if within(found.target, forbidden)]
-    assert outside == []
+def test_imports_nothing_its_layer_must_not_know(subtests: pytest.Subtests) -> None:
+    for module in sorted(MODULES):
+        with subtests.test(module=module):
+            forbidden = {name for layer, names in MUST_NOT_IMPORT.items() if within(module, {layer}) for name in names}
+            known = [found for found in IMPORTS if found.module == module and not found.typing_only]
+            outside = [str(found) for found in known if within(found.target, forbidden)]
+            assert outside == []
 
 
 def test_no_cycle() -> None:
@@ -380,19 +382,21 @@ def calls_of(name: str, tree: ast.AST) -> list[ast.Call]:
     return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_never_reads_the_wall_clock(module: str) -> None:
-    # The wall clock jumps; ages and deadlines are time.monotonic's or the loop's.
-    tree = MODULES[module]
-    imported = imported_names(module, {"time.time", "time.time_ns"})
-    # loop.time() is another clock, and allowed.
-    calls = [*calls_of("time", tree), *calls_of("time_ns", tree)]
-    read = [ast.unparse(call) for call in calls if ast.unparse(call.func).startswith("time.")]
-    assert (imported, read) == ([], WALL_CLOCK.get(module, []))
+def test_never_reads_the_wall_clock(subtests: pytest.Subtests) -> None:
+    for module in sorted(MODULES):
+        with subtests.test(module=module):
+            # The wall clock jumps; ages and deadlines are time.monotonic's or the loop's.
+            tree = MODULES[module]
+            imported = imported_names(module, {"time.time", "time.time_ns"})
+            # loop.time() is another clock, and allowed.
+            calls = [*calls_of("time", tree), *calls_of("time_ns", tree)]
+            read = [ast.unparse(call) for call in calls if ast.unparse(call.func).startswith("time.")]
+            assert (imported, read) == ([], WALL_CLOCK.get(module, []))
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_never_sleeps(module: str) -> None:
-    imported = imported_names(module, {"time.sleep", "asyncio.sleep"})
-    slept = [ast.unparse(call) for call in calls_of("sleep", MODULES[module])]
-    assert (imported, slept) == ([], GIVES_WAY.get(module, []))
+def test_never_sleeps(subtests: pytest.Subtests) -> None:
+    for module in sorted(MODULES):
+        with subtests.test(module=module):
+            imported = imported_names(module, {"time.sleep", "asyncio.sleep"})
+            slept = [ast.unparse(call) for call in calls_of("sleep", MODULES[module])]
+            assert (imported, slept) == ([], GIVES_WAY.get(module, []))
