@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from percore._interfaces import Fate, Sent, Worker
     from percore._messages import Body
     from percore._patience import Patience
+    from percore._shares import Shares
 
 
 _LATE: Final = 0.005
@@ -94,8 +95,9 @@ class Member:
     def pid(self) -> int | None:
         return self.worker.pid
 
-    def attach(self, worker: "Worker") -> None:
+    def attach(self, worker: "Worker", shares: "Shares") -> None:
         """Attach the worker that the engine has started."""
+        self._shares, self._holders = shares, shares.held
         self.worker = worker
         self._tx = worker.channel.tx
         self.tell = worker.channel.send
@@ -140,13 +142,18 @@ class Member:
             self._batched += call.size - 1
         if call.plan is not None and call.plan.terms is not None:
             self.tell(TERMS, call_id, call.plan.terms)
-        if body is None:
-            self.tell(BATCH, call_id, call.message())
-        elif type(body) is int:
-            self.parked.add(call_id)
-            self.worker.channel.send_parcel(number, call_id, body, _Parked(self, call))
-        else:
+        if type(body) is tuple:
             self.tell(number, call_id, body)
+        elif body is None:
+            self.tell(BATCH, call_id, call.message())
+        else:
+            if self._holders and call in self._holders:
+                self._shares.introduce(self, call)
+            if type(body) is int:
+                self.parked.add(call_id)
+                self.worker.channel.send_parcel(number, call_id, body, _Parked(self, call))
+            else:
+                self.tell(number, call_id, body)
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask the worker to hand back up to `wanted` plain calls that have not begun.
@@ -170,6 +177,8 @@ class Member:
         """
         if not function.number:
             return ONCE_OPS[function.kind]
+        if function in self._holders:
+            self._shares.introduce(self, function)
         self.defined.add(function.number)
         self.tell(DEFINE, function.number, (function.kind, function.payload))
         return function.number

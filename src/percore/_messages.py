@@ -31,6 +31,7 @@ BATCH: Final = -9  # body: marshalled (number of the function, bodies of the ite
 TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_beside)
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
+SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -46,7 +47,6 @@ VALUES: Final = 10  # for a batch; body: marshalled (first item, seconds they to
 TIMED_OUT: Final = 11  # a plain function has exceeded its timeout; its thread runs on
 LEASED: Final = 12  # id: 0; body: a payload whose slot holds arrays in use and must stay unchanged; sent before an UNPICKLED
 UNLEASED: Final = 13  # id: 0; body: a leased payload; the last array in its slot has gone
-KNOWN: Final = 14  # id: number of a shared object that this worker now holds
 FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this worker uses any more
 FAILED: Final = 16  # the lifespan failed while calls ran, and the worker ends; body: None, then a pickled exception
 

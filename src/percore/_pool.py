@@ -136,7 +136,8 @@ class Pool:
 
     def _launch(self, slot: Slot, member: Member) -> None:
         supervisor = self._supervisor
-        member.attach(supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end)))
+        worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        member.attach(worker, supervisor.shares)
         if slot.current is None:
             slot.current = member
         else:

@@ -18,8 +18,8 @@ class Source(Protocol[T_co]):
     def close(self) -> None:
         """Close the object: no call gets it any more."""
 
-    def travel(self) -> tuple[int, int]:
-        """Return the object's number and its payload, by which the handle is pickled."""
+    def travel(self) -> int:
+        """Return the object's number, by which the handle is pickled."""
 
     def left(self) -> None:
         """The handle was garbage collected. This may happen in any thread, between any two operations."""
@@ -66,24 +66,24 @@ class Shared(Generic[T_co]):
             source.left()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return arrive, self._source.travel()
+        return arrive, (self._source.travel(),)
 
     def __repr__(self) -> str:
         return f"<percore.Shared {self._source}>"
 
 
-sides: Final[list[Callable[[int, int], Shared[Any] | None]]] = []
-"""Functions that look up a handle by number and payload: the supervisor's, and in a worker the worker's. `arrive` tries each."""
+sides: Final[list[Callable[[int], Shared[Any] | None]]] = []
+"""Functions that look up a handle by number: the supervisor's, and in a worker the worker's. `arrive` tries each."""
 
 
-def arrive(number: int, payload: int) -> Shared[Any]:
-    """Return the handle for a pickled number and payload. Unpickling a Shared calls this.
+def arrive(number: int) -> Shared[Any]:
+    """Return the handle for a pickled number. Unpickling a Shared calls this.
 
     Raises:
         RuntimeError: the object was closed meanwhile, or belongs to another program.
     """
     for side in sides:
-        handle = side(number, payload)
+        handle = side(number)
         if handle is not None:
             return handle
     raise RuntimeError("the shared object was closed, or belongs to another program")

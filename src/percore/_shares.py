@@ -1,6 +1,8 @@
 """Shared objects on the supervisor's side. Each is pickled once, into a slot of the arena, which is freed when nothing needs it.
 
-    handle dies, or close() ─▶ no call holds it ─▶ workers that have met it are asked to forget it ─▶ all have ─▶ the slot is free
+    handle dies, or close() ─▶ no call holds it ─▶ workers that know it are asked to forget it ─▶ all have ─▶ the slot is free
+
+A pickled handle is a number. Before a worker is sent the first call that refers to it, it is told the parcel of that number.
 
 A call holds all shared objects that were part of its pickle, from the pickling until the call has ended. Every worker that
 unpickles the call therefore finds them, even on a retry. Workers are asked to forget an object only when no call holds it, so they
@@ -19,7 +21,7 @@ from percore._errors import RunnerClosed
 from percore._interfaces import Store
 from percore._ipc.copies import CLOSED, Copy
 from percore._ipc.exports import Endings
-from percore._messages import FORGET, Body, BrokenFrame
+from percore._messages import FORGET, SHARE, Body, BrokenFrame
 from percore._shared import Shared
 
 
@@ -43,7 +45,7 @@ class Share:
         self.payload = payload
         self.holders = 0
         self.members: set[Reader] = set()
-        """Workers that have met the object and not forgotten it."""
+        """Workers that were told about the object and have not forgotten it."""
         self._shares = shares
         self._copy = Copy(shares.store.load, payload, self._forgotten_here)
         self._handle: ref[Shared[Any]] | None = None
@@ -74,11 +76,11 @@ class Share:
         self._is_closed = True
         self.look()
 
-    def travel(self) -> tuple[int, int]:
+    def travel(self) -> int:
         if self._is_closed:
             raise RuntimeError(CLOSED)
         self._shares.met(self)
-        return self.number, self.payload
+        return self.number
 
     def left(self) -> None:
         self._shares.endings.add(self.look)
@@ -218,18 +220,14 @@ class Shares:
             share.holders -= 1
             share.look()
 
-    # What workers report
+    # What workers know
 
-    def known(self, member: Reader, number: int) -> None:
-        """Note that a worker has met a shared object.
-
-        Raises:
-            BrokenFrame: there is no such object.
-        """
-        share = _live.get(number)
-        if share is None or share not in self._shares:
-            raise BrokenFrame(f"shared object {number} was met, which does not exist")
-        share.members.add(member)
+    def introduce(self, member: Reader, holder: Any) -> None:
+        """Tell a worker about the shared objects that a call or a function holds, which it is about to be sent."""
+        for share in self.held[holder]:
+            if member not in share.members:
+                share.members.add(member)
+                member.tell(SHARE, share.number, share.payload)
 
     def forgotten(self, member: Reader, number: int) -> None:
         """Note that a worker has forgotten a shared object, as it was asked to.
@@ -271,7 +269,7 @@ class Shares:
         self._shares.clear()
 
 
-def _find(number: int, _payload: int) -> Shared[Any] | None:
+def _find(number: int) -> Shared[Any] | None:
     share = _live.get(number)
     return None if share is None else share.handle()
 

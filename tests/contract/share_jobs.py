@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,17 @@ def pages_of(shared: Shared[Any]) -> tuple[int, int, int]:
         elif is_here:
             fields[head[0].rstrip(":")] = int(head[1]) * 1024 if head[1].isdigit() else 0
     return fields["Rss"], fields["Pss"], fields["Private_Clean"] + fields["Private_Dirty"]
+
+
+_pickled: list[bytes] = []
+
+
+def keep_pickle(shared: Shared[Any]) -> int:
+    """Pickle the handle and keep that; return its size."""
+    _pickled.append(pickle.dumps(shared))
+    return len(_pickled[0])
+
+
+def load_pickle() -> Any:
+    """Unpickle what was kept."""
+    return pickle.loads(_pickled.pop())

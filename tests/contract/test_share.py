@@ -381,3 +381,14 @@ async def test_its_repr_tells_what_it_is(make: MakeRunner) -> None:
         shared.close()
         assert repr(shared).endswith("closed>")
         assert "in a worker" in (await runner.run(repr, await runner.share(1)))
+
+
+async def test_a_pickle_of_it_that_outlives_it_leads_nowhere(make: MakeRunner) -> None:
+    # The pickle has the number of the object and no place in memory, where another object may lie by now.
+    async with make() as runner:
+        shared = await runner.share(bytes(100))
+        assert await runner.run(share_jobs.keep_pickle, shared) < 60
+        shared.close()
+        await until_free(runner)
+        with pytest.raises(RuntimeError, match="was closed, or belongs to another program"):
+            await runner.run(share_jobs.load_pickle)

@@ -748,7 +748,7 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     slots = pair.arena
     taken = take_all(slots) if waits else []
     member = Member(0, 1, Dispatch(2, 1), Turn(asyncio.get_running_loop()))
-    member.attach(SimpleNamespace(channel=pair.up.channel))
+    member.attach(cast("Any", SimpleNamespace(channel=pair.up.channel)), cast("Any", SimpleNamespace(held={})))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)
     call.kind = Kind.TASK

@@ -234,7 +234,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_beside": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_ipc.copies": frozenset({"_interfaces"}),
-    "_member": frozenset({"_patience"}),
+    "_member": frozenset({"_patience", "_shares"}),
     "_intake": frozenset({"_member", "_supervisor"}),
     "_recalls": frozenset({"_core.dispatch", "_member"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),

@@ -25,7 +25,7 @@ def member_that_waits(*, since: float, written: int = 1) -> Member:
     dispatch: Dispatch[Any, Member] = Dispatch(10, 4)
     member = Member(0, 1, dispatch, FrozenTurn())
     channel = SimpleNamespace(tx=SimpleNamespace(written=written, acknowledged=0), send=None, waits_since=since)
-    member.attach(cast(Any, SimpleNamespace(channel=channel)))
+    member.attach(cast(Any, SimpleNamespace(channel=channel)), cast(Any, SimpleNamespace(held={})))
     return member
 
 

@@ -48,6 +48,7 @@ HEAVY_ROWS: Final[list[tuple[Any, ...]]] = [
 ]
 
 
+NO_SHARES: Final = cast("Any", SimpleNamespace(held={}))
 STORE: Final = cast("Any", SimpleNamespace(passes=is_inline, pickled=pickle.dumps))
 
 
@@ -112,7 +113,7 @@ def largest_recall() -> bytes:
     finally:
         loop.close()
     wire = Wire()
-    member.attach(cast("Any", SimpleNamespace(channel=wire)))
+    member.attach(cast("Any", SimpleNamespace(channel=wire)), NO_SHARES)
     room, stride = room_of(concurrency, threads), places_for(room_of(concurrency, threads))
     call = cast("Any", SimpleNamespace(key="key", kind=Kind.THREAD))
     member.calls = dict.fromkeys(range(stride * 2**25, stride * 2**25 + room - concurrency), call)
@@ -139,6 +140,7 @@ LARGEST: Final[dict[str, Any]] = {
     "TERMS": lambda: (1e9, heaviest_context(), True),
     "DRAIN": None,
     "FORGET": None,
+    "SHARE": SLOT,
     "VALUE": WIDE * 4096,
     "RESULT": PICKLE,
     "ERROR": PICKLE,
@@ -152,7 +154,6 @@ LARGEST: Final[dict[str, Any]] = {
     "TIMED_OUT": None,
     "LEASED": SLOT,
     "UNLEASED": SLOT,
-    "KNOWN": None,
     "FORGOTTEN": None,
     "FAILED": PICKLE,
 }

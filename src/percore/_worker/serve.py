@@ -33,6 +33,7 @@ from percore._messages import (
     RECALL,
     RELEASE,
     RETURNED,
+    SHARE,
     TERMS,
     UNDEFINE,
     VALUE,
@@ -110,6 +111,7 @@ class Server:
             TERMS: self._under,
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
+            SHARE: self.shares.meet,
         }
 
     # Messages

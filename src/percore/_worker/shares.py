@@ -1,22 +1,20 @@
 """Shared objects in a worker: they arrive in arguments, are unpickled when a call asks for the value, and are dropped on FORGET."""
 
-import threading
 from typing import Any, NoReturn
 
 from percore import _shared
 from percore._ipc.channel import Channel
 from percore._ipc.copies import Copy
-from percore._messages import FORGOTTEN, KNOWN
+from percore._messages import FORGOTTEN
 from percore._shared import Shared
 from percore._worker.context import current
 
 
 class Known:
-    """A shared object that has arrived in this worker. It is the `Source` of its handles here."""
+    """A shared object that this worker was told about. It is the `Source` of its handles here."""
 
     def __init__(self, channel: Channel, number: int, payload: int) -> None:
         self._number = number
-        self._payload = payload
         self._channel = channel
         self.copy = Copy(channel.leases.receive_shared, payload, self._forgotten)
 
@@ -32,8 +30,8 @@ class Known:
     def close(self) -> NoReturn:
         raise RuntimeError("a shared object can be closed only in the program that shared it, not in a worker")
 
-    def travel(self) -> tuple[int, int]:
-        return self._number, self._payload
+    def travel(self) -> int:
+        return self._number
 
     def left(self) -> None:
         """Do nothing: the supervisor decides when the object is dropped."""
@@ -47,19 +45,16 @@ class Shares:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._lock = threading.RLock()  # held only around dict operations; re-entrant, since a garbage collection may begin there
         self._known: dict[int, Known] = {}
 
-    def arrive(self, number: int, payload: int) -> Shared[Any]:
+    def meet(self, number: int, parcel: int) -> None:
+        """Learn of a shared object that later calls refer to. From the loop."""
+        self._known[number] = Known(self._channel, number, parcel)
+
+    def arrive(self, number: int) -> Shared[Any] | None:
         """Return the handle of a shared object while a call that contains it is unpickled. From any thread."""
-        with self._lock:
-            known = self._known.get(number)
-            is_new = known is None
-            if known is None:
-                known = self._known[number] = Known(self._channel, number, payload)
-        if is_new:
-            self._channel.send_from_thread(KNOWN, number, None)
-        return Shared(known)
+        known = self._known.get(number)
+        return None if known is None else Shared(known)
 
     def forget(self, number: int, _body: None) -> None:
         """Drop a shared object: no call is left that may use it. From the loop."""
@@ -71,9 +66,9 @@ class Shares:
             self.forget(number, None)
 
 
-def _find(number: int, payload: int) -> Shared[Any] | None:
+def _find(number: int) -> Shared[Any] | None:
     context = current()
-    return None if context is None or context.shares is None else context.shares.arrive(number, payload)
+    return None if context is None or context.shares is None else context.shares.arrive(number)
 
 
 _shared.sides.insert(0, _find)
