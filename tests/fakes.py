@@ -19,11 +19,12 @@ from percore import CurrentWorker, Runner
 from percore._engines.process import Cell, CommonMemory, fate_of, make_boot
 from percore._interfaces import Exit, Fate, Worker
 from percore._ipc.arena import Arena
-from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.channel import RING_SIZE
 from percore._ipc.doorbell import bell_of
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
+from percore._ipc.side import Side
 from percore._ipc.slots import SlotReader, SlotWriter
 from percore._messages import Body
 from percore._options import Knobs
@@ -75,12 +76,11 @@ class FakeWorker:
     def _begin(self) -> None:
         of_task.set(self._context)
         cell, arena, results = self._memories
-        self._side = Channel(
+        self._side = Side(
             self._loop,
             (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
             bell_of(self._cell.theirs),
             (SlotWriter(results, self._boot.slot_size, self._boot.max_message), SlotReader(arena, self._boot.slot_size)),
-            prompt=True,
             leases=self._boot.leases,
         )
         self._own_marks = marks_of(cell, self._boot.places)
@@ -90,7 +90,6 @@ class FakeWorker:
             self._side,
             self._own_marks,
             threads=self._boot.threads,
-            main_by_value=False,
             thread_initializer=unpickler(self._boot.thread_initializer),
             contextvars=self._boot.contextvars,
         )
@@ -102,7 +101,6 @@ class FakeWorker:
                 self._server,
                 self._context,
                 lambda: load(self._boot.lifespan) if self._boot.lifespan else None,  # type: ignore[arg-type, return-value]
-                main_by_value=False,
                 tasks=self._live_tasks,
             )
         )

@@ -7,14 +7,13 @@ import asyncio
 import sys
 import threading
 from pickle import PickleBuffer
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from percore._ipc.exports import Endings
-from percore._ipc.leases import Leases
 from percore._ipc.memory import Memory
 from percore._ipc.pickles import dump
+from percore._ipc.side import Side
 from percore._ipc.slots import Sink, SlotReader, SlotWriter
 from percore._messages import LEASED, UNLEASED, UNPICKLED, Body, Kind
 from percore._worker.answers import Answers, Function
@@ -45,18 +44,16 @@ class Pickled:
         self.function = Function(Kind.THREAD, b"")
         self.second_is_there = threading.Event()
         self.function.loading = Lock(self.second_is_there)  # type: ignore[assignment]
-        self.leases: Any = self
-        self.outgoing: Any = self
-        self.answers = Answers(self, main_by_value=False)  # type: ignore[arg-type]
+        self.press: Any = None
+        self.answers = Answers(self)  # type: ignore[arg-type]
         self.fails = fails
         self.loads = 0
         self.got: list[object] = []
         self.second = threading.Thread(target=self.ask)
 
-    def receive(self, _payload: object) -> "Pickled":
-        return self
-
-    def load(self) -> object:
+    def load(self, *payload: object) -> Any:
+        if payload:  # as a channel
+            return self
         self.loads += 1
         if threading.current_thread() is self.second:
             self.second_is_there.set()
@@ -99,12 +96,12 @@ def copied(buffer: memoryview) -> Copied:
     return Copied(bytes(buffer))
 
 
-class Told:
+class Told(Side):
     """A worker's channel: notes in which order it is told what. Its loop has heard of the lease's end before its thread goes on."""
 
-    def __init__(self, memory: Memory, slot_size: int, leases: Leases) -> None:
-        self.outgoing = SlotWriter(memory, slot_size, slot_size)
-        self.leases = leases
+    def __init__(self, slots: tuple[SlotWriter, SlotReader]) -> None:
+        none: Any = None
+        super().__init__(asyncio.get_running_loop(), (none, none), none, slots, leases=1)
         self.is_open = True
         self.told: list[int] = []
         self.has_ended = threading.Event()
@@ -125,14 +122,14 @@ class Told:
 @pytest.mark.parametrize("is_function", [False, True], ids=["arguments", "function"])
 async def test_the_end_of_a_lease_is_told_after_its_beginning(*, is_function: bool) -> None:
     size = 1 << 20
-    memory = Memory.create(size)
+    memory = Memory.create(2 * size)
     sink = Sink(SlotWriter(memory, size, size))
     thing = Copied(bytes(100_000))
     dump(thing if is_function else ((thing,), {}), sink, main_by_value=False, beside=sink)
     payload = sink.payload()
-    reader = Memory.of_reader(memory.reader_fd(), size)
-    told = Told(memory, size, Leases(SlotReader(reader, size), Endings(asyncio.get_running_loop()), 1))
-    answers = Answers(cast("Any", told), main_by_value=False)
+    reader = Memory.of_reader(memory.reader_fd(), 2 * size)
+    told = Told((SlotWriter(memory, size, size), SlotReader(reader, size)))
+    answers = Answers(told)
     function = Function(Kind.THREAD, payload)
     function.fn = None if is_function else len
     if is_function:

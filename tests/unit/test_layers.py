@@ -67,6 +67,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
     # the parent's side of the bytes: what is kept for the workers, and the channel to one of them
     "_ipc.arena": VOCABULARY | BYTES | {"_ipc.exports"},
+    # the worker's side of them
+    "_ipc.side": VOCABULARY | BYTES,
     "_ipc.link": VOCABULARY | FRAMES | {"_interfaces", "_ipc.arena"},
     "_ipc.rebuild": VOCABULARY,
     "_ipc.reducers": VOCABULARY,
@@ -89,21 +91,29 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_worker.threads": VOCABULARY,
     "_worker.eager": WORDS,
     "_worker.terms": VOCABULARY | {"_ipc.pickles"},
-    "_worker.answers": VOCABULARY | BYTES,
+    "_worker.answers": VOCABULARY | {"_ipc.advice", "_ipc.codec", "_ipc.pickles", "_ipc.side"},
     "_worker.batches": VOCABULARY | BYTES | {"_worker.answers", "_worker.terms"},
     "_worker.plain": VOCABULARY | FRAMES | {"_worker.answers", "_worker.batches", "_worker.terms", "_worker.threads"},
-    "_worker.shares": VOCABULARY | FRAMES | {"_ipc.copies", "_shared", "_worker.context"},
+    "_worker.shares": VOCABULARY | {"_ipc.copies", "_ipc.side", "_shared", "_worker.context"},
     "_worker.serve": VOCABULARY
-    | FRAMES
-    | {"_worker.answers", "_worker.batches", "_worker.eager", "_worker.plain", "_worker.shares", "_worker.terms"},
-    "_worker.lifespan": VOCABULARY | BYTES | {"_worker.context", "_worker.serve"},
+    | {
+        "_ipc.codec",
+        "_ipc.side",
+        "_worker.answers",
+        "_worker.batches",
+        "_worker.eager",
+        "_worker.plain",
+        "_worker.shares",
+        "_worker.terms",
+    },
+    "_worker.lifespan": VOCABULARY | {"_ipc.side", "_worker.context", "_worker.serve"},
     "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
     "_worker.main": VOCABULARY
     | BYTES
-    | {"_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
+    | {"_ipc.side", "_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
     | {"_worker.plain", "_worker.serve", "_worker.siblings", "_worker.world"},
     # of the executor
-    "_worker.manners": VOCABULARY | BYTES | {"_worker.answers"},
+    "_worker.manners": VOCABULARY | {"_ipc.advice", "_ipc.pickles", "_ipc.side", "_worker.answers"},
     "_worker.multiprocess": frozenset({"_worker.main", "_worker.manners", "_worker.world"}),
     # It finds _worker.main by the name in the request.
     "_worker.forkserver": VOCABULARY | {"_worker.world"},

@@ -34,7 +34,7 @@ class Post:
 
     def __init__(self) -> None:
         self.loop = self
-        self.outgoing = self.leases = SimpleNamespace()
+        self.press = SimpleNamespace
         self.queued: list[int] = []
         self.gone: list[int] = []
         self.timers: list[Callable[[], None]] = []
@@ -71,7 +71,7 @@ class Worker:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: self._now, perf_counter=lambda: self._now / 1e9))
         channel = cast("Any", self.post)
         marks = memoryview(bytearray(PLACES * MARK_WORDS * 8)).cast("Q")
-        self.plain = Plain(channel, Answers(channel, main_by_value=False), marks, 1, None, Variables(()), self._hand_over)
+        self.plain = Plain(channel, Answers(channel), marks, 1, None, Variables(()), self._hand_over)
         run = self.plain.threads._run
 
         def run_and_tell(call_id: int, item: object) -> None:

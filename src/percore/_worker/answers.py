@@ -6,14 +6,10 @@ from typing import Any, Final, cast
 
 from percore._errors import PayloadTooLarge
 from percore._ipc.advice import IMPORT_ERRORS, advise_importing, unpicklable
-from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
-from percore._ipc.exceptions import dump_exception
-from percore._ipc.leases import Received
 from percore._ipc.pickles import load, qualified_name
-from percore._ipc.presses import Presses
-from percore._ipc.slots import Sink
-from percore._messages import ERROR, LEASED, RESULT, UNLEASED, UNPICKLED, VALUE, Body, Payload
+from percore._ipc.side import Side
+from percore._messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
 from percore._points import POINTS, point
 
 Send = Callable[[int, int, Body], None]
@@ -39,15 +35,9 @@ class Function:
 class Answers:
     """Unpacks calls and answers them. Any exception of the user's code, also a BaseException, propagates from `unpack`."""
 
-    def __init__(self, channel: Channel, *, main_by_value: bool) -> None:
+    def __init__(self, channel: Side) -> None:
         self._channel = channel
-        self._main_by_value = main_by_value
-        self._presses = Presses(channel.outgoing, main_by_value=main_by_value)
-        channel.leases.on_end = self._unleased
-
-    def _unleased(self, payload: int) -> None:
-        if self._channel.is_open:
-            self._channel.send_lazily(UNLEASED, 0, payload)
+        self._press = channel.press
 
     def function(self, function: Function) -> Callable[..., Any]:
         """Return the function itself. Unpickle it first if no call has done so yet."""
@@ -62,7 +52,7 @@ class Answers:
         return fn
 
     def _loaded(self, function: Function) -> Callable[..., Any]:
-        received = self._receive(function.payload)
+        received = self._channel.load(function.payload)
         try:
             fn = cast("Callable[..., Any]", received.load())
         except IMPORT_ERRORS as error:
@@ -70,18 +60,6 @@ class Answers:
             raise
         function.name = qualified_name(fn)
         return fn
-
-    def _receive(self, payload: Payload) -> Received:
-        """Return the payload, ready to be unpickled. If it has a lease, queue LEASED for the supervisor.
-
-        LEASED is queued before any view exists whose end could end the lease. The views may be gone when unpickling returns, and
-        the loop may then send UNLEASED before this thread does anything else. Messages leave the queue in order, whichever thread
-        sends them.
-        """
-        received = self._channel.leases.receive(payload)
-        if received.is_leased:
-            self._channel.keep(LEASED, 0, payload)
-        return received
 
     def unpack(
         self, call_id: int, function: Function | None, body: Body, send: Send
@@ -104,7 +82,7 @@ class Answers:
                 advise_importing(error)
                 raise
         else:
-            received = self._receive(payload)
+            received = self._channel.load(payload)
             try:
                 loaded = received.load()
             except IMPORT_ERRORS as error:
@@ -128,7 +106,7 @@ class Answers:
 
     def pickled(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
         """Like `result`, for a value that is not a scalar."""
-        press = self._presses.take()
+        press = self._press()
         try:
             payload = press.payload(value)
         except PayloadTooLarge as error:
@@ -152,7 +130,6 @@ class Answers:
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
         """Send an exception as the outcome of a call."""
-        sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value)
         if POINTS:
             point("worker.outcome.ready")
-        self._channel.send_payload(ERROR, call_id, sink.payload(), send)
+        self._channel.send_exception(ERROR, call_id, error, send)

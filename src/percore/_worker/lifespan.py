@@ -18,9 +18,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import Context
 from typing import Any, Final
 
-from percore._ipc.channel import Channel
-from percore._ipc.exceptions import dump_exception
-from percore._ipc.slots import Sink
+from percore._ipc.side import Side
 from percore._messages import FAILED, READY, UNREADY
 from percore._points import POINTS, point
 from percore._worker.context import WorkerContext, of_call
@@ -30,12 +28,11 @@ logger: Final = logging.getLogger("percore")
 
 
 async def serve_until_finished(
-    channel: Channel,
+    channel: Side,
     server: Server,
     context: WorkerContext,
     lifespan: Callable[[], Callable[[], Any] | None],
     *,
-    main_by_value: bool,
     tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks,
 ) -> int:
     """Enter the lifespan, serve until asked to end, and leave the lifespan. Return the exit code.
@@ -48,8 +45,7 @@ async def serve_until_finished(
     try:
         await stack.enter(lifespan)
     except BaseException as error:
-        sink = dump_exception(error, lambda: Sink(channel.outgoing), main_by_value=main_by_value)
-        channel.send_payload(UNREADY, 0, sink.payload())
+        channel.send_exception(UNREADY, 0, error)
         if isinstance(error, asyncio.CancelledError):
             raise
         return 1
@@ -66,7 +62,7 @@ async def serve_until_finished(
     except asyncio.CancelledError as error:
         if not channel.is_open:  # a test's engine ends the worker itself
             raise
-        await _fail(channel, server, stack, error, main_by_value=main_by_value)
+        await _fail(channel, server, stack, error)
         await _cancel(tasks(), "a task of a worker whose lifespan failed")
         return 1
     try:
@@ -90,7 +86,7 @@ async def _unseen(future: "asyncio.Future[None]") -> None:
         asyncio._register_task(me)
 
 
-async def _fail(channel: Channel, server: Server, stack: "_Entered", error: asyncio.CancelledError, *, main_by_value: bool) -> None:
+async def _fail(channel: Side, server: Server, stack: "_Entered", error: asyncio.CancelledError) -> None:
     """Handle the failure of a lifespan, which has cancelled the main task: one of its tasks has failed, or it has timed out.
 
     The cancellation is thrown into the lifespan at once, as task groups and cancel scopes require. The supervisor receives the
@@ -99,8 +95,7 @@ async def _fail(channel: Channel, server: Server, stack: "_Entered", error: asyn
     channel.send(FAILED, 0, None)
     server.abandon()
     failure = await stack.leave_by(error)
-    sink = dump_exception(failure, lambda: Sink(channel.outgoing), main_by_value=main_by_value)
-    channel.send_payload(FAILED, 0, sink.payload())
+    channel.send_exception(FAILED, 0, failure)
     channel.flush()
 
 

@@ -13,11 +13,12 @@ from dataclasses import astuple, dataclass
 from typing import Any, NoReturn, cast
 
 from percore._ipc import reducers
-from percore._ipc.channel import RING_SIZE, Channel
+from percore._ipc.channel import RING_SIZE
 from percore._ipc.doorbell import Bell, bell_of
 from percore._ipc.memory import Memory, keep_heap_warm
 from percore._ipc.pickles import MainInfo, load
 from percore._ipc.ring import RingReader, RingWriter
+from percore._ipc.side import Side
 from percore._ipc.slots import SlotReader, SlotWriter
 from percore._platform import uvloop_wanted
 from percore._points import POINTS, point, this_is_worker
@@ -166,13 +167,13 @@ async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one p
     results = Memory(results_fd, boot.results_size, writable=True)
     for memory in (cell, arena, results):
         memory.close_fds()
-    channel = Channel(
+    channel = Side(
         loop,
         (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
         bell,
         (SlotWriter(results, boot.slot_size, boot.max_message), SlotReader(arena, boot.slot_size)),
-        prompt=True,
         leases=boot.leases,
+        main_by_value=main_by_value,
     )
     calls = context_of_calls()
     server = calls.run(
@@ -180,10 +181,9 @@ async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one p
         channel,
         marks_of(cell, boot.places),
         threads=boot.threads,
-        main_by_value=main_by_value,
         thread_initializer=unpickler(boot.thread_initializer),
         contextvars=boot.contextvars,
-        answers=None if manners is None else MannerlyAnswers(channel, main_by_value=main_by_value, is_pool=manners.is_pool),
+        answers=None if manners is None else MannerlyAnswers(channel, is_pool=manners.is_pool),
     )
     context.shares = server.shares
     if manners is not None and manners.max_tasks:
@@ -197,7 +197,6 @@ async def _serve(  # noqa: PLR0913  # parts of one worker, put together in one p
         server,
         context,
         lambda: _lifespan(boot, failure),
-        main_by_value=main_by_value,
     )
 
 

@@ -16,10 +16,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from percore._errors import PercoreError
 from percore._ipc.advice import unpicklable
-from percore._ipc.channel import Channel
-from percore._ipc.exceptions import dump_exception
 from percore._ipc.pickles import load
-from percore._ipc.slots import Sink
+from percore._ipc.side import Side
 from percore._messages import ERROR, Body
 from percore._worker.answers import Answers, Function, Send
 
@@ -85,8 +83,8 @@ class ThreadStart:
 class MannerlyAnswers(Answers):
     """Answers calls as the standard library's workers do."""
 
-    def __init__(self, channel: Channel, *, main_by_value: bool, is_pool: bool) -> None:
-        super().__init__(channel, main_by_value=main_by_value)
+    def __init__(self, channel: Side, *, is_pool: bool) -> None:
+        super().__init__(channel)
         self._is_pool = is_pool
 
     def unpack(
@@ -102,8 +100,7 @@ class MannerlyAnswers(Answers):
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
         """Send an exception of any class, unchanged."""
-        sink = dump_exception(error, lambda: Sink(self._channel.outgoing), main_by_value=self._main_by_value, as_itself=True)
-        self._channel.send_payload(ERROR, call_id, sink.payload(), send)
+        self._channel.send_exception(ERROR, call_id, error, send, as_itself=True)
 
     def _refused(self, value: object, error: BaseException) -> BaseException:
         error.add_note(unpicklable(value, error).text)

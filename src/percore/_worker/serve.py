@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from percore._ipc.channel import Channel
 from percore._ipc.codec import is_inline_value
+from percore._ipc.side import Side
 from percore._messages import (
     BATCH,
     CANCEL,
@@ -31,7 +31,6 @@ from percore._messages import (
     ONCE_TASK,
     ONCE_THREAD,
     RECALL,
-    RELEASE,
     RETURNED,
     SHARE,
     TERMS,
@@ -64,13 +63,12 @@ def _is_unbegun(task: asyncio.Task[None]) -> bool:
 class Server:
     """Serves one channel. The loop calls the methods, unless their docstring says otherwise."""
 
-    def __init__(  # noqa: PLR0913  # parts of one worker, put together in one place
+    def __init__(  # parts of one worker, put together in one place
         self,
-        channel: Channel,
+        channel: Side,
         marks: memoryview,
         *,
         threads: int,
-        main_by_value: bool,
         thread_initializer: Callable[[], Callable[[], object]] | None = None,
         contextvars: Sequence[tuple[str, str]] = (),
         answers: Answers | None = None,
@@ -91,7 +89,7 @@ class Server:
         self._terms: dict[int, Terms] = {}
         self._variables = Variables(contextvars)
         self.shares = Shares(channel)
-        self._answers = Answers(channel, main_by_value=main_by_value) if answers is None else answers
+        self._answers = Answers(channel) if answers is None else answers
         self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
         self._start = task_starter(self._loop)
@@ -102,7 +100,6 @@ class Server:
             DEFINE: self._define,
             UNDEFINE: self._undefine,
             CANCEL: self._cancel,
-            RELEASE: self._release,
             RECALL: self._recall,
             FINISH: self._finish,
             ONCE_TASK: self._once_task,
@@ -112,6 +109,7 @@ class Server:
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
+            **channel.own,
         }
 
     # Messages
@@ -230,11 +228,6 @@ class Server:
             task.cancel()
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
-
-    def _release(self, slot: int, used: int) -> None:
-        self._channel.outgoing.give(slot, used)
-        if POINTS:
-            point("worker.slot.released")
 
     def _recall(self, count: int, stay: bytes) -> None:
         self._plain.recall(count, frozenset(memoryview(stay).cast("I")))

@@ -3,8 +3,8 @@
 from typing import Any, NoReturn
 
 from percore import _shared
-from percore._ipc.channel import Channel
 from percore._ipc.copies import Copy
+from percore._ipc.side import Side
 from percore._messages import FORGOTTEN
 from percore._shared import Shared
 from percore._worker.context import current
@@ -13,10 +13,10 @@ from percore._worker.context import current
 class Known:
     """A shared object that this worker was told about. It is the `Source` of its handles here."""
 
-    def __init__(self, channel: Channel, number: int, payload: int) -> None:
+    def __init__(self, channel: Side, number: int, payload: int) -> None:
         self._number = number
         self._channel = channel
-        self.copy = Copy(channel.leases.receive_shared, payload, self._forgotten)
+        self.copy = Copy(channel.load_shared, payload, self._forgotten)
 
     def _forgotten(self) -> None:
         if self._channel.is_open:
@@ -43,7 +43,7 @@ class Known:
 class Shares:
     """All shared objects that have arrived in one worker."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Side) -> None:
         self._channel = channel
         self._known: dict[int, Known] = {}
 
