@@ -186,7 +186,11 @@ class FakeEngine:
         self.loop = loop
         self.shared = shared = CommonMemory.create(options)
         self.store = Arena(shared.memory, shared.slot_size, options.max_message, loop, main_by_value=main.by_value)
-        self._boot = make_boot(options, shared, self.store, main, debug=False)
+        try:
+            self._boot = make_boot(options, shared, self.store, main, debug=False)
+        except BaseException:
+            shared.close()
+            raise
         self._meter = UsageMeter()
         loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
