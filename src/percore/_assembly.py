@@ -60,7 +60,7 @@ class EngineFactory(Protocol):
     """Makes the engine of an assembly."""
 
     def __call__(self, loop: asyncio.AbstractEventLoop, options: Knobs, main: MainInfo, /) -> Engine:
-        """Return an engine that has started nothing yet. What it raises, the runner's start raises."""
+        """Return an engine that has started nothing yet. The start of the runner raises the errors of this call."""
 
 
 class Assembly:

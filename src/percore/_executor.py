@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import signal
 import time
 import weakref
 from collections import deque
@@ -18,7 +19,7 @@ from percore._ipc.pickles import MainInfo, is_by_reference
 from percore._jobs import Held
 from percore._messages import Kind
 from percore._options import Knobs, Lifespan, check_plain, usable_cpus, whole
-from percore._portal import KILL, TERMINATE, Portal
+from percore._portal import Portal
 from percore._worker import context
 from percore._worker.manners import Given, Manners, ThreadStart, run_chunk
 
@@ -224,14 +225,14 @@ class LoopPoolExecutor(Executor):
         With `broken="pool"` the workers end at once, and their calls fail with BrokenProcessPool. With `broken="worker"` they
         finish the calls that they have begun.
         """
-        self._portal.kill(TERMINATE)
+        self._portal.kill(signal.SIGTERM)
 
     def kill_workers(self) -> None:
         """Send SIGKILL to the workers, cancel the waiting calls, and refuse new ones. Does not wait.
 
         Running calls fail with BrokenProcessPool.
         """
-        self._portal.kill(KILL)
+        self._portal.kill(signal.SIGKILL)
 
     def __repr__(self) -> str:
         return f"<percore.LoopPoolExecutor max_workers={self._max_workers} {self._portal.life}>"

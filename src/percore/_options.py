@@ -212,6 +212,24 @@ def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
     return variables
 
 
+_SETUP: Final = "put the setup of a worker in lifespan=..., and that of a thread in thread_initializer=..."
+RUNNER_ADVICE: Final = (
+    dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
+    | dict.fromkeys(("max_tasks_per_child", "maxtasksperchild"), "write max_tasks_per_worker=...")
+    | dict.fromkeys(("initializer", "initargs"), _SETUP)
+    | {
+        "max_threads": "write threads=...",
+        "childconcurrency": "write concurrency=...",
+        "loop_initializer": "write loop_factory=...",
+        "mp_context": 'write start_method="forkserver" or "spawn"; percore.LoopPoolExecutor takes an mp_context',
+        "timeout": "it is an option of the calls, as in runner.options(timeout=5).run(...)",
+        "chunksize": "there is no chunk size to tune, percore batches short calls by how long they take",
+        "debug": "workers take the debug flag of this program's event loop",
+    }
+)
+"""Advice for keyword arguments that other pools have and a Runner has not, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     """The validated options of one Runner.

@@ -27,7 +27,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from percore._supervisor import Supervisor
 
 logger: Final = logging.getLogger("percore")
-
-TERMINATE: Final = int(signal.SIGTERM)
-KILL: Final = int(signal.SIGKILL)
 
 _portals: Final[set["Portal"]] = set()
 """The portals whose threads run."""

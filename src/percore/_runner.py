@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from percore._assembly import Assembly, EngineFactory, import_modules, running_loop, warm_up
 from percore._errors import RunnerClosed
-from percore._options import Knobs, advising, grace_of
+from percore._options import RUNNER_ADVICE, Knobs, advising, grace_of
 from percore._verbs import Options, Verbs
 from percore._worker import context
 
@@ -38,24 +38,6 @@ _NO_LOOP = (
     "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), "
     'or with anyio.run(main, backend="asyncio"). It does not run under trio'
 )
-
-
-_SETUP = "put the setup of a worker in lifespan=..., and that of a thread in thread_initializer=..."
-_KEYWORDS = (
-    dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
-    | dict.fromkeys(("max_tasks_per_child", "maxtasksperchild"), "write max_tasks_per_worker=...")
-    | dict.fromkeys(("initializer", "initargs"), _SETUP)
-    | {
-        "max_threads": "write threads=...",
-        "childconcurrency": "write concurrency=...",
-        "loop_initializer": "write loop_factory=...",
-        "mp_context": 'write start_method="forkserver" or "spawn"; percore.LoopPoolExecutor takes an mp_context',
-        "timeout": "it is an option of the calls, as in runner.options(timeout=5).run(...)",
-        "chunksize": "there is no chunk size to tune, percore batches short calls by how long they take",
-        "debug": "workers take the debug flag of this program's event loop",
-    }
-)
-"""Advice for keyword arguments that other pools have, by name."""
 
 
 class Runner(Verbs):
@@ -102,7 +84,7 @@ class Runner(Verbs):
     _make_engine: ClassVar[EngineFactory | None] = None
     """Makes the engine. None: processes."""
 
-    @advising("Runner", _KEYWORDS)
+    @advising("Runner", RUNNER_ADVICE)
     def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
         self,
         workers: int | None = None,
@@ -290,12 +272,7 @@ class Runner(Verbs):
         self._check_open()
         supervisor = self._supervisor
         policy = supervisor.policy_of(
-            key=key,
-            retries=retries,
-            retry_on=retry_on,
-            backoff=backoff,
-            timeout=timeout,
-            inherited=supervisor.options.retries,
+            key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout, inherited=supervisor.options.retries
         )
         if key is not None:
             policy.key = supervisor.dispatch.names.of(key)

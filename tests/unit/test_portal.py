@@ -19,7 +19,7 @@ import pytest
 
 from percore._assembly import Assembly
 from percore._executor_life import ExecutorPhase
-from percore._portal import KILL, TERMINATE, Portal
+from percore._portal import Portal
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
 
 NEVER = 1000.0
@@ -89,8 +89,8 @@ class Stage:
             acts: dict[str, Callable[[], None]] = {
                 "shut": portal.shut,
                 "cancel": lambda: portal.shut(cancel=True),
-                "kill": lambda: portal.kill(KILL),
-                "terminate": lambda: portal.kill(TERMINATE),
+                "kill": lambda: portal.kill(signal.SIGKILL),
+                "terminate": lambda: portal.kill(signal.SIGTERM),
                 "open": self._gate.set,
                 "submit": lambda: self.submit(1),
             }
