@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from percore._assembly import Assembly
+from percore._broken import RunnerBroken
 from percore._executor_life import ExecutorPhase
 from percore._portal import Portal
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
@@ -80,10 +81,13 @@ class Stage:
 
     def act(self, event: str) -> None:
         """Do what `event` names."""
+        running = self.portal.jobs
         if event == "die":
-            running = self.portal.jobs
             for member in list(running.supervisor.members)[:1] if running is not None else ():
                 member.worker.kill()
+        elif event == "break":
+            assert running is not None
+            running.supervisor.fail(RunnerBroken(10, 3))
         else:
             portal = self.portal
             acts: dict[str, Callable[[], None]] = {
@@ -100,6 +104,8 @@ class Stage:
         """Run until the executor is over, and do each event so many turns of the loop after the one before."""
         loop = self._loop
         is_late = False
+        failed: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _loop, context: failed.append(context))
 
         def step(index: int, turns: int) -> None:
             if turns:
@@ -122,6 +128,7 @@ class Stage:
             watchdog.cancel()
             _gates.remove(self._gate)
         assert not is_late, f"the executor did not end: {script}"
+        assert not failed, script
         for future in self.futures:
             self.check(future)
         assert self.portal.life.phase is ExecutorPhase.OVER
@@ -184,6 +191,13 @@ class TestOrders:
                 stage = Stage(workers, is_pool=is_pool, lifespan=slow_to_enter)
                 stage.submit(calls)
                 stage.play(*script)
+
+    def test_one_whose_workers_cannot_be_started_any_more(self, workers: int, calls: int, is_pool: bool) -> None:
+        for gap in (0, 1, 2, 4, 8):
+            stage = Stage(workers, is_pool=is_pool)
+            stage.submit(calls)
+            stage.play((READY, "break"), (gap, "submit"), (gap, "shut"), (READY, "open"))
+            assert any(isinstance(future.exception(), RunnerBroken) for future in stage.futures)
 
     def test_a_call_submitted_too_late_ends_all_the_same(self, workers: int, calls: int, is_pool: bool) -> None:
         # 1. a thread has passed `check`  2. another one ends the executor  3. the first one submits
