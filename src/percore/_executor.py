@@ -129,9 +129,9 @@ class LoopPoolExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit one call and return its future. Any thread may call this.
 
-        percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled. If pickling
-        fails, the future fails with that error. Otherwise the future gets the function's result, or the exception that it raised,
-        of whatever class (BaseException included).
+        percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled; after that its
+        `cancel()` returns False. If pickling fails, the future fails with that error. Otherwise the future gets the function's
+        result, or the exception that it raised, of whatever class (BaseException included).
 
         Raises:
             BrokenProcessPool: the executor is broken.

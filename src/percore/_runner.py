@@ -167,11 +167,7 @@ class Runner(Verbs):
             finally:
                 if early is not None:
                     await early.aclose()  # by now the engine has its own reference to the fork server
-        except BaseException:
-            self._phase = _CLOSED
-            raise
-        self._supervisor = self._assembly.supervisor
-        try:
+            self._supervisor = self._assembly.supervisor
             await self._supervisor.pool.start()
         except BaseException:
             await self.aclose(grace=0)
