@@ -28,35 +28,18 @@ if TYPE_CHECKING:
     Plain: TypeAlias = Callable[P, T]
 
     class Typed(TypedDict, Generic[P], total=False):
-        """Options of a map. `P`: the parameters of its function."""
+        """Options of a map. `P`: the parameters of its function, or `...` if they are unknown."""
 
         ordered: bool
         window: int | None
         key: Callable[P, Hashable] | None
-
-    class Untyped(TypedDict, total=False):
-        """Options of a map whose function has unknown parameters."""
-
-        ordered: bool
-        window: int | None
-        key: Callable[..., Hashable] | None
 
     class Raise(Typed[P], total=False):
         """The first error is raised."""
 
         return_exceptions: Literal[False]
 
-    class RaiseAny(Untyped, total=False):
-        """The first error is raised."""
-
-        return_exceptions: Literal[False]
-
     class Keep(Typed[P], total=False):
-        """Errors are among the results."""
-
-        return_exceptions: Required[bool]
-
-    class KeepAny(Untyped, total=False):
         """Errors are among the results."""
 
         return_exceptions: Required[bool]
@@ -154,16 +137,16 @@ class MapVerbs:
                 **o: Unpack[Keep[[A, B, C, D, E]]]) -> Map[T | BaseException]: ...
         @overload
         def map(self, fn: Async[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                *more: AnyItems, **o: Unpack[RaiseAny]) -> Map[T]: ...
+                *more: AnyItems, **o: Unpack[Raise[...]]) -> Map[T]: ...
         @overload
         def map(self, fn: Plain[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                *more: AnyItems, **o: Unpack[RaiseAny]) -> Map[T]: ...
+                *more: AnyItems, **o: Unpack[Raise[...]]) -> Map[T]: ...
         @overload
         def map(self, fn: Async[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                *more: AnyItems, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
+                *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         @overload
         def map(self, fn: Plain[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                *more: AnyItems, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
+                *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         # fmt: on
 
     @advising("Runner.map", _ADVICE)
@@ -263,16 +246,16 @@ class MapVerbs:
                       **o: Unpack[Keep[[A, B, C, D, E]]]) -> Map[tuple[tuple[A, B, C, D, E], T | BaseException]]: ...
         @overload
         def map_items(self, fn: Async[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                      *more: AnyItems, **o: Unpack[RaiseAny]) -> Map[tuple[tuple[Any, ...], T]]: ...
+                      *more: AnyItems, **o: Unpack[Raise[...]]) -> Map[tuple[tuple[Any, ...], T]]: ...
         @overload
         def map_items(self, fn: Plain[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                      *more: AnyItems, **o: Unpack[RaiseAny]) -> Map[tuple[tuple[Any, ...], T]]: ...
+                      *more: AnyItems, **o: Unpack[Raise[...]]) -> Map[tuple[tuple[Any, ...], T]]: ...
         @overload
         def map_items(self, fn: Async[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                      *more: AnyItems, **o: Unpack[KeepAny]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
+                      *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
         @overload
         def map_items(self, fn: Plain[..., T], a: AnyItems, b: AnyItems, c: AnyItems, d: AnyItems, e: AnyItems, f: AnyItems, /,
-                      *more: AnyItems, **o: Unpack[KeepAny]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
+                      *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
         # fmt: on
 
     @advising("Runner.map_items", _ADVICE)
@@ -296,13 +279,13 @@ class MapVerbs:
         # fmt: off
 
         @overload
-        def starmap(self, fn: Async[..., T], rows: In[Iterable[Any]], /, **o: Unpack[RaiseAny]) -> Map[T]: ...
+        def starmap(self, fn: Async[..., T], rows: In[Iterable[Any]], /, **o: Unpack[Raise[...]]) -> Map[T]: ...
         @overload
-        def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[RaiseAny]) -> Map[T]: ...
+        def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[Raise[...]]) -> Map[T]: ...
         @overload
-        def starmap(self, fn: Async[..., T], rows: In[Iterable[Any]], /, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
+        def starmap(self, fn: Async[..., T], rows: In[Iterable[Any]], /, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         @overload
-        def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[KeepAny]) -> Map[T | BaseException]: ...
+        def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         # fmt: on
 
     @advising("Runner.starmap", _ADVICE)
