@@ -14,7 +14,7 @@
 #   make lint       ruff and mypy --strict
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
 #   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
-#   make bench-record  every benchmark, as the new record: its JSON, its plots and the tables of docs/performance*.md
+#   make bench-record  every benchmark, as the new record: its JSON, and the tables and plots of docs/performance*.md
 #   make bench-supplement VENV=.venvs/3.14 PYTHON=python3.14   beside it, what the record's Python lacks, with a newer one
 #   make clean      remove what the targets above made
 #
@@ -112,7 +112,7 @@ bench-check: $(VENV)/.percore-bench
 	$(RUN) -m benchmarks --check
 
 bench-record: $(VENV)/.percore-bench
-	@QUICK= $(RUN) -m benchmarks --json benchmarks/record.json --plots docs/plots; status=$$?; \
+	@QUICK= $(RUN) -m benchmarks --json benchmarks/record.json; status=$$?; \
 	$(RUN) -m benchmarks --docs && exit $$status
 
 test-all:

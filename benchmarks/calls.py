@@ -6,10 +6,12 @@ import asyncio
 import os
 import time
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import percore
 
 T = TypeVar("T")
 
@@ -18,7 +20,7 @@ PAUSE = 0.02
 
 
 async def same(value: T) -> T:
-    """A coroutine that does nothing; it gives its argument back so that the caller can check whose result it got."""
+    """A coroutine that does nothing. It returns its argument, so that the caller can check whose result it got."""
     return value
 
 
@@ -27,7 +29,7 @@ def same_plainly(value: T) -> T:
 
 
 async def page_of(url: str) -> str:
-    """A coroutine that gives 1,000 characters for a URL."""
+    """A coroutine that returns 1,000 characters for a URL."""
     return text_of(url)
 
 
@@ -36,7 +38,7 @@ def text_of(url: str) -> str:
 
 
 def pid_after(seconds: float) -> int:
-    """Which process this is, told so late that a second call at the same time goes to another one."""
+    """This process, after so long that a second call at the same time goes to another one."""
     time.sleep(seconds)
     return os.getpid()
 
@@ -44,7 +46,7 @@ def pid_after(seconds: float) -> int:
 def work(steps: int) -> int:
     """A fixed amount of arithmetic.
 
-    Never a spin on a wall clock: of two threads that share a CPU each would be done in time, having done half.
+    Not a loop until a wall-clock time: two threads that share a CPU would both end in time, with half of the work done.
     """
     total = 0
     for step in range(steps):
@@ -53,7 +55,7 @@ def work(steps: int) -> int:
 
 
 def spin(seconds: float) -> float:
-    """Use so much CPU time of this thread, and tell how much it was."""
+    """Use this much CPU time of this thread, and return how much it was."""
     start = time.thread_time()
     end = start + seconds
     while (now := time.thread_time()) < end:
@@ -67,7 +69,7 @@ def spin_all(costs: Sequence[float]) -> list[float]:
 
 
 def last(seconds: float) -> None:
-    """Take so long. Below a millisecond it computes: no sleep is so short."""
+    """Take this long. Below a millisecond it computes: no sleep is that short."""
     if seconds < 0.001:
         spin(seconds)
     else:
@@ -75,7 +77,7 @@ def last(seconds: float) -> None:
 
 
 async def last_async(seconds: float) -> None:
-    """As `last`, as a coroutine."""
+    """Like `last`, as a coroutine."""
     if seconds < 0.001:
         spin(seconds)
     else:
@@ -96,6 +98,15 @@ async def page_async(item: int, steps: int) -> int:
     return item
 
 
+def sum_of(shared: percore.Shared[Any]) -> Any:
+    """The sum of a shared array."""
+    return shared.value.sum()
+
+
+def nothing() -> None:
+    """A call that everything sent before it precedes."""
+
+
 class Bits:
     """An object with a method to map and a dict that is bound to it: the binary string of each int, about 40 MB of them."""
 
@@ -111,13 +122,13 @@ class Bits:
 
 
 def steps_for(seconds: float) -> int:
-    """How many steps of `work` take so long on one CPU here."""
+    """The number of steps of `work` that take this long on one CPU here."""
     return round(seconds / _seconds_of_a_step())
 
 
 @cache
 def _seconds_of_a_step() -> float:
-    """From the best of many tries: nobody disturbed that one."""
+    """From the best of many tries, which nothing disturbed."""
     probe = 10_000
     return min(_seconds_of(probe) for _ in range(200)) / probe
 

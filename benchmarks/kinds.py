@@ -1,6 +1,6 @@
 """Four kinds of work, as functions that run in workers: for the CPU, the memory, the disk and the network.
 
-Apart from calls.py, because of what they import.
+They are not in calls.py because their imports are heavy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def multiply(count: int) -> int:
-    """So many multiplications."""
+    """This many multiplications."""
     product = 1
     for number in range(count):
         product = number * 3
@@ -27,12 +27,12 @@ def multiply(count: int) -> int:
 
 
 def sum_of_list(count: int) -> int:
-    """A list of so many ints, and their sum."""
+    """A list of this many ints, and their sum."""
     return sum(list(range(count)))
 
 
 def write_and_read(size: int) -> int:
-    """So many bytes into a temporary file, and back."""
+    """Write this many bytes into a temporary file, and read them."""
     block = bytes(1 << 20)
     with tempfile.TemporaryFile() as file:
         for _ in range(size >> 20):
@@ -41,8 +41,9 @@ def write_and_read(size: int) -> int:
         return sum(len(part) for part in iter(lambda: file.read(1 << 20), b""))
 
 
-def ask(url: str, times: int) -> int:
-    """So many requests in a row."""
+def ask(task: tuple[str, int]) -> int:
+    """This many requests for a URL, in a row."""
+    url, times = task
     total = 0
     for _ in range(times):
         with urllib.request.urlopen(url) as answer:
@@ -59,8 +60,9 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def ask_async(url: str, times: int) -> int:
+async def ask_async(task: tuple[str, int]) -> int:
     """`ask` as a coroutine."""
+    url, times = task
     session: aiohttp.ClientSession = percore.state()
     total = 0
     for _ in range(times):

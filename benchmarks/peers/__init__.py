@@ -1,28 +1,25 @@
-"""What percore is measured against: each library in a module, started outside the timing and reaped afterwards.
+"""The libraries that percore is measured against. Each is started outside the timing, and reaped afterwards.
 
-Here are the two ways in which rows use them all: a call that is awaited, and a map over many items. Each peer is there in
-at least three settings. Peers' processes are spawned, or forked from a fork server, never from here: a fork of this
-process would hold the sockets of the other contestants open.
+There are two ways to use one: a call that is awaited, and a map over many items. Each peer comes in at least three settings. Its
+processes are spawned, or forked from a fork server, but never forked from here: such a child would hold the sockets of the
+other contestants open.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers import aiomultiprocess, anyio, distex, executors, mpire, wool
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
 
-    from benchmarks._harness import Round, Sample
+Function = Callable[[Any], Any]
 
 Call = Callable[[Any], Awaitable[Any]]
-"""One call: what to await for this argument."""
+"""One call: the awaitable result for this argument."""
 
 OpenCall = Callable[[], AbstractAsyncContextManager[Call]]
 
@@ -34,72 +31,51 @@ OpenMap = Callable[[], AbstractAsyncContextManager[MapAll]]
 WORKERS = 2
 
 RESTLESS = frozenset({"aiomultiprocess", "mpire", "wool"})
-"""Those that do something even when they have nothing to do: they look for work every few milliseconds."""
+"""They look for work every few milliseconds, even when they have none."""
+
+from benchmarks.peers import distex, executors, others  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same function as a coroutine function, and as a plain one for those who cannot take that."""
+    """The same function as a coroutine function, and as a plain one for peers that cannot take that."""
 
-    coroutine: Callable[[Any], Awaitable[Any]]
-    plain: Callable[[Any], Any]
+    coroutine: Function
+    plain: Function
 
 
 def awaiting(pair: Pair, workers: int = WORKERS) -> dict[str, Mapping[str, OpenCall]]:
-    """Each peer's way to await one call, in several settings, the likely best first. A peer with processes has as many as
-    percore, or more."""
-    calling = executors.calling
-    sizes = (workers, workers + 1, workers + 2)
+    """Each peer's way to await one call, in several settings, the likely best first, with at least as many processes as percore."""
+    pool = partial(partial, executors.calling)
+    sizes, plain, coroutine = range(workers, workers + 3), pair.plain, pair.coroutine
     return {
-        "ThreadPoolExecutor": {f"{n} threads": partial(calling, executors.threads, n, pair.plain) for n in (2, 8, 32)},
-        "ProcessPoolExecutor": {f"{n} processes": partial(calling, executors.processes, n, pair.plain) for n in sizes},
-        "InterpreterPoolExecutor": {f"{n} interpreters": partial(calling, executors.interpreters, n, pair.plain) for n in sizes},
-        "loky": {f"{n} processes": partial(calling, executors.loky, n, pair.plain) for n in sizes},
+        "ThreadPoolExecutor": {f"{n} threads": pool(executors.threads, n, plain) for n in (2, 8, 32)},
+        "ProcessPoolExecutor": {f"{n} processes": pool(executors.processes, n, plain) for n in sizes},
+        "InterpreterPoolExecutor": {f"{n} interpreters": pool(executors.interpreters, n, plain) for n in sizes},
+        "loky": {f"{n} processes": pool(executors.loky, n, plain) for n in sizes},
         "aiomultiprocess": {
-            f"childconcurrency={n}": partial(aiomultiprocess.calling, workers, n, pair.coroutine) for n in (16, 64, 256)
+            f"childconcurrency={n}": partial(others.aiomultiprocess_calling, workers, n, coroutine) for n in (16, 64, 256)
         },
-        "distex": {f"qsize={n}": partial(distex.calling, workers, n, pair.coroutine) for n in (64, 16, 2)},
-        "mpire": {f"n_jobs={n}": partial(mpire.calling, n, pair.plain) for n in sizes},
-        "anyio.to_process": {f"{n} processes": partial(anyio.calling, n, pair.plain) for n in sizes},
-        "wool": {f"spawn={n}": partial(wool.calling, n, pair.coroutine) for n in sizes},
+        "distex": {f"qsize={n}": partial(distex.calling, workers, n, coroutine) for n in (64, 16, 2)},
+        "mpire": {f"n_jobs={n}": partial(others.mpire_calling, n, plain) for n in sizes},
+        "anyio.to_process": {f"{n} processes": partial(others.anyio_calling, n, plain) for n in sizes},
+        "wool": {f"spawn={n}": partial(others.wool_calling, n, coroutine) for n in sizes},
     }
 
 
 def mapping(pair: Pair, chunks: Sequence[int]) -> dict[str, Mapping[str, OpenMap]]:
-    """Each peer's way to map a function over many items, with several chunks; anyio and wool have none."""
-    mapped = executors.mapping
+    """Each peer's way to map a function over many items, with several chunks. anyio and wool have no map."""
+    pool, plain = partial(partial, executors.mapping), pair.plain
     return {
-        "ThreadPoolExecutor": {f"{n} threads": partial(mapped, executors.threads, n, 1, pair.plain) for n in (2, 8, 32)},
-        "ProcessPoolExecutor": {f"chunks of {n}": partial(mapped, executors.processes, WORKERS, n, pair.plain) for n in chunks},
-        "InterpreterPoolExecutor": {
-            f"chunks of {n}": partial(mapped, executors.interpreters, WORKERS, n, pair.plain) for n in chunks
-        },
-        "loky": {f"chunks of {n}": partial(mapped, executors.loky, WORKERS, n, pair.plain) for n in chunks},
+        "ThreadPoolExecutor": {f"{n} threads": pool(executors.threads, n, 1, plain) for n in (2, 8, 32)},
+        "ProcessPoolExecutor": {f"chunks of {n}": pool(executors.processes, WORKERS, n, plain) for n in chunks},
+        "InterpreterPoolExecutor": {f"chunks of {n}": pool(executors.interpreters, WORKERS, n, plain) for n in chunks},
+        "loky": {f"chunks of {n}": pool(executors.loky, WORKERS, n, plain) for n in chunks},
         "aiomultiprocess": {
-            f"childconcurrency={n}": partial(aiomultiprocess.mapping, WORKERS, n, pair.coroutine) for n in (16, 64, 256)
+            f"childconcurrency={n}": partial(others.aiomultiprocess_mapping, WORKERS, n, pair.coroutine) for n in (16, 64, 256)
         },
         "distex": {
-            f"chunks of {n}, qsize={kept}": partial(distex.mapping, WORKERS, kept, n, pair.plain) for n in chunks for kept in (2, 8)
+            f"chunks of {n}, qsize={kept}": partial(distex.mapping, WORKERS, kept, n, plain) for n in chunks for kept in (2, 8)
         },
-        "mpire": {f"chunks of {n}": partial(mpire.mapping, WORKERS, n, pair.plain) for n in chunks},
+        "mpire": {f"chunks of {n}": partial(others.mpire_mapping, WORKERS, n, plain) for n in chunks},
     }
-
-
-@asynccontextmanager
-async def timed_map(open_map: OpenMap, items: Sequence[Any], expected: list[Any] | None = None) -> AsyncIterator[Round]:
-    """A contestant: the map over these items, whose results are compared with what is expected, else with the items.
-
-    Its metric is "a call".
-    """
-    wanted = list(items) if expected is None else expected
-    async with open_map() as run:
-
-        async def once() -> Sample:
-            start = time.perf_counter()
-            results = await run(items)
-            seconds = time.perf_counter() - start
-            if results != wanted:
-                raise RuntimeError("the results are not those of these items")
-            return {"a call": seconds / len(items)}
-
-        yield once

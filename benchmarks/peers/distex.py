@@ -7,50 +7,38 @@ import os
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
-T = TypeVar("T")
-R = TypeVar("R")
-
+    from benchmarks.peers import Call, Function, MapAll
 
 _PATIENCE = 5.0
 """Seconds."""
 
 _SCRIPTS = str(Path(__file__).parent / "scripts")
-"""With the worker script of distex that works on 3.14 too."""
-
-
-class DistexPool(Protocol):
-    """The verbs of distex's pool that have a counterpart in percore; distex itself is not typed."""
-
-    def run_async(self, function: Callable[[T], Awaitable[R]], argument: T, /) -> Awaitable[R]: ...
-
-    def map_async(self, function: Callable[[T], R], items: Iterable[T], /, *, chunksize: int) -> AsyncIterator[R]: ...
+"""Contains the worker script of distex in a version that also works on 3.14."""
 
 
 @asynccontextmanager
-async def calling(workers: int, queued: int, function: Callable[[T], Awaitable[R]]) -> AsyncIterator[Callable[[T], Awaitable[R]]]:
-    async with opened(workers, queued) as pool:
+async def calling(workers: int, queued: int, function: Function) -> AsyncIterator[Call]:
+    async with _opened(workers, queued) as pool:
         yield lambda argument: pool.run_async(function, argument)
 
 
 @asynccontextmanager
-async def mapping(
-    workers: int, queued: int, chunk: int, function: Callable[[T], R]
-) -> AsyncIterator[Callable[[Sequence[T]], Awaitable[list[R]]]]:
-    async with opened(workers, queued) as pool:
+async def mapping(workers: int, queued: int, chunk: int, function: Function) -> AsyncIterator[MapAll]:
+    async with _opened(workers, queued) as pool:
 
-        async def run(items: Sequence[T]) -> list[R]:
+        async def run(items: Sequence[Any]) -> list[Any]:
             return [result async for result in pool.map_async(function, items, chunksize=chunk)]
 
         yield run
 
 
 @asynccontextmanager
-async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
+async def _opened(workers: int, queued: int) -> AsyncIterator[Any]:
     """A distex pool that keeps `queued` calls at each worker. Raises ModuleNotFoundError where it is not installed."""
     with _distex_environment(), _loop_of_thread():
         from distex import Pool
@@ -62,7 +50,7 @@ async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
         yield pool
     finally:
         # Its shutdown closes the process transports at once, after which uvloop no longer reaps what they stood for.
-        # So let the processes end by the end of their connections, and wait for that, first.
+        # So first let the processes end by the end of their connections, and wait for that.
         for worker in pool._workers:
             worker.stop()
         await asyncio.gather(*(_ended(transport) for transport, _ in pool._procs))
@@ -71,7 +59,7 @@ async def opened(workers: int, queued: int) -> AsyncIterator[DistexPool]:
 
 
 async def _ended(transport: Any) -> None:
-    """Its process has ended. One whose connection ended before its loop ran never sees that, and is killed."""
+    """Waits for the end of its process. A process whose connection ended before its loop ran never sees that, and is killed."""
     try:
         async with asyncio.timeout(_PATIENCE):
             await transport._wait()
@@ -82,7 +70,7 @@ async def _ended(transport: Any) -> None:
 
 @contextmanager
 def _loop_of_thread() -> Iterator[None]:
-    """distex asks for the loop of the thread instead of the running one, when it is imported, when it starts and when it ends."""
+    """distex asks for the thread's loop instead of the running one: on import, at its start and at its end."""
     asyncio.set_event_loop(asyncio.get_running_loop())
     try:
         yield

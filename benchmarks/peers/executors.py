@@ -1,4 +1,4 @@
-"""Everything that is a concurrent.futures.Executor: the standard library's, and loky's."""
+"""The executors: the standard library's, loky's, and percore's own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import concurrent.futures
 import multiprocessing
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-T = TypeVar("T")
-R = TypeVar("R")
+    from benchmarks.peers import Call, Function, MapAll
+
+    Make = Callable[[int], Executor]
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 
-
-def threads(workers: int) -> Executor:
-    return ThreadPoolExecutor(workers)
+threads: Make = ThreadPoolExecutor
 
 
 def processes(workers: int) -> Executor:
@@ -27,7 +26,7 @@ def processes(workers: int) -> Executor:
 
 
 def interpreters(workers: int) -> Executor:
-    """Raises ModuleNotFoundError where the standard library has none: before Python 3.14."""
+    """Raises ModuleNotFoundError before Python 3.14, which introduced it."""
     pool = getattr(concurrent.futures, "InterpreterPoolExecutor", None)
     if pool is None:
         raise ModuleNotFoundError("this Python has no InterpreterPoolExecutor")
@@ -41,7 +40,7 @@ def loky(workers: int) -> Executor:
 
 
 @asynccontextmanager
-async def opened(make: Callable[[int], Executor], workers: int) -> AsyncIterator[Executor]:
+async def opened(make: Make, workers: int) -> AsyncIterator[Executor]:
     """Its processes start with the first call."""
     pool = make(workers)
     try:
@@ -51,26 +50,17 @@ async def opened(make: Callable[[int], Executor], workers: int) -> AsyncIterator
 
 
 @asynccontextmanager
-async def calling(
-    make: Callable[[int], Executor], workers: int, function: Callable[[T], R]
-) -> AsyncIterator[Callable[[T], Awaitable[R]]]:
+async def calling(make: Make, workers: int, function: Function) -> AsyncIterator[Call]:
     loop = asyncio.get_running_loop()
     async with opened(make, workers) as pool:
         yield lambda argument: loop.run_in_executor(pool, function, argument)
 
 
 @asynccontextmanager
-async def mapping(
-    make: Callable[[int], Executor], workers: int, chunk: int, function: Callable[[T], R]
-) -> AsyncIterator[Callable[[Sequence[T]], Awaitable[list[R]]]]:
+async def mapping(make: Make, workers: int, chunk: int, function: Function) -> AsyncIterator[MapAll]:
     async with opened(make, workers) as pool:
 
-        def run(items: Sequence[T]) -> list[R]:
+        def run(items: Sequence[Any]) -> list[Any]:
             return list(pool.map(function, items, chunksize=chunk))
 
         yield lambda items: asyncio.to_thread(run, items)
-
-
-def process_pool(workers: int, **options: Any) -> ProcessPoolExecutor:
-    """The standard library's pool with options of its own, for rows that use it alone."""
-    return ProcessPoolExecutor(workers, mp_context=FORKSERVER, **options)

@@ -1,1 +1,4 @@
-"""One module a row, each with a docstring and `row(*, quick: bool) -> Row`."""
+"""The rows, by subject. A row is a function with `@row`: its docstring says what it measures and why, its body who takes part.
+
+To add a row, add a function; nothing else lists them.
+"""

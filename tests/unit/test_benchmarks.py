@@ -9,48 +9,46 @@ import asyncio
 import itertools
 import json
 import os
-import subprocess
 import sys
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks import _docs
-from benchmarks.__main__ import check, draw, draw_all, parsed_arguments, read
-from benchmarks._figures import (
-    Limit,
+from benchmarks import pages, plots
+from benchmarks.__main__ import check, parsed_arguments
+from benchmarks.bare import bare_echo
+from benchmarks.calls import spin
+from benchmarks.figures import (
     Spread,
     Target,
     in_items,
     in_mebibytes,
     in_percent,
+    in_seconds,
     in_times,
-    in_words,
     latencies,
-    paired_ratios,
     quantile,
 )
-from benchmarks._harness import Choice, Result, Round, Row, Sample, Wanted, measure, rotated
-from benchmarks._kinds import _derive
-from benchmarks._payloads import Payload, bare_echo, memcpy, plot, targets_of, value_of
-from benchmarks._plan import Share, share_of
-from benchmarks._regression import Change, changes, other_machine, settings_of
-from benchmarks._results import as_json, from_json, to_text
-from benchmarks._runs import Request, RowFailed, row_names, row_of, run_row, title_of
-from benchmarks._table import row_lines, setting_of
-from benchmarks._verdicts import judge
-from benchmarks.calls import spin
+from benchmarks.harness import Round, Row, Wanted, measure, rotated
+from benchmarks.machine import differences
+from benchmarks.pages import read
 from benchmarks.peers import Pair, awaiting, mapping
-from benchmarks.rows import map_mixed
+from benchmarks.plots import Plot
+from benchmarks.results import Change, Choice, Result, Sample, as_json, changes, from_json, judge, settings_of, to_text
+from benchmarks.rows import maps
+from benchmarks.rows.kinds import derive
+from benchmarks.rows.payloads import Payload, memcpy, targets_of, value_of
+from benchmarks.run import RowFailed, Share, row_names, row_of, run_row, share_of, title_of
+from benchmarks.table import row_lines, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
-    from benchmarks._harness import Contestant
-    from benchmarks._results import Json
+    from benchmarks.harness import Contestant
+    from benchmarks.results import Json
 
 
 class TestQuantile:
@@ -83,31 +81,28 @@ class TestQuantile:
 
 
 class TestRatios:
-    def test_are_taken_round_by_round(self) -> None:
-        assert paired_ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-
     def test_refuse_rounds_without_a_partner(self) -> None:
         with pytest.raises(ValueError, match="shorter"):
-            paired_ratios([1.0, 2.0], [1.0])
+            Target("ours", "a call", "theirs", at_most=1).ratios([1.0, 2.0], [1.0])
 
     def test_at_least_asks_how_many_times_as_fast(self) -> None:
-        target = Target("ours", "theirs", "a call", at_least=1.8)
+        target = Target("ours", "a call", "theirs", at_least=1.8)
         assert target.ratios([1.0, 2.0], [2.0, 2.0]) == [2.0, 1.0]
         assert target.is_reached(1.8)
         assert not target.is_reached(1.79)
-        assert target.wording == "at least 1.8 x as fast"
+        assert (target.kind, target.reach) == ("times as fast", 1.8)
 
     def test_at_most_asks_how_many_times_as_much(self) -> None:
-        target = Target("ours", "theirs", "a call", at_most=1.4)
+        target = Target("ours", "a call", "theirs", at_most=1.4)
         assert target.ratios([1.0, 2.0], [2.0, 2.0]) == [0.5, 1.0]
         assert target.is_reached(1.4)
         assert not target.is_reached(1.41)
-        assert target.wording == "at most 1.4 x"
+        assert (target.kind, target.reach) == ("times as much", 1.4)
 
     @pytest.mark.parametrize("bounds", [{}, {"at_least": 1.0, "at_most": 1.0}])
     def test_a_target_has_one_bound(self, bounds: dict[str, float]) -> None:
         with pytest.raises(ValueError, match="either at_least or at_most"):
-            Target("ours", "theirs", "a call", **bounds)
+            Target("ours", "a call", "theirs", **bounds)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +116,11 @@ class TestRatios:
         (0.0, "0.00 us"),
     ],
 )
-def test_seconds_in_words(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+def test_seconds_in_seconds(seconds: float, words: str) -> None:
+    assert in_seconds(seconds) == words
 
 
-def test_other_units_in_words() -> None:
+def test_other_units_in_seconds() -> None:
     assert in_mebibytes(2.5 * 2**20) == "2.50 MiB"
     assert in_times(1.04) == "1.040 x"
     assert in_items(16_384.0) == "16384 items"
@@ -196,14 +191,14 @@ class TestMeasure:
         result = await players.play(Row({"peer": settings}, [], rounds=1, choose_by="a call"))
         assert result.choices == {"peer": Choice("fast", {"slow": 3, "fast": 1, "fair": 2})}
         assert result.values("peer", "a call") == [1]
-        assert players.story[:5] == ["open slow", "slow", "slow", "slow", "close slow"]
+        assert players.story[:4] == ["open slow", "slow", "slow", "close slow"]
 
     async def test_settings_that_are_known_are_not_tried(self, players: Players) -> None:
         row = Row({"peer": {name: players.make(name) for name in "ab"}, "other": players.make("other")}, [], rounds=1, warm_ups=0)
-        known = await players.play(row, Wanted(settings={"peer": "b"}, only=frozenset({"peer"})))
+        known = await players.play(row, Wanted(settings={"peer": "b"}, only=["peer"]))
         assert known.choices == {"peer": Choice("b", {})}
         assert players.story == ["open b", "b", "close b"]
-        first = await players.play(row, Wanted(untried=True))
+        first = await players.play(row, Wanted(quick=True))
         assert first.choices["peer"].setting == "a"
         assert set(first.samples) == {"peer", "other"}
 
@@ -216,7 +211,7 @@ class TestMeasure:
 
     async def test_those_that_no_target_names_play_in_the_first_rounds_only(self, players: Players) -> None:
         contestants = {name: players.make(name) for name in "abc"}
-        row = Row(contestants, [Target("a", "b", "a call", at_most=1)], rounds=4, shown=1)
+        row = Row(contestants, [Target("a", "a call", "b", at_most=1)], rounds=4, shown=1)
         result = await players.play(row)
         assert {name: len(samples) for name, samples in result.samples.items()} == {"a": 4, "b": 4, "c": 1}
         without = await players.play(Row(contestants, [], rounds=4, shown=1))
@@ -294,7 +289,7 @@ def result_of(times: Mapping[str, list[float]]) -> Result:
 def test_the_verdict_is_the_median_of_the_paired_ratios() -> None:
     # Round by round twice, twice and half as fast; the ratio of the medians would say 1.
     result = result_of({"ours": [1.0, 10.0, 4.0], "theirs": [2.0, 20.0, 2.0]})
-    (verdict,) = judge([Target("ours", "theirs", "a call", at_least=1.8)], result)
+    (verdict,) = judge([Target("ours", "a call", "theirs", at_least=1.8)], result)
     assert verdict.measured is not None
     assert verdict.measured.median == 2
     assert verdict.is_reached
@@ -303,7 +298,7 @@ def test_the_verdict_is_the_median_of_the_paired_ratios() -> None:
 def test_a_limit_is_judged_by_the_median_of_its_own_metric() -> None:
     result = result_of({"ours": [1.0, 9.0, 2.0]})
     reached, missed, unknown = judge(
-        [Limit("ours", "a call", 2), Limit("ours", "a call", 1.9), Limit("rival", "a call", 9)], result
+        [Target("ours", "a call", at_most=2), Target("ours", "a call", at_most=1.9), Target("rival", "a call", at_most=9)], result
     )
     assert reached.measured == Spread(1.5, 2, 5.5)
     assert reached.is_reached
@@ -314,19 +309,23 @@ def test_a_limit_is_judged_by_the_median_of_its_own_metric() -> None:
 
 def test_of_several_rivals_the_best_counts() -> None:
     result = result_of({"ours": [2.0, 2.0, 2.0], "a": [1.0, 8.0, 8.0], "b": [4.0, 4.0, 4.0]})
-    target = Target("ours", ("a", "b", "missing"), "a call", at_most=1.05)
+    target = Target("ours", "a call", ("a", "b", "missing"), at_most=1.05)
     (verdict,) = judge([target], result)
     assert (verdict.against, verdict.measured) == ("b", Spread(0.5, 0.5, 0.5))
     assert target.question == "ours / the best of the others, a call"
-    (unknown,) = judge([Target("ours", ("missing",), "a call", at_most=1)], result)
+    (unknown,) = judge([Target("ours", "a call", ("missing",), at_most=1)], result)
     assert unknown.measured is None
     assert Row({}, [target]).judged == {"ours", "a", "b", "missing"}
-    assert Row({}, [Limit("ours", "a call", 1)]).judged == {"ours"}
+    assert Row({}, [Target("ours", "a call", at_most=1)]).judged == {"ours"}
 
 
 def test_the_table_says_a_metric_in_its_unit() -> None:
     result = Result({"ours": [{"growth": 2.0**20, "a call": 0.002}]}, {"rival": "No module named 'rival'"})
-    targets = [Limit("ours", "growth", 2 << 20), Limit("ours", "a call", 0.001), Limit("rival", "growth", 2 << 20)]
+    targets = [
+        Target("ours", "growth", at_most=2 << 20),
+        Target("ours", "a call", at_most=0.001),
+        Target("rival", "growth", at_most=2 << 20),
+    ]
     lines = list(row_lines("memory: what stays", result, judge(targets, result), {"growth": in_mebibytes}))
     assert lines[3].endswith(" 1.00 MiB   1.00 MiB to 1.00 MiB")
     assert lines[4].endswith(" 2.00 ms   2.00 ms to 2.00 ms")
@@ -341,19 +340,18 @@ def test_the_table_tells_target_and_reached() -> None:
     result = result_of({"ours": [0.001], "theirs": [0.003]})
     result.absent["rival"] = "No module named 'rival'"
     targets = [
-        Target("ours", "theirs", "a call", at_least=2),
-        Target("ours", "theirs", "a call", at_least=4, towards=5),
-        Target("ours", "rival", "a call", at_most=1),
+        Target("ours", "a call", "theirs", at_least=2),
+        Target("ours", "a call", "theirs", at_least=4, towards=5),
+        Target("ours", "a call", "rival", at_most=1),
     ]
     result.choices["theirs"] = Choice("b", {"a": 0.006, "b": 0.003})
     text = "\n".join(row_lines("calls: what a call costs", result, judge(targets, result), {}))
     assert "theirs played with b (tried, relative to the best: a 2.00, b 1.00)" in text
     assert "left out: No module named 'rival'" in text
-    assert "reached       ours / theirs, a call: target at least 2 x as fast, measured 3.00 (3.00 to 3.00)" in text
-    assert (
-        "MISSED        ours / theirs, a call: target at least 4 x as fast, then towards 5.00, measured 3.00 (3.00 to 3.00)" in text
-    )
-    assert "not measured  ours / rival, a call: target at most 1 x" in text
+    assert "reached       ours / theirs, a call: target at least 2.00 x as fast, measured 3.00 x (3.00 x to 3.00 x)" in text
+    missed = "MISSED        ours / theirs, a call: target at least 4.00 x as fast, then towards 5.00 x, measured 3.00 x"
+    assert missed in text
+    assert "not measured  ours / rival, a call: target at most 1.00 x" in text
 
 
 def test_a_setting_that_was_not_tried_is_only_named() -> None:
@@ -369,7 +367,11 @@ def full_result() -> Result:
     )
 
 
-TARGETS = (Target("ours", "theirs", "p50", at_least=2, towards=3), Limit("ours", "p50", 1e-6), Limit("rival", "p50", 1))
+TARGETS = (
+    Target("ours", "p50", "theirs", at_least=2, towards=3),
+    Target("ours", "p50", at_most=1e-6),
+    Target("rival", "p50", at_most=1),
+)
 
 
 def full_json() -> Json:
@@ -436,10 +438,10 @@ class TestRegression:
     def test_plays_with_the_settings_on_record(self) -> None:
         assert settings_of(full_json()) == {"theirs": "b"}
 
-    def test_names_what_is_another_machine(self) -> None:
+    def test_names_what_is_andifferences(self) -> None:
         here = {"python": "3.13", "processor": "x", "CPUs": "2", "load": "0"}
-        assert other_machine({**here, "load": "9"}, here) == []
-        assert other_machine({**here, "CPUs": "8"}, here) == ["CPUs: 2, on record 8"]
+        assert differences({**here, "load": "9"}, here) == []
+        assert differences({**here, "CPUs": "8"}, here) == ["CPUs: 2, on record 8"]
 
     def test_without_a_record_there_is_nothing_to_compare(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert check(None) == 0
@@ -450,13 +452,13 @@ class TestRegression:
         self, factors: tuple[float, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         machine = {"python": "", "processor": "", "CPUs": ""}
-        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
-        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: False)
+        monkeypatch.setattr("benchmarks.machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks.machine.is_busy", lambda: False)
         record = {"machine": machine, "rows": {"replacement": self.row_of(1.0), "map_window": self.row_of(1.0)}}
         runs = iter(factors)
         asked: list[str] = []
 
-        def run(name: str, _request: Request) -> Json:
+        def run(name: str, _wanted: Wanted, _limit: float) -> Json:
             asked.append(name)
             return self.row_of(next(runs))
 
@@ -467,51 +469,51 @@ class TestRegression:
 
     def test_on_a_busy_machine_only_ratios_count(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         machine = {"python": "", "processor": "", "CPUs": ""}
-        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
-        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: True)
+        monkeypatch.setattr("benchmarks.machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks.machine.is_busy", lambda: True)
         asked: list[str] = []
 
-        def run(name: str, _request: Request) -> Json:
+        def run(name: str, _wanted: Wanted, _limit: float) -> Json:
             asked.append(name)
             return self.row_of(9.0)
 
         monkeypatch.setattr("benchmarks.__main__.run_row", run)
         assert check({"machine": machine, "rows": dict.fromkeys(("replacement", "start"), self.row_of(1.0))}) == 0
         assert asked == ["start"]  # replacement has no ratio
-        assert "it is busy with something else" in capsys.readouterr().out
+        assert "it is busy with other work" in capsys.readouterr().out
 
     def test_begins_no_row_when_its_time_is_over(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         machine = {"python": "", "processor": "", "CPUs": ""}
-        monkeypatch.setattr("benchmarks._machine.describe", lambda: machine)
-        monkeypatch.setattr("benchmarks._machine.is_busy", lambda: False)
+        monkeypatch.setattr("benchmarks.machine.describe", lambda: machine)
+        monkeypatch.setattr("benchmarks.machine.is_busy", lambda: False)
         monkeypatch.setattr("benchmarks.__main__.CHECK_LIMIT", 0.0)
         assert check({"machine": machine, "rows": {"replacement": self.row_of(1.0)}}) == 0
         assert "not compared: replacement" in capsys.readouterr().out
 
     def row_of(self, factor: float) -> Json:
         result = Result({"percore": [{"p50": 0.005 * factor}] * 3})
-        return as_json(result, judge([Limit("percore", "p50", 0.01)], result))
+        return as_json(result, judge([Target("percore", "p50", at_most=0.01)], result))
 
 
 class TestPage:
     def test_the_block_is_filled_and_the_rest_stays(self) -> None:
-        page = f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n"
-        filled = _docs.filled(page, "new")
-        assert filled == f"before\n{_docs.BEGIN}\n\nnew\n\n{_docs.END}\nafter\n"
-        assert _docs.filled(filled, "new") == filled
+        page = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n"
+        filled = pages.filled(page, "new")
+        assert filled == f"before\n{pages.BEGIN}\n\nnew\n\n{pages.END}\nafter\n"
+        assert pages.filled(filled, "new") == filled
 
-    @pytest.mark.parametrize("page", ["nothing", f"{_docs.BEGIN} no end", f"{_docs.BEGIN}{_docs.END}{_docs.BEGIN}{_docs.END}"])
+    @pytest.mark.parametrize("page", ["nothing", f"{pages.BEGIN} no end", f"{pages.BEGIN}{pages.END}{pages.BEGIN}{pages.END}"])
     def test_a_page_without_its_marks_is_refused(self, page: str) -> None:
         with pytest.raises(ValueError, match="exactly one"):
-            _docs.filled(page, "new")
+            pages.filled(page, "new")
 
     def test_without_a_record_it_says_so(self) -> None:
-        assert _docs.block(None) == _docs.NO_RECORD
+        assert pages.block(None) == pages.NO_RECORD
 
     def test_has_machine_targets_and_figures(self) -> None:
         machine = {"python": "CPython 3.13", "CPUs": "2"}
         record = {"machine": machine, "seconds": 600.0, "rows": {"round_trip": full_json()}, "failed": {"close": "too late\nmore"}}
-        lines = _docs.block(record).splitlines()
+        lines = pages.block(record).splitlines()
         assert "One run, 10 minutes in all." in lines
         assert "| python | CPython 3.13 |" in lines
         assert "| `round_trip` | ours / theirs, p50 | ≥ 2.00 x | 3.00 x | 3.00 x | 2.50 x to 3.50 x | 2 | reached |" in lines
@@ -523,28 +525,28 @@ class TestPage:
         assert "Not run: `close`, too late" in lines
 
     def test_the_page_in_the_repository_is_what_the_record_makes_it(self) -> None:
-        record, supplement = read(_docs.RECORD), read(_docs.SUPPLEMENT)
-        page = _docs.PAGE.read_text(encoding="utf-8")
-        assert _docs.filled(page, _docs.block(record, _docs.explained_in(page), supplement)) == page
-        assert _docs.UNEXPLAINED not in page
-        summary = _docs.SUMMARY.read_text(encoding="utf-8")
-        assert _docs.filled(summary, _docs.headlines(record)) == summary
+        record, supplement = read(pages.RECORD), read(pages.SUPPLEMENT)
+        page = pages.PAGE.read_text(encoding="utf-8")
+        assert pages.filled(page, pages.block(record, pages.explained_in(page), supplement)) == page
+        assert pages.UNEXPLAINED not in page
+        summary = pages.SUMMARY.read_text(encoding="utf-8")
+        assert pages.filled(summary, pages.headlines(record)) == summary
 
     def test_every_headline_names_a_target_of_its_row(self) -> None:
         questions = {
             (name, target.question)
-            for name in {name for name, _, _ in _docs.HEADLINES}
+            for name in {headline[0] for headline in pages.HEADLINES}
             for target in row_of(name, quick=False).targets
         }
-        assert [one for one in _docs.HEADLINES if one[:2] not in questions] == []
+        assert [one for one in pages.HEADLINES if one[:2] not in questions] == []
 
     def test_a_miss_without_an_explanation_is_seen(self) -> None:
-        page = f"**`start`** is before the block.\n{_docs.BEGIN}\n{_docs.END}\n**`round_trip`**: why.\nnot **`close`** in a line\n"
-        assert _docs.explained_in(page) == {"round_trip"}
+        page = f"**`start`** is before the block.\n{pages.BEGIN}\n{pages.END}\n**`round_trip`**: why.\nnot **`close`** in a line\n"
+        assert pages.explained_in(page) == {"round_trip"}
         record = {"machine": {}, "seconds": 60.0, "rows": {"round_trip": full_json(), "close": full_json()}, "failed": {}}
-        lines = _docs.block(record, {"round_trip"}).splitlines()
+        lines = pages.block(record, {"round_trip"}).splitlines()
         assert "| `round_trip` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
-        assert f"| `close` | ours, p50; rival, p50 | {_docs.UNEXPLAINED} |" in lines
+        assert f"| `close` | ours, p50; rival, p50 | {pages.UNEXPLAINED} |" in lines
 
     def test_what_the_supplement_reaches_is_not_missed(self) -> None:
         record = {"machine": {}, "seconds": 60.0, "rows": {"round_trip": full_json(), "close": full_json()}, "failed": {}}
@@ -554,18 +556,18 @@ class TestPage:
         rival |= {"measured": [0.5, 0.5, 0.5], "reached": True}
         machine = {"python": "CPython 3.14", "libraries": "percore 1", "commit": "abc", "date": "today"}
         supplement = {"machine": machine, "seconds": 120.0, "rows": {"round_trip": more}, "failed": {}}
-        lines = _docs.block(record, {"close"}, supplement).splitlines()
+        lines = pages.block(record, {"close"}, supplement).splitlines()
         assert "A run of its own, 2 minutes, with CPython 3.14; percore 1; " in lines
         assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | 500 ms | 500 ms to 500 ms | 2 | reached |" in lines
-        assert f"| `round_trip` | ours, p50 | {_docs.UNEXPLAINED} |" in lines
+        assert f"| `round_trip` | ours, p50 | {pages.UNEXPLAINED} |" in lines
         assert "| `close` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
         assert sum("ours / theirs, p50" in line for line in lines) == 2, "what the record has measured is not shown again"
 
     def test_without_a_miss_it_says_so(self) -> None:
         reached = full_json() | {"targets": full_json()["targets"][:1]}
         record = {"machine": {}, "seconds": 60.0, "rows": {"close": reached}, "failed": {}}
-        assert "No target is missed." in _docs.block(record).splitlines()
-        assert "Reached, and explained below all the same: `close`." in _docs.block(record, {"close"}).splitlines()
+        assert "No target is missed." in pages.block(record).splitlines()
+        assert "Reached, but still explained below: `close`." in pages.block(record, {"close"}).splitlines()
 
 
 @pytest.mark.parametrize(("value", "quick", "minutes"), [("1", True, 5), ("", False, 30)])
@@ -580,82 +582,70 @@ def test_a_quick_run_is_asked_for_in_the_environment_too(
 
 class TestRuns:
     def test_a_row_that_fails_tells_its_last_words(self) -> None:
-        with pytest.raises(RowFailed, match=r"No module named 'benchmarks\.rows\.nonesuch'"):
-            run_row("nonesuch", Request(seconds=1, limit=40))
+        with pytest.raises(RowFailed, match="KeyError: 'nonesuch'"):
+            run_row("nonesuch", Wanted(1), limit=40)
 
     def test_a_row_that_takes_too_long_is_stopped(self) -> None:
         with pytest.raises(RowFailed, match="stopped after 0 s"):
-            run_row("close", Request(seconds=1, limit=0.01))
+            run_row("close", Wanted(1), limit=0.01)
 
 
 class TestPeers:
-    @pytest.mark.parametrize("name", sorted(awaiting(Pair(print, print))))  # type: ignore[arg-type]
+    @pytest.mark.parametrize("name", sorted(awaiting(Pair(print, print))))
     def test_a_call_is_awaited_in_at_least_three_settings(self, name: str) -> None:
-        assert len(awaiting(Pair(print, print))[name]) >= 3  # type: ignore[arg-type]
+        assert len(awaiting(Pair(print, print))[name]) >= 3
 
     def test_a_map_is_made_in_at_least_three_settings(self) -> None:
-        peers = mapping(Pair(print, print), (10, 100, 1000))  # type: ignore[arg-type]
+        peers = mapping(Pair(print, print), (10, 100, 1000))
         assert all(len(settings) >= 3 for settings in peers.values())
 
 
 def test_efficiency_is_the_speed_up_over_one_task_by_the_workers() -> None:
     base = {metric: 2.0 for load in ("low", "medium", "high") for metric in (load, f"{load}: CPU")}
     result = Result({"one task, one thread": [base], "percore": [dict.fromkeys(base, 4.0) | {"low: CPU": 8.0}]})
-    _derive(result)
+    derive(result)
     assert result.samples["one task, one thread"][0]["low: speed-up"] == 1
     sample = result.samples["percore"][0]
     assert (sample["low: tasks/s"], sample["low: speed-up"], sample["low: efficiency"]) == (1, 2, 0.5)
     assert sample["low: utilisation"] == 0.5
 
 
-class TestDraw:
-    def test_tells_where_the_plot_is(self, tmp_path: Path) -> None:
-        drawn: list[Path] = []
-        row = Row({}, [], draw=lambda _result, path: drawn.append(path))
-        assert draw(row, Result(), tmp_path / "row.png") == f"plot: {tmp_path / 'row.png'}"
-        assert drawn == [tmp_path / "row.png"]
+class TestPlots:
+    def test_every_plot_is_drawn_from_what_was_measured(self, tmp_path: Path) -> None:
+        made = {name: row_of(name, quick=False) for name in row_names()}
+        drawing = {name: row for name, row in made.items() if row.plot is not None}
+        assert {"article_figure", "in_flight", "payload_sizes", "scaling"} <= drawing.keys()
+        figures = {}
+        for name, row in drawing.items():
+            assert row.plot is not None
+            sample = {metric: 0.5 + number for number, metric in enumerate(row.plot.places)}
+            figures[name] = as_json(Result({contestant: [sample] for contestant in row.contestants}), [])
+        del figures["scaling"]
+        paths = list(plots.write_all(made, figures, tmp_path / "plots"))
+        assert {path.name for path in paths} == {f"{name}.svg" for name in figures}
+        for path in paths:
+            row = drawing[path.stem]
+            assert row.plot is not None
+            assert len(ET.parse(path).findall("{*}polyline")) == len(row.contestants.keys() - {row.plot.hidden})
 
-    def test_does_without_matplotlib(self, tmp_path: Path) -> None:
-        def needs(_result: Result, _path: Path) -> None:
-            raise ModuleNotFoundError("No module named 'matplotlib'")
+    def test_a_line_has_the_medians_of_the_metrics_that_have_a_place(self) -> None:
+        plot = Plot("title", "x", "y", {"1 kB": 1000, "1 MB": 10**6}, height=lambda seconds: 1 / seconds)
+        result = Result({"percore": [{"1 kB": 1.0, "1 MB": 2.0, "a table": 9.0}] * 3, "peer": [{"a table": 1.0}]})
+        (line,) = ET.fromstring(plot.svg(result)).findall("{*}polyline")
+        (x, y), (other_x, other_y) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+        assert x < other_x
+        assert y < other_y  # downwards
 
-        assert draw(Row({}, [], draw=needs), Result(), tmp_path) == "no plot: No module named 'matplotlib'"
-        assert draw(Row({}, []), Result(), tmp_path) == "no plot: this row has none"
+    @pytest.mark.parametrize(
+        ("low", "high", "ticks"), [(1, 1000, [1, 10, 100, 1000]), (15, 80, [20, 50]), (0.9, 31, [1, 2, 5, 10, 20])]
+    )
+    def test_a_log_axis_has_round_numbers(self, low: float, high: float, ticks: list[float]) -> None:
+        assert plots.Axis(low, high, (0, 100), is_log=True).ticks() == ticks
 
-    def test_draws_what_was_measured_and_has_something_to_draw(self, tmp_path: Path) -> None:
-        drawn: list[Path] = []
-        drawing = Row({}, [], draw=lambda _result, path: drawn.append(path))
-        made = [("a", drawing), ("b", Row({}, [])), ("c", drawing)]
-        lines = list(draw_all(made, {"a": full_json(), "b": full_json()}, tmp_path / "plots"))
-        assert drawn == [tmp_path / "plots" / "a.png"]
-        assert len(lines) == 1
-
-    @pytest.mark.skipif(find_spec("matplotlib") is None, reason="comes with the extra bench alone")
-    def test_every_plot_is_drawn(self, tmp_path: Path) -> None:
-        # A process of its own: matplotlib keeps its fonts open.
-        program = """
-import sys
-from pathlib import Path
-from benchmarks._harness import Result
-from benchmarks._kinds import LOADS
-from benchmarks._figures import in_words
-from benchmarks._runs import row_names, row_of
-from benchmarks.rows import map_window, payload_arrays, payload_sizes
-metrics = ["1", "64", *LOADS, *(f"{load}: CPU" for load in LOADS), *map(in_words, map_window.DURATIONS)]
-metrics += [*payload_sizes.SIZES, *payload_arrays.SIZES]
-for name in row_names():
-    row = row_of(name, quick=True)
-    if row.draw is not None:
-        result = Result({name: [{metric: 2.0 for metric in metrics}] for name in row.contestants})
-        if row.derive is not None:
-            row.derive(result)
-        row.draw(result, Path(sys.argv[1]) / f"{name}.png")
-"""
-        root = Path(__file__).parents[2]
-        subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], cwd=root, check=True)
-        plots = sorted(tmp_path.iterdir())
-        assert {"article_figure.png", "in_flight.png", "scaling.png"} <= {plot.name for plot in plots}
-        assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    def test_a_linear_axis_begins_at_zero(self) -> None:
+        axis = plots.Axis.over([3.0, 40.0], (0, 100), is_log=False)
+        assert axis.ticks() == [0, 10, 20, 30, 40]
+        assert axis.at(0) == 0
 
 
 class TestPayloads:
@@ -667,9 +657,9 @@ class TestPayloads:
         small = Payload("int", 2, 1, lambda: 1, of_pool=0.5)
         large = Payload("1 MB", 10**6, 1, lambda: bytes(10**6), of_bare=1.5)
         assert targets_of([small, large]) == [
-            Target("percore", "ProcessPoolExecutor", "int", at_most=0.5),
-            Target("percore", "bare echo", "1 MB", at_most=1.5),
-            Target("percore", "InterpreterPoolExecutor", "1 MB", at_most=1.0),
+            Target("percore", "int", "ProcessPoolExecutor", at_most=0.5),
+            Target("percore", "1 MB", "bare echo", at_most=1.5),
+            Target("percore", "1 MB", "InterpreterPoolExecutor", at_most=1.0),
         ]
 
     @pytest.mark.parametrize("views", [False, True])
@@ -682,17 +672,10 @@ class TestPayloads:
                 assert isinstance(answer, memoryview) is views
 
     async def test_a_memcpy_is_timed(self) -> None:
-        async with memcpy([Payload("1 MB", 10**6, 3, bytes)]) as once:
+        async with memcpy([Payload("1 MB", 10**6, 3, bytes)])() as once:
             sample = await once()
         assert list(sample) == ["1 MB"]
         assert sample["1 MB"] > 0
-
-    def test_a_plot_has_the_metrics_that_have_a_size(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        drawn: list[Result] = []
-        monkeypatch.setattr("benchmarks._plots.Lines.draw", lambda _self, result, _path: drawn.append(result))
-        draw = plot("title", {"1 kB": 1000, "1 MB": 10**6})
-        draw(Result({"percore": [{"1 kB": 1.0, "a table": 2.0}]}), tmp_path)
-        assert drawn[0].samples == {"percore": [{"1000": 1.0}]}
 
 
 class TestRows:
@@ -717,15 +700,15 @@ class TestRows:
         assert sum(row_of(name, quick=False).seconds for name in rows) <= 6 * 60
 
     def test_the_costs_of_map_mixed_are_the_same_every_time_and_of_all_magnitudes(self) -> None:
-        costs = map_mixed.costs_of(1000)
-        assert costs == map_mixed.costs_of(1000)
-        assert all(map_mixed.LEAST <= cost <= map_mixed.MOST for cost in costs)
+        costs = maps.costs_of(1000)
+        assert costs == maps.costs_of(1000)
+        assert all(maps.LEAST <= cost <= maps.MOST for cost in costs)
         of_a_magnitude = [sum(low <= cost < 10 * low for cost in costs) for low in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)]
         assert min(of_a_magnitude) > 150
 
     def test_costs_dealt_by_hand_are_all_there_and_nearly_even(self) -> None:
-        costs = map_mixed.costs_of(1000)
-        parts = map_mixed.dealt(costs)
+        costs = maps.costs_of(1000)
+        parts = maps.dealt(costs)
         assert sorted(cost for part in parts for cost in part) == sorted(costs)
         totals = [sum(part) for part in parts]
         assert max(totals) - min(totals) < 1e-4
