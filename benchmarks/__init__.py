@@ -8,7 +8,7 @@ ratio of two contestants within one round, so that any disturbance of the machin
 ratios, with the quartiles. Absolute times apply to this machine only. A peer that is not installed, or fails, is left out.
 
     rows         the measurements                           contestants    the parts that they are made of
-    peers, bare  the other libraries; bare loops            calls, kinds   the functions that run in workers
+    peers, bare  the other libraries; bare loops            calls          the functions that run in workers
     harness      what a row is, and how it is played        figures        quantiles, targets, units
     run          a row in a process of its own              results        judged, as JSON, against the record
     machine      its description, CPUs and memory           programs       scripts that rows start

@@ -76,7 +76,9 @@ def run_all(arguments: argparse.Namespace) -> int:
         run = {"machine": described, "seconds": round(seconds, 1), "rows": figures, "failed": failed}
         arguments.json.write_text(to_text(run))
     if arguments.plots:
-        show(f"plot: {path}" for path in plots.write_all(made, figures, arguments.plots))
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+        for file, svg in plots.drawn(made, figures).items():
+            (arguments.plots / file).write_text(svg, encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
+
+    import aiohttp
 
     import percore
 
@@ -119,6 +122,65 @@ class Bits:
     def ones(self, number: int) -> int:
         """How many ones the string of this number has."""
         return self._strings[number].count("1")
+
+
+def multiply(count: int) -> int:
+    """This many multiplications."""
+    product = 1
+    for number in range(count):
+        product = number * 3
+    return product
+
+
+def sum_of_list(count: int) -> int:
+    """A list of this many ints, and their sum."""
+    return sum(list(range(count)))
+
+
+def write_and_read(size: int) -> int:
+    """Write this many bytes into a temporary file, and read them."""
+    import tempfile
+
+    block = bytes(1 << 20)
+    with tempfile.TemporaryFile() as file:
+        for _ in range(size >> 20):
+            file.write(block)
+        file.seek(0)
+        return sum(len(part) for part in iter(lambda: file.read(1 << 20), b""))
+
+
+def ask(task: tuple[str, int]) -> int:
+    """This many requests for a URL, in a row."""
+    import urllib.request
+
+    url, times = task
+    total = 0
+    for _ in range(times):
+        with urllib.request.urlopen(url) as answer:
+            total += len(answer.read())
+    return total
+
+
+@asynccontextmanager
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """A worker's lifespan: one session for all of its calls."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def ask_async(task: tuple[str, int]) -> int:
+    """`ask` as a coroutine, with the worker's session."""
+    import percore
+
+    url, times = task
+    session: aiohttp.ClientSession = percore.state()
+    total = 0
+    for _ in range(times):
+        async with session.get(url) as answer:
+            total += len(await answer.read())
+    return total
 
 
 def steps_for(seconds: float) -> int:

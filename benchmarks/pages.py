@@ -91,9 +91,8 @@ def pictures(record: Json | None) -> dict[str, str]:
     """All plots of the pages, by file name."""
     if record is None:
         return {}
-    drawn = {name: row_of(name, quick=False) for name in record["rows"] if name in row_names()}
-    drawings = plots.drawn(drawn, record["rows"])
-    return {"headlines.svg": plots.ratios(list(_ratios(record)))} | {f"{name}.svg": svg for name, svg in drawings.items()}
+    rows = {name: row_of(name, quick=False) for name in record["rows"] if name in row_names()}
+    return {"headlines.svg": plots.ratios(list(_ratios(record)))} | plots.drawn(rows, record["rows"])
 
 
 def filled(page: str, lines: str) -> str:

@@ -204,7 +204,7 @@ def in_flight(quick: bool) -> Row:
             x="calls in flight",
             y="calls in a second",
             places={str(awaiters): awaiters for awaiters in IN_FLIGHT},
-            height=lambda seconds: 1 / seconds,
+            rates=True,
         ),
     )
 

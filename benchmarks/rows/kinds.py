@@ -19,10 +19,10 @@ from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.calls import ask, ask_async, http, multiply, sum_of_list, write_and_read
 from benchmarks.contestants import WrongResult, percore_call
 from benchmarks.figures import Target, in_mebibytes, in_percent
 from benchmarks.harness import Row, row
-from benchmarks.kinds import ask, ask_async, http, multiply, sum_of_list, write_and_read
 from benchmarks.machine import cpu_of_all, descendants, forget_peaks, peak_of_all
 from benchmarks.peers import executors
 from benchmarks.plots import Plot
@@ -125,7 +125,6 @@ def _row(kind: Kind) -> Row:
             x=f"{kind.unit} in a task",
             y="speed-up by tasks",
             places={f"{load}: efficiency": size for load, size in zip(LOADS, kind.loads, strict=True)},
-            log="x",
         ),
     )
 

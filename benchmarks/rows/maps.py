@@ -180,8 +180,7 @@ def scaling(quick: bool) -> Row:
             x="workers",
             y="calls in a second",
             places={str(size): size for size in sizes},
-            height=lambda seconds: 1 / seconds,
-            log="",
+            rates=True,
         ),
     )
 
@@ -217,7 +216,7 @@ def map_window(quick: bool) -> Row:
             x="duration of a call",
             y="items pulled, without a result",
             places={in_seconds(seconds): seconds for seconds in DURATIONS},
-            seconds="x",
+            say_x=in_seconds,
         ),
     )
 

@@ -112,7 +112,6 @@ def article_figure(quick: bool) -> Row:
             x="calls at once",
             y="seconds",
             places={str(size): size for size in sizes},
-            log="y",
         ),
     )
 

@@ -23,7 +23,7 @@ import psutil
 from benchmarks.bare import bare_echo
 from benchmarks.calls import nothing, same, same_plainly, sum_of
 from benchmarks.contestants import WrongResult, always, percore_call, playing, runner, timed
-from benchmarks.figures import Target, in_mebibytes, in_times
+from benchmarks.figures import Target, in_mebibytes, in_seconds, in_times
 from benchmarks.harness import Row, row
 from benchmarks.machine import Pin, descendants, pss_of_all
 from benchmarks.peers import executors
@@ -106,7 +106,7 @@ def payload_sizes(quick: bool) -> Row:
     return Row(
         {MEMCPY: memcpy(payloads), **_echoes(payloads)},
         targets_of(payloads),
-        plot=Plot("Bytes there and back, one call at a time", "bytes", "seconds", SIZES, seconds="y", hidden=MEMCPY),
+        plot=Plot("Bytes there and back, one call at a time", "bytes", "seconds", SIZES, say_y=in_seconds, hidden=MEMCPY),
     )
 
 
@@ -133,7 +133,7 @@ def payload_arrays(quick: bool) -> Row:
     return Row(
         {MEMCPY: memcpy(arrays), **_echoes(payloads, views=True)},
         targets_of(payloads),
-        plot=Plot("A numpy array there and back, one call at a time", "bytes", "seconds", ARRAYS, seconds="y", hidden=MEMCPY),
+        plot=Plot("A numpy array there and back, one call at a time", "bytes", "seconds", ARRAYS, say_y=in_seconds, hidden=MEMCPY),
     )
 
 

@@ -45,7 +45,6 @@ from benchmarks.table import row_lines, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
 
     from benchmarks.harness import Contestant
     from benchmarks.results import Json
@@ -611,7 +610,7 @@ def test_efficiency_is_the_speed_up_over_one_task_by_the_workers() -> None:
 
 
 class TestPlots:
-    def test_every_plot_is_drawn_from_what_was_measured(self, tmp_path: Path) -> None:
+    def test_every_plot_is_drawn_from_what_was_measured(self) -> None:
         made = {name: row_of(name, quick=False) for name in row_names()}
         drawing = {name: row for name, row in made.items() if row.plot is not None}
         assert {"article_figure", "in_flight", "payload_sizes", "scaling"} <= drawing.keys()
@@ -621,31 +620,26 @@ class TestPlots:
             sample = {metric: 0.5 + number for number, metric in enumerate(row.plot.places)}
             figures[name] = as_json(Result({contestant: [sample] for contestant in row.contestants}), [])
         del figures["scaling"]
-        paths = list(plots.write_all(made, figures, tmp_path / "plots"))
-        assert {path.name for path in paths} == {f"{name}.svg" for name in figures}
-        for path in paths:
-            row = drawing[path.stem]
+        drawn = plots.drawn(made, figures)
+        assert drawn.keys() == {f"{name}.svg" for name in figures}
+        for file, svg in drawn.items():
+            row = drawing[file.removesuffix(".svg")]
             assert row.plot is not None
-            assert len(ET.parse(path).findall("{*}polyline")) == len(row.contestants.keys() - {row.plot.hidden})
+            assert len(ET.fromstring(svg).findall("{*}polyline")) == len(row.contestants.keys() - {row.plot.hidden})
 
     def test_a_line_has_the_medians_of_the_metrics_that_have_a_place(self) -> None:
-        plot = Plot("title", "x", "y", {"1 kB": 1000, "1 MB": 10**6}, height=lambda seconds: 1 / seconds)
+        plot = Plot("title", "x", "y", {"1 kB": 1000, "1 MB": 10**6}, rates=True)
         result = Result({"percore": [{"1 kB": 1.0, "1 MB": 2.0, "a table": 9.0}] * 3, "peer": [{"a table": 1.0}]})
         (line,) = ET.fromstring(plot.svg(result)).findall("{*}polyline")
         (x, y), (other_x, other_y) = (map(float, point.split(",")) for point in line.attrib["points"].split())
         assert x < other_x
         assert y < other_y  # downwards
 
-    @pytest.mark.parametrize(
-        ("low", "high", "ticks"), [(1, 1000, [1, 10, 100, 1000]), (15, 80, [20, 50]), (0.9, 31, [1, 2, 5, 10, 20])]
-    )
-    def test_a_log_axis_has_round_numbers(self, low: float, high: float, ticks: list[float]) -> None:
-        assert plots.Axis(low, high, (0, 100), is_log=True).ticks() == ticks
-
-    def test_a_linear_axis_begins_at_zero(self) -> None:
-        axis = plots.Axis.over([3.0, 40.0], (0, 100), is_log=False)
-        assert axis.ticks() == [0, 10, 20, 30, 40]
-        assert axis.at(0) == 0
+    def test_the_ratios_are_points_around_one(self) -> None:
+        svg = plots.ratios([plots.Ratio("a", "peer", 1.8, 2, 2.2), plots.Ratio("a", "limit", 0.4, 0.5, 0.6)])
+        faster, slower = (float(point.attrib["cx"]) for point in ET.fromstring(svg).findall("{*}circle"))
+        one = next(line for line in ET.fromstring(svg).findall("{*}path") if line.attrib.get("class") == "one")
+        assert slower < float(one.attrib["d"].split()[0][1:]) < faster
 
 
 class TestPayloads:
