@@ -7,7 +7,7 @@
 #   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
 #   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
-#   make soak       the raciest tests, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
+#   make soak       the tests with the most races, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again

@@ -41,7 +41,7 @@ def text_of(url: str) -> str:
 
 
 def pid_after(seconds: float) -> int:
-    """This process, after so long that a second call at the same time goes to another one."""
+    """The pid, after a time in which a second call goes to another process."""
     time.sleep(seconds)
     return os.getpid()
 

@@ -202,7 +202,7 @@ def main() -> int:
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Develops photographs on every CPU, and then in one process.")
     add = parser.add_argument
-    add("count", nargs="?", type=whole, default=PHOTOGRAPHS, metavar="COUNT", help=f"so many photographs (default: {PHOTOGRAPHS})")
+    add("count", nargs="?", type=whole, default=PHOTOGRAPHS, metavar="COUNT", help=f"photographs to show (default {PHOTOGRAPHS})")
     add("--size", type=size, default=SIZE, metavar="WxH", help=f"pixels of each (default: {SIZE[0]}x{SIZE[1]})")
     add("--workers", type=whole, metavar="N", help="processes (default: one for each CPU)")
     add("--output", type=Path, metavar="FILE", help="save the contact sheet there (.jpg, .png)")

@@ -150,12 +150,12 @@ class Progress:
         self._terminal = terminal
         self._began = time.monotonic()
         self._next = 0.0
-        self._tell()
+        self._show()
 
     def count(self, line: Line) -> None:
         self.written += 1
         self.failed += bool(line.error)
-        self._tell()
+        self._show()
 
     def clear(self) -> None:
         """Clear the line of the terminal."""
@@ -166,7 +166,7 @@ class Progress:
         failed = f", {self.failed} of them failed" if self.failed else ""
         return f"{self.written} pages in {time.monotonic() - self._began:.1f} s{failed}"
 
-    def _tell(self) -> None:
+    def _show(self) -> None:
         now = time.monotonic()
         if self._terminal is not None and now >= self._next:
             self._next = now + REFRESH_SECONDS
@@ -229,17 +229,17 @@ def open_file(path: Path, mode: Literal["r", "w"]) -> TextIO:
 
 
 def read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fetches pages, parses them and writes what is in them, on every CPU.")
+    parser = argparse.ArgumentParser(description="Fetches pages, parses them and writes their contents, on every CPU.")
     add = parser.add_argument
     add(
         "count",
         nargs="?",
         type=whole,
         metavar="COUNT",
-        help=f"so many pages (default: all of --input, or {FARM_PAGES} of the farm)",
+        help=f"pages to fetch (default: all of --input, or {FARM_PAGES} of the farm)",
     )
     add("--input", type=Path, metavar="FILE", help="URLs, one a line (default: pages of a farm of sites on this machine)")
-    add("--output", type=Path, metavar="FILE", help="where the lines go (default: standard output)")
+    add("--output", type=Path, metavar="FILE", help="write the lines to this file (default: standard output)")
     add("--workers", type=whole, metavar="N", help="processes (default: one for each CPU)")
     options = parser.parse_args()
     if options.count is None and options.input is None:

@@ -205,9 +205,9 @@ def open_record(options: argparse.Namespace) -> AbstractContextManager[Record | 
 def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description="Crawls web sites politely, with asyncio on every CPU.")
     add = parser.add_argument
-    add("urls", nargs="*", metavar="URL", help="where to start; nowhere: a farm of 64 sites on this machine")
+    add("urls", nargs="*", metavar="URL", help="the start pages (default: a farm of 64 sites on this machine)")
     add("--input", type=Path, metavar="FILE", help="more URLs to start from, one a line")
-    add("--output", type=Path, metavar="FILE", help="write each page as a line of JSON, as it comes")
+    add("--output", type=Path, metavar="FILE", help="write each page as a line of JSON, as soon as it is fetched")
     add("--resume", action="store_true", help=RESUME)
     add("--per-host", type=whole, default=2, metavar="N", help="requests of one host at once (default 2)")
     add("--retries", type=natural, default=3, metavar="N", help=RETRIES)
@@ -216,7 +216,7 @@ def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     add("--workers", type=whole, metavar="N", help="processes (default: one for each CPU)")
     add("--concurrency", type=whole, default=100, metavar="N", help="pages at once in each process (default 100)")
     add("--depth", type=natural, default=3, metavar="N", help="how many links away from a start to go (default 3)")
-    add("--seconds", type=positive, metavar="S", help="end after so long (default: when all is visited)")
+    add("--seconds", type=positive, metavar="S", help="end after this time (default: when all pages are visited)")
     add("--follow-hosts", action="store_true", help="follow links to other hosts than those of the start pages")
     add("--single", action="store_true", help="one plain asyncio process, without percore")
     add("--compare", action="store_true", help="crawl twice, with percore and in one process; --output has the first")
@@ -228,21 +228,21 @@ def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     return options, starts
 
 
-RESUME = """go on with the crawl in --output, if that has pages: they are not fetched again, and their links are followed from
-there; those that failed are, unless the site said that there is no such page (4xx)"""
-RETRIES = """further attempts, each after twice the pause, when a page fails with 5xx or 429, a reset, a time-out or its worker
-(default 3)"""
+RESUME = """continue the crawl in --output: its pages are not fetched again, and their links are followed; pages that failed are
+fetched again, unless the site said that there is no such page (4xx)"""
+RETRIES = """further attempts, each after twice the pause, if a page fails with 5xx or 429, a reset, a time-out or the death of its
+worker (default 3)"""
 
 
 def check_together(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.resume and options.output is None:
-        parser.error("--resume goes on with the file of --output: name it")
+        parser.error("--resume continues the crawl in --output: give its file")
     if options.resume and not options.urls:
-        parser.error("--resume wants the URLs of the crawl that it goes on with: the farm has other ones each time")
+        parser.error("--resume needs the URLs of the crawl that it continues: the farm has other ones each time")
     if options.single and options.compare:
         parser.error("--single is one half of --compare: choose one of them")
     if options.resume and options.compare:
-        parser.error("--compare wants two whole crawls: it cannot --resume one")
+        parser.error("--compare needs two whole crawls: it cannot --resume one")
 
 
 def read_starts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:

@@ -1,7 +1,7 @@
 """List the Python interpreters of this machine that percore supports: a line `version<TAB>path` each, the oldest first.
 
-Looked for on PATH and among pyenv's versions. Only what really starts is listed: a pyenv shim is on PATH for versions
-that are not switched on, and then only prints a complaint.
+It looks on PATH and among pyenv's versions, and lists only interpreters that start: a pyenv shim is on PATH for inactive
+versions too, and then only prints an error.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The raciest tests of each group, over and over, while every CPU has four times the work it can do: python scripts/soak.py [TIMES]
+"""Runs the tests with the most races many times, with four runs at once on every CPU: python scripts/soak.py [TIMES]
 
-A test that passes on an idle machine says little about a race. The load of each run is three others of the same. Exit status 1 when
-one of them fails, with its output.
+A test that passes on an idle machine says little about a race. The load of each run is three other runs. The exit
+status is 1 if one of them fails; its output is printed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A local HTTP server: `server.py SECONDS BYTES` answers after so long with so much, and prints its URL.
+"""A local HTTP server: `server.py SECONDS BYTES` answers after this time with this many bytes, and prints its URL.
 
 It ends with its standard input.
 """

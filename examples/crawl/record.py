@@ -34,7 +34,7 @@ class Record:
             # A pipe or a device has no pages, and reading it might block.
             has_pages = self.path.is_file() and self.path.stat().st_size > 0
             if has_pages and not resume:
-                raise BadRecord(f"{path} has pages already: --resume goes on with it, or choose another name")
+                raise BadRecord(f"{path} has pages already: --resume continues it, or choose another name")
             if has_pages:
                 self._tidy()
             self._file = self.path.open("a" if has_pages else "w", encoding="utf-8")

@@ -238,7 +238,7 @@ def test_a_record_is_not_overwritten_unasked(tmp_path: Path) -> None:
     command = [*SCRAPE, "http://127.0.0.1:9/", "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"{output} has pages already: --resume goes on with it, or choose another name\n"
+    assert done.stderr == f"{output} has pages already: --resume continues it, or choose another name\n"
     assert output.read_text() == "{}\n"
 
 

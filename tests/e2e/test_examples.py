@@ -181,9 +181,9 @@ def read_terminal(terminal: int) -> str:
         (["--retries", "-1"], "argument --retries"),
         (["--backoff", "0"], "argument --backoff"),
         (["--depth", "-1"], "argument --depth"),
-        (["--resume", "http://a/"], "--resume goes on with the file of --output: name it"),
-        (["--resume", "--output", "x"], "--resume wants the URLs of the crawl that it goes on with"),
-        (["--resume", "--output", "x", "--compare", "http://a/"], "--compare wants two whole crawls"),
+        (["--resume", "http://a/"], "--resume continues the crawl in --output: give its file"),
+        (["--resume", "--output", "x"], "--resume needs the URLs of the crawl that it continues"),
+        (["--resume", "--output", "x", "--compare", "http://a/"], "--compare needs two whole crawls"),
         (["--single", "--compare"], "--single is one half of --compare"),
     ],
 )
