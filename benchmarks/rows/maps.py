@@ -176,10 +176,10 @@ def scaling(quick: bool) -> Row:
             for name, opening in openings.items()
         },
         plot=Plot(
-            f"A map of calls of 1 ms, {cpus} CPUs: calls in a second against workers",
+            "A map of calls of 1 ms: calls in a second against workers",
             x="workers",
             y="calls in a second",
-            places={str(size): size for size in sizes},
+            places={str(size): size for size in range(1, 257)},  # the record may be another machine's
             rates=True,
         ),
     )
