@@ -18,7 +18,10 @@ from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Program, Watch, Wire, figures
 
-pytestmark = pytest.mark.usefixtures("no_core_files")
+pytestmark = [
+    pytest.mark.usefixtures("no_core_files"),
+    pytest.mark.differs("uvloop", because="an exit reaches the loop through its callbacks of descriptors"),
+]
 
 
 # Where it dies

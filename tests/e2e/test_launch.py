@@ -28,6 +28,8 @@ from percore._engines.servers import Server, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 
+pytestmark = pytest.mark.differs("uvloop", because="processes are launched and awaited through the loop's descriptors and threads")
+
 ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", ["forkserver", "spawn"])
 
