@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import percore
 from percore import _faults
 from percore._core.flow import Cost
+from percore._member import Member
 from tests import jobs
 from tests.contract.conftest import threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -171,3 +172,27 @@ def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeyp
         if not strike.name:
             assert at > 100
             return
+
+
+@pytest.mark.parametrize("way", ["run", "run with a dict", "submit", "submit with a plan", "broadcast"])
+async def test_an_interrupt_while_a_call_is_sent_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program gets the KeyboardInterrupt. The call has ended: it takes no place, and the runner closes."""
+    send = Member.send
+
+    def interrupted(self: Member, call: Any) -> None:
+        monkeypatch.setattr(Member, "send", send)
+        raise KeyboardInterrupt
+
+    async with FakeRunner(1, concurrency=1) as runner:
+        ways: dict[str, Callable[[], Any]] = {
+            "run": lambda: runner.run(jobs.aecho, 1),
+            "run with a dict": lambda: runner.run(jobs.aecho, {"a": 1}),
+            "submit": lambda: runner.submit(jobs.aecho, 1),
+            "submit with a plan": lambda: runner.options(timeout=50).submit(jobs.aecho, [1]),
+            "broadcast": lambda: runner.broadcast(jobs.aecho, 1),
+        }
+        monkeypatch.setattr(Member, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            await ways[way]()
+        assert await runner.run(jobs.aecho, 2) == 2
+        assert (runner.statistics().running, runner.statistics().queued) == (0, 0)
