@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from percore._core.phase import Phase, PhaseEvent
-from percore._patience import Patience
+from percore._member import Patience
 from percore._supervisor import Supervisor
 
 

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from percore._core.lifecycle import Deadline, Event, State
-from percore._member import Member
-from percore._patience import Patience
+from percore._member import Member, Patience
 
 
 class Lives:

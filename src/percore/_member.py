@@ -7,6 +7,7 @@ reports an outcome, hands the call back or dies.
 import asyncio
 import sys
 from array import array
+from collections.abc import Callable
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,16 +18,16 @@ from percore._functions import Function
 from percore._messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from percore._interfaces import Fate, Sent, Worker
     from percore._messages import Body
-    from percore._patience import Patience
     from percore._shares import Shares
 
 
 _LATE: Final = 0.005
 """Seconds after which a worker that has messages but reads none counts as behind. Reading takes far less."""
+
+_LATENESS: Final = 1.0
+"""Seconds of lateness of a timer from which on the loop must have been stopped, or blocked by user code."""
 
 
 class Turn:
@@ -48,6 +49,31 @@ class Turn:
 
     def _end(self) -> None:
         self._time = None
+
+
+class Patience:
+    """A timer for a deadline after which a worker is killed. Time in which this process itself did not run does not count.
+
+    Calls `callback` once after `seconds`, unless it is cancelled before.
+
+    If the loop runs the timer late, the worker was probably stopped as well, or the loop has not read the worker's messages yet.
+    The timer then starts again with the same time, once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._callback = callback
+        self._timer = loop.call_later(seconds, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() - self._timer.when() < _LATENESS:
+            self._callback()
+        else:
+            self._timer = self._loop.call_later(self._seconds, self._callback)
 
 
 class Member:

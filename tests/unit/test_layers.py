@@ -142,7 +142,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_contexts": VOCABULARY | {"_interfaces", "_ipc.pickles"},
     "_inputs": VOCABULARY,
     "_threaded": VOCABULARY,
-    "_patience": frozenset(),
     "_shares": VOCABULARY | {"_interfaces", "_ipc.copies", "_ipc.exports", "_shared"},
     "_functions": VOCABULARY | {"_core.flow", "_interfaces", "_ipc.advice", "_ipc.pickles", "_shares"},
     "_calls": VOCABULARY | {"_core.dispatch", "_functions", "_policy"},
@@ -155,7 +154,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_recalls": VOCABULARY,
     "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_items", "_member"},
     "_limited": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
-    "_lives": frozenset({"_core.lifecycle", "_member", "_patience"}),
+    "_lives": frozenset({"_core.lifecycle", "_member"}),
     "_pool": VOCABULARY
     | {
         "_broken",
@@ -187,7 +186,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "_interfaces",
     }
     | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"},
-    "_closing": VOCABULARY | {"_core.phase", "_patience", "_supervisor"},
+    "_closing": VOCABULARY | {"_core.phase", "_member", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_policy", "_shares"},
     "_flow": VOCABULARY
@@ -244,7 +243,7 @@ ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
     "_beside": frozenset({"_supervisor"}),
     "_deaths": frozenset({"_supervisor"}),
     "_ipc.copies": frozenset({"_interfaces"}),
-    "_member": frozenset({"_patience", "_shares"}),
+    "_member": frozenset({"_shares"}),
     "_intake": frozenset({"_member", "_supervisor"}),
     "_recalls": frozenset({"_core.dispatch", "_member"}),
     "_outcomes": frozenset({"_pool", "_supervisor"}),
