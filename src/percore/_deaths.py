@@ -56,10 +56,10 @@ class Deaths:
             failure.__cause__ = fault
         self._supervisor.give_up(call, failure or fault, faults)
 
-    def _lost(self, member: Member, call: PendingCall, exitcode: int | None, age: float) -> float | None:
+    def _lost(self, member: Member, call: PendingCall, exitcode: int | None, age: float | None) -> float | None:
         """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
 
-        `age`: seconds since the call began.
+        `age`: seconds since the call began; None: unknown.
         """
         supervisor = self._supervisor
         if supervisor.phase.is_cut:
@@ -83,7 +83,9 @@ class Deaths:
         member.failed += 1
         return None
 
-    def _lost_items(self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float, faults: Faults) -> None:
+    def _lost_items(
+        self, member: Member, batch: Batch, items: int, exitcode: int | None, age: float | None, faults: Faults
+    ) -> None:
         """As `_lost`, for the items of a batch: the first `items` had begun, the others go back to the queue."""
         inner = Faults(faults.when)  # the caller reads `faults.last` for the batch as a whole
         for index in batch.began(items):

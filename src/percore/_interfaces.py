@@ -197,12 +197,12 @@ class Fate(NamedTuple):
 
     Attributes:
         begun: whether it has begun. None: nobody can tell; then it counts as begun.
-        age: seconds since it began; 0.0 if it has not, or if nobody can tell.
+        age: seconds since it began; None if it has not, or if nobody can tell.
         items: for a batch, how many of its items have begun.
     """
 
     begun: bool | None
-    age: float = 0.0
+    age: float | None = None
     items: int = 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._interfaces import Exit, Fate
 from percore._messages import RECALL
 from tests import jobs
 from tests.contract.conftest import MakeRunner
@@ -357,3 +358,34 @@ async def test_sigint_does_nothing(make_real: MakeRunner) -> None:
         _worker(runner).kill(signal.SIGINT)
         assert (await runner.run(jobs.where)).pid == pid
         assert (await runner.run(jobs.awhere)).pid == pid
+
+
+def _lose_place(worker: Any) -> None:
+    """End a worker as an engine does whose node has gone: nobody can tell which of its calls have begun."""
+    worker.fate = lambda place, call_id: Fate(None)
+    report = worker._on_exit
+    worker._on_exit = lambda end: report(Exit(None, place_lost=True))
+    worker.kill()
+
+
+async def test_calls_whose_fate_nobody_can_tell_count_as_begun(log: Log, gate: Gate) -> None:
+    async with FakeRunner(1, concurrency=1) as runner, asyncio.timeout(20):
+        running, queued = (runner.submit(jobs.await_, log.path, gate.path, i) for i in range(2))
+        batch = asyncio.ensure_future(runner.map(jobs.wait, [log.path] * 3, [gate.path] * 3, return_exceptions=True))
+        await log.take(2)
+        _lose_place(_worker(runner))
+        await asyncio.wait([running, batch])
+        for error in (running.exception(), *batch.result()):
+            assert isinstance(error, percore.WorkerDied)
+            assert (error.started, error.exitcode, error.age) == (True, None, None)
+        gate.open()
+        await asyncio.wait([queued])  # repeated if the supervisor still had it, or lost like the others
+
+
+async def test_a_lost_place_is_no_failed_start() -> None:
+    async with FakeRunner(1) as runner, asyncio.timeout(20):
+        for generation in range(2, 14):  # after ten failed starts in a row the runner would be broken
+            _lose_place(_worker(runner))
+            while (now := runner.statistics().workers[0]).generation != generation or now.state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert await runner.run(jobs.aecho, 1) == 1
