@@ -188,7 +188,7 @@ class Flow:
             self._leave(self._admitted)
         leaving, self._leaving = self._leaving, []
         with faults:
-            owner.forget(self.function, (*leaving, *self._sent))
+            owner.functions.retire(self.function, (*leaving, *self._sent))
         faults.finish()
         try:
             if not feeder.done():
@@ -209,10 +209,10 @@ class Flow:
         try:
             inputs.open()
         except BaseException:
-            owner.forget(function, ())
+            owner.functions.retire(function, ())
             raise
         if self._is_closed:  # user code run by `hold` or `open` has closed the map
-            owner.forget(function, ())
+            owner.functions.retire(function, ())
             return
         is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
         is_batched &= self._policy is None or self._policy.is_plain

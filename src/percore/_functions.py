@@ -4,21 +4,25 @@ The arguments of a call are pickled here too, since an error names the function 
 """
 
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from percore._core.flow import Cost
 from percore._interfaces import Store
 from percore._ipc.advice import blamed, unsendable, unsendable_function
 from percore._ipc.pickles import CANNOT, is_by_reference, qualified_name
-from percore._messages import Kind, Payload
+from percore._messages import UNDEFINE, Body, Kind, Payload
 from percore._options import routines_of
 from percore._shares import Share, Shares
 
 _REMEMBERED: Final = 4096
 """Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
+
+_LOOKS: Final = 4
+"""Number of retired functions with running calls to check after each outcome, so that the cost stays constant."""
 
 
 class Function:
@@ -65,11 +69,32 @@ def kind_of(fn: object) -> int:
     return Kind.THREAD
 
 
+class Use(Protocol):
+    """A call, as its function sees it."""
+
+    function: Function
+    member: Any
+
+
+class Caller(Protocol):
+    """A worker, as functions see it."""
+
+    defined: set[int]
+    """Numbers of the functions that it was sent."""
+
+    tell: Callable[[int, int, Body], None]
+
+    @property
+    def calls(self) -> Mapping[int, Use]: ...
+
+
 class Functions:
     """The functions of one runner, by number."""
 
-    def __init__(self, store: Store, shares: Shares) -> None:
+    def __init__(self, store: Store, shares: Shares, workers: Collection[Caller]) -> None:
+        """`workers`: all workers that have not ended."""
         self.store = store
+        self._workers = workers
         self._shares = shares
         self._press = store.press
         self.known: dict[int | tuple[int, int], Function] = {}
@@ -77,9 +102,9 @@ class Functions:
 
         A class method is a new object at each access, so it is found by the ids of its function and its class."""
         self._held: set[int] = set()
-        """Numbers of the functions that `hold` has numbered and `drop` has not released."""
-        self.on_forgotten: Callable[[], None] = lambda: None
-        """Called after known functions were forgotten."""
+        """Numbers of the functions that `hold` has numbered and that are not released."""
+        self.retired: deque[tuple[Function, list[Use]]] = deque()
+        """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self._last = 0
 
     def of(self, fn: Callable[..., Any]) -> Function:
@@ -108,15 +133,24 @@ class Functions:
     def _forget_oldest(self) -> None:
         """Forget the oldest quarter of the known functions. Their waiting calls keep the old numbers and remain valid."""
         forgotten = [self.known.pop(name, None) for name in list(islice(self.known, -(-_REMEMBERED // 4)))]
-        self.on_forgotten()
+        self._undefine_forgotten()
         del forgotten  # last, when the state is consistent: this may run a `__del__`
 
-    def numbers(self) -> set[int]:
-        """Return the numbers of all known or held functions."""
-        return {function.number for function in self.known.values()} | self._held
+    def _undefine_forgotten(self) -> None:
+        """Let workers forget the functions that are neither known nor held.
+
+        A worker keeps those whose calls it has; the next run of this method looks at them again. Before a worker is sent another
+        call of a forgotten function, it is sent the function again.
+        """
+        in_use = {function.number for function in self.known.values()} | self._held
+        for worker in list(self._workers):
+            called = {call.function.number for call in list(worker.calls.values())}
+            for number in worker.defined - in_use - called:
+                worker.defined.discard(number)
+                worker.tell(UNDEFINE, number, None)
 
     def hold(self, fn: Callable[..., Any]) -> Function:
-        """As `of`, but pickle a function that travels by value once, and give it a number until `drop`.
+        """As `of`, but pickle a function that travels by value once, and give it a number until it is retired.
 
         Raises:
             TypeError: as `kind_of`.
@@ -128,8 +162,39 @@ class Functions:
             self._held.add(function.number)
         return function
 
-    def drop(self, function: Function) -> None:
-        """Release a held function. No call may name it from now on."""
+    def retire(self, function: Function, calls: Iterable[Use]) -> None:
+        """Retire a held function, and forget it once all of these calls that are in workers have ended. It has no other calls."""
+        if function.users:
+            function.users = 0
+            self.retired.append((function, [call for call in calls if call.member is not None]))
+            self.forget_retired()
+
+    def forget_retired(self) -> None:
+        """Forget the retired functions that no worker needs any more.
+
+        A worker may need a function as long as it has one of its calls, since even a call that has begun may still have to unpickle
+        the function. This runs for each outcome, so it checks only the last call of a function, and at most `_LOOKS` functions with
+        running calls. Once all calls have ended, all functions are forgotten, in whatever order the calls ended.
+        """
+        kept = 0
+        for _ in range(len(self.retired)):
+            if not self.retired or kept == _LOOKS:  # forgetting a function may run a `__del__` that ends a map
+                return
+            function, calls = self.retired.popleft()
+            while calls and calls[-1].member is None:
+                calls.pop()
+            if calls:
+                self.retired.append((function, calls))
+                kept += 1
+            else:
+                self._drop(function)
+
+    def _drop(self, function: Function) -> None:
+        """Release a held function, here and in the workers. No call may name it from now on."""
+        for worker in list(self._workers):
+            if function.number in worker.defined:
+                worker.defined.discard(function.number)
+                worker.tell(UNDEFINE, function.number, None)
         self._held.discard(function.number)
         self.discard(function.payload)
         function.payload = b""

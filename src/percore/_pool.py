@@ -82,7 +82,7 @@ class Pool:
 
     def __init__(self, supervisor: "Supervisor", workers: int) -> None:
         self.slots = [Slot(index) for index in range(workers)]
-        self.members: set[Member] = set()
+        self.members = supervisor.members
         self.low: set[Limited] = set()
         """Workers near or at their limit of calls that have not been replaced yet."""
         self._supervisor = supervisor

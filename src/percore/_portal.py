@@ -144,7 +144,7 @@ class Portal:
         """Forget a held function that no call needs any more. May be called from any thread, at any point of its code."""
         jobs = self.jobs
         if jobs is not None and os.getpid() == self._pid:
-            self._wake(lambda: jobs.supervisor.forget(function, ()))  # (): each call references its Held, so none is left
+            self._wake(lambda: jobs.supervisor.functions.retire(function, ()))  # (): each call references its Held, so none is left
 
     def _start(self) -> None:
         with _start_lock:

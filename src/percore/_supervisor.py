@@ -16,9 +16,8 @@ calls wait elsewhere: those between two attempts in Attempts, and those of broad
 import asyncio
 import contextlib
 import os
-from collections import deque
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from percore._admission import Admission
 from percore._attempts import Attempts
@@ -37,7 +36,7 @@ from percore._intake import Intake
 from percore._interfaces import Engine
 from percore._items import Flow
 from percore._member import Member
-from percore._messages import CANCEL, UNDEFINE, Kind
+from percore._messages import CANCEL, Kind
 from percore._options import Knobs
 from percore._points import POINTS, point
 from percore._policy import Policy
@@ -47,9 +46,6 @@ from percore._shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_LOOKS: Final = 4
-"""Number of retired functions with running calls to check after each outcome, so that the cost stays constant."""
 
 
 class Supervisor:
@@ -62,9 +58,10 @@ class Supervisor:
         self.store = store = engine.store
         self.dispatch: Dispatch[Any, Member] = Dispatch(options.concurrency, options.threads, options.per_key)
         self.shares = Shares(loop, store)
-        self.functions = Functions(store, self.shares)
+        self.members: set[Member] = set()
+        """All workers that have not ended. The pool adds and removes them."""
+        self.functions = Functions(store, self.shares, self.members)
         self.known = self.functions.known
-        self.functions.on_forgotten = self._undefine_forgotten
         self.policy = Policy(retries=options.retries) if options.retries else None
         """The policy of calls without options of their own; None: the defaults."""
         self.policy_of = Policy.checked
@@ -83,13 +80,11 @@ class Supervisor:
         """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
         self._pid = os.getpid()
         self._is_settling = False
-        self._retired: deque[tuple[Function, list[PendingCall]]] = deque()
-        """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self.enders: set[Callable[[], None]] = set()
         """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
         self.intake = Intake(self)
         self.pool = Pool(self, options.workers)
-        self.slots, self.members, self.lives = self.pool.slots, self.pool.members, self.pool.lives
+        self.slots, self.lives = self.pool.slots, self.pool.lives
 
     # Calls
 
@@ -219,8 +214,8 @@ class Supervisor:
         To be called when calls or workers have ended, and when workers have sent messages or read some.
         """
         try:
-            if self._retired:
-                self._forget_retired()
+            if self.functions.retired:
+                self.functions.forget_retired()
             if self.lives.draining:
                 self.lives.look_drained()
             if self.beside.waiting:
@@ -236,7 +231,7 @@ class Supervisor:
     def _advance_despite(self, error: BaseException) -> None:
         """Run all steps of `advance` again, each isolated, after one of them raised this error."""
         steps = (
-            self._forget_retired,
+            self.functions.forget_retired,
             self.lives.look_drained,
             self.beside.advance,
             self.pool.relieve,
@@ -267,53 +262,6 @@ class Supervisor:
         self._is_settling = False
         self.dispatch.settle()
         self._dispatch()
-
-    def forget(self, function: Function, calls: Iterable[PendingCall]) -> None:
-        """Retire a held function, and forget it once all of these calls that are in workers have ended. It has no other calls."""
-        if function.users:
-            function.users = 0
-            self._retired.append((function, [call for call in calls if call.member is not None]))
-            self._forget_retired()
-
-    def _forget_retired(self) -> None:
-        """Forget the retired functions that no worker needs any more.
-
-        A worker may need a function as long as it has one of its calls, since even a call that has begun may still have to unpickle
-        the function. This runs for each outcome, so it checks only the last call of a function, and at most `_LOOKS` functions with
-        running calls. Once all calls have ended, all functions are forgotten, in whatever order the calls ended.
-        """
-        kept = 0
-        for _ in range(len(self._retired)):
-            if not self._retired or kept == _LOOKS:  # forgetting a function may run a `__del__` that ends a map
-                return
-            function, calls = self._retired.popleft()
-            while calls and calls[-1].member is None:
-                calls.pop()
-            if calls:
-                self._retired.append((function, calls))
-                kept += 1
-            else:
-                self._undefine(function)
-
-    def _undefine(self, function: Function) -> None:
-        for member in list(self.members):
-            if function.number in member.defined:
-                member.defined.discard(function.number)
-                member.tell(UNDEFINE, function.number, None)
-        self.functions.drop(function)
-
-    def _undefine_forgotten(self) -> None:
-        """Let workers forget the functions that `Functions` has forgotten.
-
-        A worker keeps those whose calls it has; the next run of this method looks at them again. Before a worker is sent another
-        call of a forgotten function, it is sent the function again.
-        """
-        in_use = self.functions.numbers()
-        for member in list(self.members):
-            called = {call.function.number for call in list(member.calls.values())}
-            for number in member.defined - in_use - called:
-                member.defined.discard(number)
-                member.tell(UNDEFINE, number, None)
 
     def refuse(self, call: PendingCall) -> None:
         """End a call that no worker will run."""

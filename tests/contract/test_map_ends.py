@@ -600,9 +600,9 @@ async def test_nobody_goes_through_all_calls_while_a_cancelled_one_runs_on(
             assert await runner.map(jobs.echo, [count]) == [count]
             assert await runner.map(functools.partial(jobs.aecho, count), [()] * 0) == []
         assert scanned.scans == 0
-        assert len(supervisor._retired) == 1
+        assert len(supervisor.functions.retired) == 1
         gate.open()
-        while supervisor._retired:  # noqa: ASYNC110  # a cancelled call ends without a word
+        while supervisor.functions.retired:  # noqa: ASYNC110  # a cancelled call ends without a word
             await asyncio.sleep(0)
         other_gate.open()
         await asyncio.gather(*others)
@@ -620,13 +620,13 @@ async def test_a_function_is_forgotten_when_the_last_of_its_calls_has_ended_in_a
         for results in maps:
             await results.aclose()
         await asyncio.gather(*tasks)
-        assert len(supervisor._retired) == 20
+        assert len(supervisor.functions.retired) == 20
         other_gate.open()
-        while len(supervisor._retired) > 10:
+        while len(supervisor.functions.retired) > 10:
             await runner.run(jobs.aecho)
         gate.open()
         while supervisor.unfinished():  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert not supervisor._retired
+        assert not supervisor.functions.retired
         kept = {supervisor.known[id(jobs.aecho)].number}
         assert all(member.defined <= kept for member in supervisor.members)
