@@ -116,9 +116,6 @@ class Bits:
     def __init__(self, entries: int) -> None:
         self._strings = {number: f"{number:b}" for number in range(entries)}
 
-    def __len__(self) -> int:
-        return len(self._strings)
-
     def ones(self, number: int) -> int:
         """How many ones the string of this number has."""
         return self._strings[number].count("1")
