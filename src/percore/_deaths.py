@@ -103,7 +103,7 @@ class Deaths:
         member.take(batch.call_id)
         run = batch.rest(items)
         if run is not None:
-            self._supervisor.put_back(batch.flow, run)
+            self._supervisor.put_back(batch.map, run)
         inner.finish()
 
     def _return(self, member: Member, exitcode: int | None, faults: Faults) -> None:

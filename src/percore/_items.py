@@ -20,8 +20,8 @@ from percore._policy import Plan
 _MARSHAL: Final = 2
 
 
-class Flow(Protocol):
-    """A map, as its items see it. Its methods raise no `Exception` and run no user code."""
+class RunningMap(Protocol):
+    """A map under way, as its items see it. Its methods raise no `Exception` and run no user code."""
 
     function: Function
     queue: Queue[Any, Any]
@@ -66,21 +66,21 @@ def size_of(body: object) -> int:
 class Item(CallBase):
     """One item of a map, sent as a call."""
 
-    __slots__ = ("_is_done", "_size", "body", "call_id", "flow", "function", "key", "kind", "member", "number", "plan", "queue")
+    __slots__ = ("_is_done", "_size", "body", "call_id", "function", "key", "kind", "map", "member", "number", "plan", "queue")
 
     call_id: int
 
     def __init__(  # takes everything at once: a hundred thousand items may be made per second
-        self, flow: Flow, number: int, body: Any, size: int, plan: Plan | None, key: Hashable | None = None
+        self, running: RunningMap, number: int, body: Any, size: int, plan: Plan | None, key: Hashable | None = None
     ) -> None:
-        self.flow = flow
+        self.map = running
         self.number = number
         self.body = body
         self.plan = plan
         self.key = key
-        self.function = function = flow.function
+        self.function = function = running.function
         self.kind = function.kind
-        self.queue = flow.queue
+        self.queue = running.queue
         self.member: Any = None
         self._size = size
         self._is_done = False
@@ -93,7 +93,7 @@ class Item(CallBase):
         """Cancel the item. Its map is not told when it ends."""
         if not self._is_done:
             self._is_done = True
-            self.flow.owner.cancelled(self)
+            self.map.owner.cancelled(self)
 
     def set_result(self, value: Any) -> None:
         """End with this result, a scalar."""
@@ -102,19 +102,19 @@ class Item(CallBase):
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
         self._is_done = True
-        self.flow.ended(self.number, [value], self._size, size)
+        self.map.ended(self.number, [value], self._size, size)
 
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
         self._is_done = True
-        self.flow.failed(self.number, error, self._size)
+        self.map.failed(self.number, error, self._size)
 
     def abandon(self, error: BaseException) -> None:
-        self.flow.runs_on(self)
+        self.map.runs_on(self)
         self.set_exception(error)
 
     def repeated(self) -> None:
-        self.flow.runs_alone(self)
+        self.map.runs_alone(self)
 
 
 class Batch(CallBase):
@@ -129,9 +129,9 @@ class Batch(CallBase):
         "_late",
         "body",
         "call_id",
-        "flow",
         "function",
         "kind",
+        "map",
         "member",
         "outstanding",
         "plan",
@@ -146,14 +146,14 @@ class Batch(CallBase):
     call_id: int
     wanted: int
 
-    def __init__(self, flow: Flow, run: Run, plan: Plan | None) -> None:
-        self.flow = flow
+    def __init__(self, running: RunningMap, run: Run, plan: Plan | None) -> None:
+        self.map = running
         self.run = run
         self.body = None  # `message` has the bodies of the items
         self.plan = plan
-        self.function = function = flow.function
+        self.function = function = running.function
         self.kind = function.kind
-        self.queue = flow.queue
+        self.queue = running.queue
         self.member: Any = None
         self.size = self.wanted = self.outstanding = len(run.bodies)
         self._ended = 0
@@ -175,7 +175,7 @@ class Batch(CallBase):
         if wanted < self.wanted:
             self.wanted = wanted
             if self.member is not None:
-                self.flow.owner.cancelled(self)
+                self.map.owner.cancelled(self)
 
     def seconds(self) -> float:
         batches = self.queue.batches
@@ -184,7 +184,7 @@ class Batch(CallBase):
         return self.outstanding * batches.cost.seconds
 
     def left(self) -> int:
-        self.flow.left(self)
+        self.map.left(self)
         return self.outstanding - 1
 
     # What the worker reports
@@ -216,15 +216,15 @@ class Batch(CallBase):
             kind = type(results[0])
             if not size and (kind is str or kind is bytes):
                 size = sum(len(value) for value in results if type(value) is kind)
-            self.flow.ended(self.run.start + first, results, self._arguments(first, first + len(results)), size)
+            self.map.ended(self.run.start + first, results, self._arguments(first, first + len(results)), size)
 
     def _part(self, first: int, results: list[Any], failures: dict[int, Exception]) -> None:
         for place, result in enumerate(results):
             number, arguments = self.run.start + first + place, self._arguments(first + place, first + place + 1)
             if place in failures:
-                self.flow.failed(number, failures[place], arguments)
+                self.map.failed(number, failures[place], arguments)
             else:
-                self.flow.ended(number, [result], arguments, 0)
+                self.map.ended(number, [result], arguments, 0)
 
     def set_result(self, value: Any) -> None:
         raise BrokenFrame(f"a result of batch {self.call_id} as a whole")
@@ -234,7 +234,7 @@ class Batch(CallBase):
 
     def set_exception(self, error: BaseException) -> None:
         """End the map, because percore itself failed and has lost some of the items."""
-        self.flow.broke(error)
+        self.map.broke(error)
 
     def target(self, index: int) -> "BatchItem":
         """Return one item, for an outcome that the worker reports separately.
@@ -288,7 +288,7 @@ class Batch(CallBase):
         """End each item that has not ended with a new error from `refusal`."""
         for index in self.began(self.size):
             if index < self.wanted:
-                self.flow.failed(self.run.start + index, refusal(), self._arguments(index, index + 1))
+                self.map.failed(self.run.start + index, refusal(), self._arguments(index, index + 1))
         self.wanted = 0
 
     def _arguments(self, first: int, end: int) -> int:
@@ -307,7 +307,7 @@ class BatchItem(CallBase):
     def __init__(self, batch: Batch, index: int) -> None:
         self._batch = batch
         self._index = index
-        self.plan = batch.flow.plan()
+        self.plan = batch.map.plan()
 
     def done(self) -> bool:
         """Whether the map does not need the item any more."""
@@ -327,17 +327,17 @@ class BatchItem(CallBase):
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
         batch = self._batch
-        batch.flow.ended(batch.run.start + self._index, [value], self._arguments(), size)
+        batch.map.ended(batch.run.start + self._index, [value], self._arguments(), size)
 
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
-        self._batch.flow.failed(self._batch.run.start + self._index, error, self._arguments())
+        self._batch.map.failed(self._batch.run.start + self._index, error, self._arguments())
 
     def renewed(self) -> Item:
         """Return a new `Item` for the same input, to send it again outside the batch."""
         run = self._batch.run
         body = run.bodies[self._index]
-        return Item(self._batch.flow, run.start + self._index, (body,) if run.is_bare else body, self._arguments(), self.plan)
+        return Item(self._batch.map, run.start + self._index, (body,) if run.is_bare else body, self._arguments(), self.plan)
 
     def _arguments(self) -> int:
         return self._batch._arguments(self._index, self._index + 1)

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, G
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
-from percore._flow import Flow
 from percore._functions import kind_of
 from percore._inputs import Inputs
+from percore._map_run import MapRun
 from percore._options import check_plain
 from percore._rows import Spec
 from percore._supervisor import Supervisor
@@ -55,7 +55,7 @@ class Map(Generic[T_co]):
         self._inputs = Inputs(iterables)
         self._spec = spec
         self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
-        self._flow: Flow | None = None
+        self._run: MapRun | None = None
         self._stream: AsyncGeneratorType[T_co, None] | None = None
         self._is_used = self._is_closed = False
 
@@ -116,8 +116,8 @@ class Map(Generic[T_co]):
         Any iteration in progress stops, including one in another task.
         """
         self._is_used = self._is_closed = True
-        if self._flow is not None:
-            await self._flow.close()
+        if self._run is not None:
+            await self._run.close()
         stream = self._stream
         if stream is not None and not stream.ag_running:  # a stream that is running in another task ends by itself
             await stream.aclose()  # now, to release the results it holds; the loop would do so later
@@ -148,6 +148,6 @@ class Map(Generic[T_co]):
         self._is_used = True
         self._check()
 
-    def _start(self) -> Flow:
-        self._flow = Flow(self._supervisor, self._fn, self._inputs, self._spec, self._context)
-        return self._flow
+    def _start(self) -> MapRun:
+        self._run = MapRun(self._supervisor, self._fn, self._inputs, self._spec, self._context)
+        return self._run

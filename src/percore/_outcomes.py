@@ -329,7 +329,7 @@ class Outcomes:
         if not batch.outstanding:
             member.take(batch.call_id)
         if run is not None:
-            self._supervisor.put_back(batch.flow, run)
+            self._supervisor.put_back(batch.map, run)
 
     def _ended(self, member: Member, target: Outcome, *, failed: bool = False) -> None:
         target.leave(member)

@@ -215,8 +215,8 @@ class Pool:
     def _take_back(self, call: PendingCall) -> None:
         """Queue a call again whose worker may not begin it."""
         if isinstance(call, Batch):
-            call.flow.left(call)
-            self._supervisor.put_back(call.flow, call.run)
+            call.map.left(call)
+            self._supervisor.put_back(call.map, call.run)
         else:
             self._supervisor.dispatch.returned([(call, call.queue)])
 

@@ -1,7 +1,7 @@
 """Buffers for the results of a map until the user asks for them: in order, as they come, or as a list."""
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class Failure:
@@ -26,8 +26,14 @@ class Part(NamedTuple):
 
 
 class Results(Protocol):
-    """A buffer for the results of a map."""
+    """A buffer for the results of a map.
 
+    Attributes:
+        is_list: whether the results are handed over all together, when the map is over.
+        ready: the results that can be handed over now.
+    """
+
+    is_list: ClassVar[bool]
     ready: deque[Part]
 
     def put(self, number: int, values: list[Any], size: int) -> None:
@@ -36,6 +42,8 @@ class Results(Protocol):
 
 class Ordered:
     """Results in the order of the inputs. A result is ready when all results before it have come."""
+
+    is_list: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.ready: deque[Part] = deque()
@@ -57,6 +65,8 @@ class Ordered:
 class AsTheyCome:
     """Results as they come. Each is ready at once."""
 
+    is_list: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self.ready: deque[Part] = deque()
 
@@ -67,6 +77,8 @@ class AsTheyCome:
 
 class Listed:
     """All results as a list, in order or as they came. `ready` stays empty."""
+
+    is_list: ClassVar[bool] = True
 
     def __init__(self, *, ordered: bool) -> None:
         self.ready: deque[Part] = deque()

@@ -41,7 +41,7 @@ class Spec:
 
 
 class Taker(Protocol):
-    """The receiver of the items, in order: the map's flow."""
+    """The receiver of the items, in order."""
 
     names: Names
 

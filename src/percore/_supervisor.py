@@ -34,7 +34,7 @@ from percore._faults import Faults
 from percore._functions import Function, Functions
 from percore._intake import Intake
 from percore._interfaces import Engine
-from percore._items import Flow
+from percore._items import RunningMap
 from percore._member import Member
 from percore._messages import CANCEL, Kind
 from percore._options import Knobs
@@ -147,16 +147,16 @@ class Supervisor:
         with faults:
             self.release(call)
 
-    def put_back(self, flow: Flow, run: Run) -> None:
+    def put_back(self, running: RunningMap, run: Run) -> None:
         """Queue the items of a batch again that its worker has not begun, or fail them if no more calls may begin."""
-        batches = flow.queue.batches
+        batches = running.queue.batches
         assert batches is not None
         if not self.phase.begins:
             for number in range(run.start, run.start + len(run.bodies)):
-                flow.failed(number, self.phase.refusal(), 0)
+                running.failed(number, self.phase.refusal(), 0)
         else:
             batches.put_back(run)
-            self.dispatch.appended(flow.queue)
+            self.dispatch.appended(running.queue)
 
     def unanswered(self, member: Member, call: PendingCall) -> None:
         """End a broadcast's call that has not begun in its worker and never will. Its error is WorkerDied."""

@@ -11,7 +11,7 @@ import pytest
 import percore
 from percore._calls import PendingCall
 from percore._core.flow import Cost
-from percore._flow import _MEASURED
+from percore._in_flight import _MEASURED
 from percore._items import Item
 from percore._member import Member
 from tests import jobs

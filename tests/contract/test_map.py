@@ -248,7 +248,7 @@ async def test_others_go_on_between_two_pulls_of_an_input_that_blocks(
     make: MakeRunner, monkeypatch: pytest.MonkeyPatch, is_mixed: bool
 ) -> None:
     for limit in ("_PULL_SECONDS", "_CHUNK_SECONDS"):  # each pull takes too long
-        monkeypatch.setattr(f"percore._flow.{limit}", -1.0)
+        monkeypatch.setattr(f"percore._feeder.{limit}", -1.0)
     async with make() as runner:
         numbers = Telling(20)
         reading = asyncio.create_task(numbers.read())

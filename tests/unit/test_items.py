@@ -19,7 +19,7 @@ from percore._policy import Plan, Policy
 START = 100
 
 
-class Flow:
+class Running:
     """A map: notes what its items tell."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Flow:
         self.policy = Policy(retries=1)
 
     @property
-    def owner(self) -> "Flow":
+    def owner(self) -> "Running":
         return self
 
     def cancelled(self, call: Any) -> None:
@@ -63,17 +63,17 @@ class Flow:
         self.told.append((batch.run.start, "left"))
 
 
-def batch_of(count: int, flow: Flow | None = None, *, is_bare: bool = False) -> Batch:
+def batch_of(count: int, running: Running | None = None, *, is_bare: bool = False) -> Batch:
     """Each of its items carries its number: bare, or as a pickle of as many bytes."""
     bodies: list[Any] = [START + index if is_bare else b"x" * index for index in range(count)]
-    batch = Batch(flow or Flow(), Run(START, bodies, is_bare, 16), None)
+    batch = Batch(running or Running(), Run(START, bodies, is_bare, 16), None)
     batch.member = object()  # a worker holds it
     return batch
 
 
 def told(batch: Batch) -> list[tuple[int, object]]:
-    assert isinstance(batch.flow, Flow)
-    return batch.flow.told
+    assert isinstance(batch.map, Running)
+    return batch.map.told
 
 
 class BatchMachine(RuleBasedStateMachine):
@@ -81,8 +81,8 @@ class BatchMachine(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 12), is_bare=st.booleans())
     def start(self, count: int, is_bare: bool) -> None:
-        self.flow = Flow()
-        self.batch = batch_of(count, self.flow, is_bare=is_bare)
+        self.running = Running()
+        self.batch = batch_of(count, self.running, is_bare=is_bare)
         self.is_bare = is_bare
         # Of each item: "waiting", then "late" where the loop awaits it, "ended", or "back".
         self.state = ["waiting"] * count
@@ -146,10 +146,10 @@ class BatchMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(START - 2, START + 14))
     def cancel(self, number: int) -> None:
-        before = len(self.flow.withdrawn)
+        before = len(self.running.withdrawn)
         self.batch.cancel_from(number)
         wanted = max(0, number - START)
-        assert len(self.flow.withdrawn) - before == (wanted < self.wanted)
+        assert len(self.running.withdrawn) - before == (wanted < self.wanted)
         self.wanted = min(self.wanted, wanted)
 
     @rule(data=st.data())
@@ -187,8 +187,8 @@ class BatchMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_outcome_is_told_once(self) -> None:
-        assert self.flow.told == self.expected
-        assert self.flow.arguments == self.arguments
+        assert self.running.told == self.expected
+        assert self.running.arguments == self.arguments
 
     @invariant()
     def it_knows_what_a_death_leaves(self) -> None:
@@ -225,7 +225,7 @@ def test_the_worker_is_told_the_function_and_the_bodies(is_bare: bool) -> None:
 def test_results_are_told_all_at_once() -> None:
     calls: list[tuple[Any, ...]] = []
 
-    class Listening(Flow):
+    class Listening(Running):
         def ended(self, *told: Any) -> None:
             calls.append(told)
 
@@ -241,8 +241,8 @@ def test_results_are_told_all_at_once() -> None:
 def test_results_are_weighed(results: list[Any], pickled: int, size: int) -> None:
     batch = batch_of(3)
     batch.values(0, results, pickled, {})
-    assert isinstance(batch.flow, Flow)
-    assert batch.flow.sizes == size
+    assert isinstance(batch.map, Running)
+    assert batch.map.sizes == size
 
 
 def test_an_empty_message_of_results_is_nothing() -> None:
@@ -255,8 +255,8 @@ def test_bare_scalars_are_no_pickled_arguments() -> None:
     # An int that is a body is a slot; one that is an argument is itself.
     batch = batch_of(3, is_bare=True)
     batch.values(0, [1, 2, 3], 0, {})
-    assert isinstance(batch.flow, Flow)
-    assert batch.flow.arguments == 0
+    assert isinstance(batch.map, Running)
+    assert batch.map.arguments == 0
 
 
 @pytest.mark.parametrize(("is_bare", "body"), [(False, b"xx"), (True, (102,))])
@@ -269,8 +269,8 @@ def test_an_item_is_attempted_again_alone(is_bare: bool, body: object) -> None:
     assert not again.done()
     again.set_result("at last")
     assert told(batch) == [(START + 2, "at last")]
-    assert isinstance(batch.flow, Flow)
-    assert batch.flow.arguments == (0 if is_bare else 2)
+    assert isinstance(batch.map, Running)
+    assert batch.map.arguments == (0 if is_bare else 2)
 
 
 def test_an_item_of_a_batch_ends_in_every_way() -> None:
@@ -282,8 +282,8 @@ def test_an_item_of_a_batch_ends_in_every_way() -> None:
     batch.target(3).cut_off()
     assert told(batch)[:3] == [(START, 1), (START + 1, [2]), (START + 2, error)]
     assert isinstance(told(batch)[3][1], RunnerClosed)
-    assert isinstance(batch.flow, Flow)
-    assert (batch.flow.sizes, batch.flow.arguments) == (30, 1 + 2 + 3)
+    assert isinstance(batch.map, Running)
+    assert (batch.map.sizes, batch.map.arguments) == (30, 1 + 2 + 3)
 
 
 def test_a_batch_is_refused_each_item_with_an_error_of_its_own() -> None:
@@ -308,55 +308,55 @@ def test_an_item_has_the_plan_of_a_call_that_was_not_attempted() -> None:
 # Items that go alone
 
 
-def item_of(flow: Flow, body: Any = b"12345") -> Item:
-    return Item(flow, 3, body, size_of(body), None, "key")
+def item_of(running: Running, body: Any = b"12345") -> Item:
+    return Item(running, 3, body, size_of(body), None, "key")
 
 
 @pytest.mark.parametrize(("value", "size"), [(7, 0), (None, 0), ("abc", 3), (b"abcd", 4)], ids=["int", "none", "str", "bytes"])
 def test_an_item_ends_with_a_scalar(value: object, size: int) -> None:
-    flow = Flow()
-    item = item_of(flow)
+    running = Running()
+    item = item_of(running)
     assert (item.size, item.done(), item.key) == (1, False, "key")
     item.set_result(value)
     assert item.done()
-    assert (flow.told, flow.arguments, flow.sizes) == ([(3, value)], 5, size)
+    assert (running.told, running.arguments, running.sizes) == ([(3, value)], 5, size)
 
 
 def test_an_item_ends_with_anything() -> None:
-    flow = Flow()
-    item = item_of(flow)
+    running = Running()
+    item = item_of(running)
     item.deliver([1], 50)
-    assert (flow.told, flow.arguments, flow.sizes, item.done()) == ([(3, [1])], 5, 50, True)
+    assert (running.told, running.arguments, running.sizes, item.done()) == ([(3, [1])], 5, 50, True)
 
 
 def test_an_item_fails() -> None:
-    flow = Flow()
-    item, error = item_of(flow), ValueError()
+    running = Running()
+    item, error = item_of(running), ValueError()
     item.set_exception(error)
-    assert (flow.told, flow.arguments, item.done()) == ([(3, error)], 5, True)
+    assert (running.told, running.arguments, item.done()) == ([(3, error)], 5, True)
 
 
 def test_an_item_is_cut_off() -> None:
-    flow = Flow()
-    item_of(flow).cut_off()
-    assert isinstance(flow.told[0][1], RunnerClosed)
+    running = Running()
+    item_of(running).cut_off()
+    assert isinstance(running.told[0][1], RunnerClosed)
 
 
 def test_a_cancelled_item_is_withdrawn_once_and_tells_nothing() -> None:
-    flow = Flow()
-    item = item_of(flow)
+    running = Running()
+    item = item_of(running)
     item.cancel()
     item.cancel()
     assert item.done()
-    assert (flow.withdrawn, flow.told) == ([item], [])
+    assert (running.withdrawn, running.told) == ([item], [])
 
 
 def test_an_item_that_has_ended_is_not_withdrawn() -> None:
-    flow = Flow()
-    item = item_of(flow)
+    running = Running()
+    item = item_of(running)
     item.set_result(1)
     item.cancel()
-    assert flow.withdrawn == []
+    assert running.withdrawn == []
 
 
 @pytest.mark.parametrize(

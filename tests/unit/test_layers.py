@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_core": frozenset(),
     "_core.lifecycle": WORDS,
     "_core.phase": WORDS | {"_core.lifecycle"},
+    "_core.map_life": WORDS | {"_core.lifecycle"},
     "_core.restart": WORDS,
     "_core.flow": WORDS,
     "_core.keys": WORDS | {"_core.names"},
@@ -189,11 +190,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "_closing": VOCABULARY | {"_core.phase", "_member", "_supervisor"},
     # maps
     "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_policy", "_shares"},
-    "_flow": VOCABULARY
-    | {"_faults", "_functions", "_core.batches", "_core.dispatch", "_core.flow", "_core.names"}
-    | {"_inputs", "_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
+    "_in_flight": VOCABULARY
+    | {"_faults", "_functions", "_core.batches", "_core.dispatch", "_core.flow", "_core.map_life", "_core.names"}
+    | {"_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
+    "_feeder": VOCABULARY | {"_core.map_life", "_in_flight", "_inputs", "_rows", "_supervisor"},
+    "_map_run": VOCABULARY | {"_core.map_life", "_faults", "_feeder", "_in_flight", "_inputs", "_results", "_rows", "_supervisor"},
     # face
-    "_map": VOCABULARY | {"_functions", "_flow", "_inputs", "_rows", "_supervisor"},
+    "_map": VOCABULARY | {"_functions", "_inputs", "_map_run", "_rows", "_supervisor"},
     "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
     "_verbs": VOCABULARY | {"_calls", "_functions", "_map_verbs", "_policy", "_supervisor"},
     "_runner": VOCABULARY
@@ -270,7 +273,7 @@ GIVES_WAY = {
     # the GIL, to the worker's loop
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
-    "_flow": ["asyncio.sleep(0)"],
+    "_feeder": ["asyncio.sleep(0)"],
     # the loop, between two imports
     "_assembly": ["asyncio.sleep(0)"],
 }
