@@ -61,7 +61,7 @@ class Beside:
         try:
             member.send(call)
         except BaseException as error:
-            self._supervisor.failed_with(call, error)
+            self._supervisor.failed_with(call, error, member)
 
     def withdraw(self) -> list[PendingCall]:
         """Remove and return all waiting calls."""

@@ -72,8 +72,8 @@ class Closing:
         supervisor = self._supervisor
         if supervisor.phase.now is Phase.FINISHING:
             if not supervisor.members:
+                self._stop_timers()  # first: if it fails, the next look goes on from here
                 supervisor.phase.advance(PhaseEvent.END)
-                self._stop_timers()
                 self._gone.set_result(None)
         elif supervisor.phase.now is not Phase.ENDED and (not supervisor.unfinished() or not supervisor.members):
             self._finish()

@@ -130,23 +130,28 @@ class Outcomes:
                         raise BrokenFrame(f"message {op} does not exist")
                 except (BrokenFrame, IllegalEvent):
                     raise
-                except Exception as error:
-                    self._isolate(call, error)
+                except BaseException as error:
+                    self._isolate(member, call_id, call, error)
                 if not channel.is_open:  # user code, or a message sent because of it, closed the channel
                     return
             lowered()
 
         return receive
 
-    def _isolate(self, call: PendingCall | None, error: Exception) -> None:
-        """End only this call: its message was valid, but handling the message raised this error.
+    def _isolate(self, member: Member, call_id: int, call: PendingCall | None, error: BaseException) -> None:
+        """End only this call: its message was valid, but handling the message raised this error. A batch ends its map.
 
         Raises:
-            Exception: `error` itself, if the message is not about a single call. It breaks the channel.
+            BaseException: `error` itself, if the message is not about a single call, or if the error is no Exception. It breaks
+                the channel.
         """
-        if call is None or type(call) is Batch:
-            raise error
-        self._supervisor.failed_with(call, error)
+        batch = member.calls.get(call_id & ID_MASK)
+        if type(batch) is Batch:
+            batch.flow.broke(error)  # results that the batch has counted may not have reached the map
+        elif call is not None and isinstance(error, Exception):
+            self._supervisor.failed_with(call, error)
+            return
+        raise error
 
     def _ready(self, slot: "Slot", member: Member, pid: int) -> None:
         member.worker.ready(pid)

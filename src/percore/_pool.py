@@ -70,6 +70,11 @@ class Slot:
         self.failure: BaseException | None = None
         """The error that the last dead worker reported, if it reported one."""
 
+    def took(self, member: Member) -> None:
+        """Add the counts of a dead worker to those of the earlier ones. Twice is as once."""
+        if self.past.generation != member.generation:
+            self.past = self.past.with_(member)
+
     def stop_timer(self) -> None:
         """Cancel the delayed start, if there is one."""
         if self.timer is not None:
@@ -136,13 +141,13 @@ class Pool:
 
     def _launch(self, slot: Slot, member: Member) -> None:
         supervisor = self._supervisor
-        worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
-        member.attach(worker, supervisor.shares)
+        member.worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        self.members.add(member)  # at once: after any exception, only a member is killed
         if slot.current is None:
             slot.current = member
         else:
             slot.next = member
-        self.members.add(member)
+        member.attach(member.worker, supervisor.shares)
         self.lives.look(member)
         member.worker.channel.open(
             self._outcomes.receiver(slot, member),
@@ -218,7 +223,7 @@ class Pool:
             call.map.left(call)
             self._supervisor.put_back(call.map, call.run)
         else:
-            self._supervisor.dispatch.returned([(call, call.queue)])
+            self._supervisor.dispatch.untaken(call, call.queue)
 
     def relieve(self) -> None:
         """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
@@ -246,7 +251,10 @@ class Pool:
     def _promote(self, slot: Slot) -> None:
         """Make the next worker of the slot, if any, the current one. If it is ready, it gets calls from now on, else once it is."""
         slot.current, slot.next = slot.next, None
-        if slot.current is not None and slot.current.is_ready:
+        self._seat(slot)
+
+    def _seat(self, slot: Slot) -> None:
+        if slot.current is not None and slot.current.is_ready and slot.current not in self._supervisor.dispatch.seats:
             self._supervisor.dispatch.seat(slot.current)
 
     def _retire(self, member: Member) -> None:
@@ -315,7 +323,7 @@ class Pool:
         began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
             supervisor.shares.buried(member)
-        slot.past = slot.past.with_(member)  # before it leaves `members`: another thread must find its counts in one place at least
+        faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
         slot.failure = member.failure
         with faults:
@@ -324,8 +332,19 @@ class Pool:
         faults.surely(member.worker.close)
         with faults:
             self._report_death(member, state, exitcode)
+        # The slot forgets the worker before a step may fail. Otherwise the slot would keep a dead worker for ever.
+        was_current, was_next = slot.current is member, slot.next is member
+        if was_current:
+            slot.current, slot.next = slot.next, None
+        elif was_next:
+            slot.next = None
+        faults.surely(lambda: self._seat(slot))
         with faults:
-            self._succeed(slot, member, exitcode, began=began or state is State.DRAINING)
+            if was_next:
+                self._never_began(slot, exitcode)
+            elif was_current and slot.current is None:
+                slot.stop_timer()
+                self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
         if faults.last is not None and slot.current is None and slot.timer is None and not slot.is_due:
             slot.is_due = True
             self._loop.call_soon(self._never_began, slot, exitcode)
@@ -347,17 +366,6 @@ class Pool:
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if on_death is not None and not self._supervisor.phase.is_closing and not is_asked_for:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
-
-    def _succeed(self, slot: Slot, member: Member, exitcode: int | None, *, began: bool) -> None:
-        """Promote the next worker to the place of a dead one, or arrange a start."""
-        if slot.next is member:
-            slot.next = None
-            self._never_began(slot, exitcode)
-        elif slot.current is member:
-            self._promote(slot)
-            if slot.current is None:
-                slot.stop_timer()
-                self._replace(slot, began=began, exitcode=exitcode, why=member.killed_why)
 
     def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
         is_closing = self._supervisor.phase.is_closing

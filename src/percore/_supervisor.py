@@ -96,12 +96,13 @@ class Supervisor:
 
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
+        member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
             if member is not None:
                 member.send(call)
         except BaseException as error:
-            self.failed_with(call, error)
+            self.failed_with(call, error, member)
 
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
@@ -114,16 +115,21 @@ class Supervisor:
                 try:
                     member.send(call)
                 except BaseException as error:
-                    self.failed_with(call, error)
+                    self.failed_with(call, error, member)
 
-    def failed_with(self, call: PendingCall, error: BaseException) -> None:
+    def failed_with(self, call: PendingCall, error: BaseException, chosen: Member | None = None) -> None:
         """End one call with an error that percore raised while it handled the call, wherever the call is.
+
+        `chosen`: the worker to which the call was being sent.
 
         Raises:
             BaseException: `error`, if it is no Exception. The call has ended by then.
         """
         faults = Faults(f"a call of {call.function.name} was sent, or its outcome received")
         faults.note(error)
+        if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BESIDE:
+            with faults:
+                self.dispatch.left(call)  # the key counts it as sent
         self.give_up(call, error, faults)
         faults.finish()
 

@@ -1,5 +1,6 @@
 """Who gets which call: the rules of places, turns, keys, batches and recalls, held by a model that plays the shell."""
 
+import contextlib
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -16,6 +17,7 @@ from percore._core.batches import Batches, Run
 from percore._core.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
 from percore._core.keys import weight
 from percore._messages import Kind
+from tests.strikes import Fault, Strike
 
 TASK, THREAD = Kind.TASK, Kind.THREAD
 KINDS = (TASK, THREAD)
@@ -1366,3 +1368,77 @@ def test_s6_a_collection_that_lists_a_queue_while_the_queues_are_looked_through(
     dispatch._note_ahead()
     dispatch.recall()
     assert dispatch.submitted(Call(kind, 1), queues[1]) is dispatch.seats[0]
+
+
+# Errors on the way from a queue to a worker
+
+
+@pytest.mark.parametrize("per_key", [None, 1])
+def test_an_error_on_the_way_loses_no_call(per_key: int | None) -> None:
+    at = 0
+    while _is_hit(at, per_key):
+        at += 1
+    assert at > 20
+
+
+def _is_hit(at: int, per_key: int | None) -> bool:
+    """Hand out calls of every kind with a fault at one step; look for all of them. Whether the fault happened."""
+    dispatch: Dispatch[Unit, Seat] = Dispatch(2, 2, per_key)
+    seats = [Seat(0), Seat(1)]
+    calls = [Call(kind, number, key) for kind in KINDS for number, key in enumerate([None, "a", None, "b", "a"])]
+    for call in calls:
+        assert dispatch.submitted(call) is None
+    line = Line("map", THREAD, None, is_batched=True)
+    batches: Batches[Any] = Batches(lambda run: FakeBatch(line, run))
+    queue: Queue[Any, Seat] = Queue(THREAD, batches)
+    dispatch.open(queue)
+    for start in (0, 10, 20):
+        batches.append(Run(start, list(range(start, start + 10)), start != 10, 16))
+    dispatch.appended(queue)
+    for seat in seats:
+        dispatch.seat(seat)
+    spared = {"done", "part", "untaken", "fill", "<genexpr>"}
+    strike = Strike(at, lambda code: "/_core/" in code.co_filename and code.co_name not in spared)
+    sent: list[Unit] = []
+    with contextlib.suppress(Fault):
+        _hand_out(dispatch, sent, strike)
+    _hand_out(dispatch, sent, strike)
+    assert sorted(call.number for call in sent if isinstance(call, Call)) == sorted(call.number for call in calls), strike.name
+    items = [number for batch in sent if isinstance(batch, FakeBatch) for number in batch.run.bodies]
+    assert sorted(items) == list(range(30)), strike.name
+    return bool(strike.name)
+
+
+def _hand_out(dispatch: "Dispatch[Unit, Seat]", sent: list[Unit], strike: Strike) -> None:
+    """Send all calls; each ends at once."""
+    before = -1
+    while before < len(sent):
+        before = len(sent)
+        for kind in KINDS:
+            fill = dispatch.fill(kind)
+            while True:
+                with strike.on():
+                    found = next(fill, None)
+                if found is None:
+                    break
+                call, seat = found
+                sent.append(call)
+                seat.send(call)
+        for seat in dispatch.seats:
+            for call in list(seat.calls):
+                seat.take(call)
+                dispatch.lowered()
+                if call.key is not None:
+                    dispatch.left(call)
+
+
+def test_a_call_with_a_key_that_was_not_sent_does_not_count_as_sent() -> None:
+    dispatch: Dispatch[Unit, Seat] = Dispatch(2, 2, per_key=1)
+    dispatch.seat(seat := Seat())
+    call, other = Call(TASK, 0, "a"), Call(TASK, 1, "a")
+    assert dispatch.submitted(call) is seat
+    assert dispatch.submitted(other) is None
+    dispatch.untaken(call, None)
+    assert dispatch.next(TASK) == (call, seat)
+    dispatch.left(call)
+    assert dispatch.next(TASK) == (other, seat)

@@ -91,7 +91,7 @@ class Batches(Generic[B]):
         self._runs.insert(place, run)
 
     def pop(self, workers: int, limit: int = sys.maxsize) -> B:
-        """Cut the next batch. At least one item must wait.
+        """Cut the next batch. At least one item must wait. After an error all items wait again.
 
         Args:
             workers: the number of workers.
@@ -99,25 +99,35 @@ class Batches(Generic[B]):
         """
         most = min(self.cost.batch(self._count, workers), limit)
         batch = self._cut(most, 0)
-        while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
-            more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))
-            if not more.bodies:
-                break
-            batch = batch.joined(more)
-        self._count -= len(batch.bodies)
-        return self._make(batch)
+        cut = [batch]
+        try:
+            while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
+                more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))
+                if not more.bodies:
+                    break
+                cut.append(more)
+                batch = batch.joined(more)
+            return self._make(batch)
+        except BaseException:
+            for run in cut:
+                self.put_back(run)
+            raise
 
     def _cut(self, most: int, weight: int, beside: int = 0) -> Run:
         """Take up to `most` items from the first run, for a batch that has `beside` other items of up to `weight` bytes."""
         run, at = self._runs[0], self._at
         weight = max(run.weight, weight)
         count = min(most, max(0 if beside else 1, _BYTES // max(1, weight) - beside))
-        if at + count < len(run.bodies):
-            self._at = at + count
-            return run.part(at, at + count)
-        self._runs.popleft()
-        self._at = 0
-        return run.part(at, len(run.bodies)) if at else run
+        end = min(at + count, len(run.bodies))
+        is_whole = end - at == len(run.bodies)
+        # Mark the items as taken before copying them: a garbage collection may run user code that takes items, too.
+        self._count -= end - at
+        if end < len(run.bodies):
+            self._at = end
+        else:
+            self._runs.popleft()
+            self._at = 0
+        return run if is_whole else run.part(at, end)
 
     def _trim(self) -> None:
         """Remove the items that were taken from the first run."""

@@ -286,6 +286,12 @@ class Dispatch(Generic[C, S]):
                 if home.by_seat:
                     self._list(home)
 
+    def untaken(self, call: C, queue: Queue[C, S] | None) -> None:
+        """Put back a call that was taken and not sent, because its worker refused it or an error followed."""
+        self.returned([(call, queue)])
+        if call.key is not None:
+            self.left(call)
+
     def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
         """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
         home = self.singles[call.kind] if queue is None else queue
@@ -380,14 +386,21 @@ class Dispatch(Generic[C, S]):
             # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
             queue = turns.popleft()
             queue.is_listed = False
+            found = None
             try:
-                found = self._from(queue, seat)
-            finally:
-                if queue.calls or queue.batches or queue.by_seat:
-                    self._list(queue)
-            if found is not None:
-                if found[1].load[kind] >= self._places[kind]:
+                try:
+                    found = self._from(queue, seat)
+                finally:
+                    if queue.calls or queue.batches or queue.by_seat:
+                        self._list(queue)
+                if found is not None and found[1].load[kind] >= self._places[kind]:
                     self._note_ahead()
+            except BaseException:
+                self._list(queue)
+                if found is not None:
+                    self.untaken(found[0], queue)
+                raise
+            if found is not None:
                 return found
         return None
 
@@ -413,16 +426,17 @@ class Dispatch(Generic[C, S]):
 
     def _from_calls(self, queue: Queue[C, S], seat: S) -> tuple[C, S] | None:
         calls = queue.calls
+        purge(queue)  # before a call is taken, which an error would lose
         while calls:
             call = calls.popleft()
             if not call.done():
-                purge(queue)
                 return call, seat
             queue.ended -= 1
         if queue.batches:
             batch = queue.batches.pop(len(self.seats), seat.tickets)
-            if batch.size > 1:
-                self._note_ahead()
+            if batch.size > 1:  # as `_note_ahead`, whose error would lose the batch
+                self._is_ahead = True
+                self.times_ahead += 1
             return batch, seat
         return None
 
