@@ -1,13 +1,6 @@
 """The pool: starts workers in slots, replaces them and ends them.
 
-Reasons for a replacement:
-
-death of a worker     ─▶ its replacement starts, at once or after the delay given by the slot's budget
-asked from outside    ─▶ the worker drains, and its replacement starts now
-max_tasks_per_worker  ─▶ its replacement starts before the last calls are sent; once they are, it takes over and the old one drains
-
-Invariant: a slot without a current worker has a start scheduled, has failed for good, or belongs to a runner that closes or whose
-first start failed.
+`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out.
 """
 
 import logging
@@ -17,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from percore._broken import RunnerBroken, StartupFailed, frozen_hint, how
 from percore._calls import PendingCall
 from percore._core.lifecycle import Deadline, Event, State
-from percore._core.restart import LIMIT, LONGEST_DELAY, RestartBudget
+from percore._core.phase import Replaces
+from percore._core.replacement import LIMIT, Act, Decision, Occupancy, Replacement
 from percore._errors import RunnerClosed, shown
 from percore._faults import Faults, report
 from percore._interfaces import Exit
@@ -50,25 +44,22 @@ class Past(NamedTuple):
         return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
 
 
-class Slot:
-    """A place in the pool: its current worker, the next one, and the history of its workers."""
+class Slot(Replacement[Member]):
+    """A place in the pool: its workers, the decisions about the next one, and the history of its workers."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.index = index
         self.generation = 0
-        self.budget = RestartBudget()
-        self.current: Member | None = None
-        self.next: Member | None = None
-        """The replacement of the current worker. It starts, or is ready and takes over later."""
         self.timer: asyncio.TimerHandle | None = None
         """The timer of a delayed start; None if no start is delayed."""
-        self.is_due = False
-        """Whether `_never_began` is scheduled. It decides whether and when the slot gets another worker."""
-        self.is_failed = False
-        self.restarts = 0
         self.past = Past()
         self.failure: BaseException | None = None
         """The error that the last dead worker reported, if it reported one."""
+
+    @property
+    def is_failed(self) -> bool:
+        return self.state is Occupancy.FAILED
 
     def took(self, member: Member) -> None:
         """Add the counts of a dead worker to those of the earlier ones. Twice is as once."""
@@ -76,8 +67,13 @@ class Slot:
             self.past = self.past.with_(member)
 
     def stop_timer(self) -> None:
-        """Cancel the delayed start, if there is one."""
-        if self.timer is not None:
+        """Drop the delayed start, if there is one."""
+        self.forget_delay()
+        self.look_timer()
+
+    def look_timer(self) -> None:
+        """Cancel the timer if no start is delayed any more."""
+        if self.timer is not None and not self.is_delayed:
             self.timer.cancel()
             self.timer = None
 
@@ -118,8 +114,8 @@ class Pool:
             self._starting = None
 
     def _spawn(self, slot: Slot) -> None:
-        """Start a worker for the slot. It becomes the current one if the slot has none, else the next one."""
-        slot.timer = None
+        """Start a worker for the slot."""
+        slot.stop_timer()
         slot.generation += 1
         member: Member | None = None
         try:
@@ -130,8 +126,7 @@ class Pool:
             if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
                 member.worker.kill()
             elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
-                slot.is_due = True
-                self._loop.call_soon(self._never_began, slot, None)
+                self._could_not_start(slot, None)
             if not isinstance(error, Exception):
                 raise
             report(self._level(), "%s", self._last_report)
@@ -143,10 +138,7 @@ class Pool:
         supervisor = self._supervisor
         member.worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
         self.members.add(member)  # at once: after any exception, only a member is killed
-        if slot.current is None:
-            slot.current = member
-        else:
-            slot.next = member
+        slot.started(member)
         member.attach(member.worker, supervisor.shares)
         self.lives.look(member)
         member.worker.channel.open(
@@ -175,15 +167,13 @@ class Pool:
         if self.lives.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
-        is_standby = slot.next is member and slot.current is not None and slot.current.is_ready and not slot.current.is_spent
-        if not is_standby:
-            self._supervisor.dispatch.seat(member)
+        old = slot.current
+        takes_over = slot.ready(member).act is Act.TAKE_OVER
+        self._seat(slot)
         if POINTS:
             point("supervisor.worker.ready")
-        if slot.next is member and not is_standby:
-            old, slot.current, slot.next = slot.current, member, None
-            if old is not None:
-                self._retire(old)
+        if takes_over and old is not None:
+            self._retire(old)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
             self._starting = None  # now: a worker that dies before `start` continues must be replaced
@@ -227,33 +217,51 @@ class Pool:
 
     def relieve(self) -> None:
         """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
-        supervisor = self._supervisor
+        supervisor, rule = self._supervisor, self._supervisor.phase.replaces
         if self._starting is not None or supervisor.phase.is_cut:
             return
         for member in list(self.low):
             slot = self.slots[member.index]
             if slot.current is not member or not member.is_ready:
                 self.low.discard(member)
-            elif slot.next is None:
-                # A closing runner starts a replacement only if the worker is at its limit and calls wait.
-                if (
-                    slot.timer is None
-                    and not slot.is_due
-                    and (not supervisor.phase.is_closing or (member.is_spent and supervisor.waiting()))
-                ):
-                    slot.restarts += 1
-                    report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
-                    self._spawn(slot)
-            elif slot.next.is_ready and member.is_spent:
-                self._promote(slot)
-                self._retire(member)
+                continue
+            decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and supervisor.waiting() > 0)
+            if decision.act is Act.START:
+                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
+            self._carry_out(slot, decision, member)
 
-    def _promote(self, slot: Slot) -> None:
-        """Make the next worker of the slot, if any, the current one. If it is ready, it gets calls from now on, else once it is."""
-        slot.current, slot.next = slot.next, None
-        self._seat(slot)
+    def _carry_out(self, slot: Slot, decision: Decision, old: Member | None, exitcode: int | None = None) -> None:
+        """Do what was decided about a slot. `old`: its current worker before the decision."""
+        slot.look_timer()
+        act, delay = decision
+        if act is Act.START:
+            self._spawn(slot)
+        elif act is Act.START_LATER:
+            if slot.timer is not None:
+                slot.timer.cancel()  # the new delay takes the place of an earlier one
+            slot.timer = self._loop.call_later(delay, self._spawn, slot)
+        elif act is Act.TAKE_OVER:
+            self._seat(slot)
+            if old is not None:
+                self._retire(old)
+        elif act is Act.GIVE_UP:
+            if old is not None:
+                self._retire(old)  # it is at its limit and will not be replaced
+            self._give_up(slot, exitcode)
+        elif act is Act.FAIL_START:
+            self._fail_start(StartupFailed(self._last_report))
+
+    def _could_not_start(self, slot: Slot, exitcode: int | None) -> None:
+        old = slot.current
+        decision = slot.could_not_start(self._supervisor.phase.replaces, is_first=self._starting is not None)
+        self._carry_out(slot, decision, old, exitcode)
+
+    def _fail_start(self, error: Exception) -> None:
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(error)
 
     def _seat(self, slot: Slot) -> None:
+        """Let the current worker get calls, if it is ready and does not get them yet."""
         if slot.current is not None and slot.current.is_ready and slot.current not in self._supervisor.dispatch.seats:
             self._supervisor.dispatch.seat(slot.current)
 
@@ -269,14 +277,10 @@ class Pool:
         self._supervisor.dispatch.unseat(member)
         if POINTS:
             point("supervisor.worker.draining")
-        if slot.current is not member or self._supervisor.phase.is_closing:
-            return
-        self._promote(slot)
-        if slot.current is None:
-            slot.restarts += 1
-            slot.stop_timer()
+        decision = slot.asked_to_end(member, self._supervisor.phase.replaces)
+        if decision.act is Act.START:
             report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
-            self._spawn(slot)
+        self._carry_out(slot, decision, member)
 
     # Deaths
 
@@ -332,22 +336,14 @@ class Pool:
         faults.surely(member.worker.close)
         with faults:
             self._report_death(member, state, exitcode)
-        # The slot forgets the worker before a step may fail. Otherwise the slot would keep a dead worker for ever.
-        was_current, was_next = slot.current is member, slot.next is member
-        if was_current:
-            slot.current, slot.next = slot.next, None
-        elif was_next:
-            slot.next = None
-        faults.surely(lambda: self._seat(slot))
+        # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
+        is_first, began = self._starting is not None, began or state is State.DRAINING
+        decision = slot.died(member, supervisor.phase.replaces, began=began, is_first=is_first)
         with faults:
-            if was_next:
-                self._never_began(slot, exitcode)
-            elif was_current and slot.current is None:
-                slot.stop_timer()
-                self._replace(slot, began=began or state is State.DRAINING, exitcode=exitcode, why=member.killed_why)
-        if faults.last is not None and slot.current is None and slot.timer is None and not slot.is_due:
-            slot.is_due = True
-            self._loop.call_soon(self._never_began, slot, exitcode)
+            self._succeed(slot, member, decision, exitcode)
+        if faults.last is not None:
+            with faults:
+                self._succeed_despite(slot, exitcode)
         with faults:
             supervisor.advance()
 
@@ -367,54 +363,32 @@ class Pool:
         if on_death is not None and not self._supervisor.phase.is_closing and not is_asked_for:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
 
-    def _replace(self, slot: Slot, *, began: bool, exitcode: int | None, why: str) -> None:
-        is_closing = self._supervisor.phase.is_closing
-        if self._starting is not None and (is_closing or not began):  # it may have drained; no other gets ready for it
-            if not self._starting.done():
-                if is_closing:
-                    error: Exception = RunnerClosed("the runner was closed while it started")
-                elif why:
-                    error = StartupFailed(f"worker {slot.index} was killed: {why}")
-                else:
-                    reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
-                    error = StartupFailed(reason, self._last_report)
-                    error.__cause__ = slot.failure
-                self._starting.set_exception(error)
-            return
-        if is_closing:
-            return
-        slot.restarts += 1
-        if began:
-            self._spawn(slot)
+    def _succeed(self, slot: Slot, member: Member, decision: Decision, exitcode: int | None) -> None:
+        """Carry out what was decided about the slot of a dead worker."""
+        if decision.act is not Act.FAIL_START:
+            self._carry_out(slot, decision, member, exitcode)
+        elif self._supervisor.phase.is_closing:
+            self._fail_start(RunnerClosed("the runner was closed while it started"))
+        elif member.killed_why:
+            self._fail_start(StartupFailed(f"worker {slot.index} was killed: {member.killed_why}"))
         else:
-            self._never_began(slot, exitcode)
-
-    def _never_began(self, slot: Slot, exitcode: int | None) -> None:
-        slot.is_due = False
-        if self._starting is not None:
-            if not self._starting.done():
-                self._starting.set_exception(StartupFailed(self._last_report))
-            return
-        is_spent = slot.current is not None and slot.current.is_spent
-        if self._supervisor.phase.is_closing and not is_spent:
-            return
-        delay = slot.budget.died()
-        if delay is None and slot.current is not None and not is_spent:  # the current worker goes on; try later
-            slot.budget.began()
-            delay = LONGEST_DELAY
-        if delay is not None:
-            slot.timer = self._loop.call_later(delay, self._spawn, slot)
-            return
-        slot.is_failed = True
-        if slot.current is not None:  # the worker is at its limit and will not be replaced
-            self._retire(slot.current)
-            slot.current = None
-        if all(other.is_failed for other in self.slots):
-            error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
+            error = StartupFailed(reason, self._last_report)
             error.__cause__ = slot.failure
-            report(logging.ERROR, "%s", error)
-            self._supervisor.fail(error)
-        else:
+            self._fail_start(error)
+
+    def _succeed_despite(self, slot: Slot, exitcode: int | None) -> None:
+        """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
+        self._seat(slot)
+        if slot.is_failed:
+            self._give_up(slot, exitcode)
+        elif slot.current is None and slot.timer is None:
+            slot.forget_delay()
+            self._could_not_start(slot, exitcode)
+
+    def _give_up(self, slot: Slot, exitcode: int | None) -> None:
+        """Break the runner if no slot is left that could get a worker."""
+        if not all(other.is_failed for other in self.slots):
             report(
                 logging.WARNING,
                 "worker %d died %d times in a row before it began a call; the runner goes on without it%s",
@@ -422,6 +396,11 @@ class Pool:
                 LIMIT,
                 f". The last report:\n{self._last_report}" if self._last_report else "",
             )
+        elif self._supervisor.phase.broken is None:
+            error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            error.__cause__ = slot.failure
+            report(logging.ERROR, "%s", error)
+            self._supervisor.fail(error)
 
     def _level(self, member: Member | None = None) -> int:
         """Return the log level for a death: DEBUG if it is expected, else WARNING.

@@ -1,12 +1,12 @@
 """The supervisor: the imperative shell around the pure core.
 
-It owns every pending call. It turns events from users and workers into inputs of the core (dispatch, life cycles, restart budgets),
+It owns every pending call. It turns events from users and workers into inputs of the core (dispatch, life cycles, replacement),
 and carries out the core's decisions.
 
     submit ─▶ Dispatch ─▶ Member.send ─▶ channel ═▶ worker
     future ◀─ outcome  ◀─ Outcomes    ◀─ channel ◀═ worker
-    exit of a worker ─▶ Life, Dispatch, RestartBudget ─▶ its started calls fail or are retried, the others wait again, a replacement
-                                                         starts
+    exit of a worker ─▶ Life, Dispatch, Replacement ─▶ its started calls fail or are retried, the others wait again, and
+                                                       another worker starts
 
 Every call has one owner. While it waits, this is a queue of Dispatch; once it is sent, this is the Member. A call leaves its queue
 when it is sent or withdrawn, and its member when its outcome arrives, when it is handed back, or when the worker dies. Two kinds of
@@ -107,15 +107,15 @@ class Supervisor:
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
         for call, member in self.dispatch.fill(kind):
-            if call.is_dropped():  # cancelled; its task will call `withdraw` soon
-                call.drop()
+            try:
+                if not call.is_dropped():
+                    member.send(call)
+                    continue
+                call.drop()  # it is cancelled; its task will call `withdraw` soon
                 if call.key is not None:
                     self.dispatch.left(call)
-            else:
-                try:
-                    member.send(call)
-                except BaseException as error:
-                    self.failed_with(call, error, member)
+            except BaseException as error:
+                self.failed_with(call, error, member)
 
     def failed_with(self, call: PendingCall, error: BaseException, chosen: Member | None = None) -> None:
         """End one call with an error that percore raised while it handled the call, wherever the call is.

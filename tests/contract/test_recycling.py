@@ -12,7 +12,7 @@ import pytest
 
 import percore
 from percore._core.dispatch import Dispatch
-from percore._core.restart import RestartBudget
+from percore._core.replacement import RestartBudget
 from percore._limited import Limited
 from percore._member import Turn
 from percore._messages import Kind

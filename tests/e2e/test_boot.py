@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core import restart
+from percore._core import replacement
 from percore._interfaces import Worker
 from percore._member import Member
 from tests.counts import LONG
@@ -81,8 +81,8 @@ async def test_b1_an_import_that_fails_at_the_first_start(method: Any, module: A
 def pace(monkeypatch: pytest.MonkeyPatch) -> float:
     """How many times faster than promised workers are started again."""
     faster = 1 if LONG else 200
-    monkeypatch.setattr(restart, "_FIRST_DELAY", restart._FIRST_DELAY / faster)
-    monkeypatch.setattr(restart, "LONGEST_DELAY", restart.LONGEST_DELAY / faster)
+    monkeypatch.setattr(replacement, "_FIRST_DELAY", replacement._FIRST_DELAY / faster)
+    monkeypatch.setattr(replacement, "LONGEST_DELAY", replacement.LONGEST_DELAY / faster)
     return faster
 
 
@@ -101,7 +101,7 @@ class Starts:
 
     def keep_the_pace(self, faster: float) -> None:
         """As many as promised, none earlier: the first two replace at once one that had begun calls, and one that had not."""
-        assert len(self.times) == restart.LIMIT
+        assert len(self.times) == replacement.LIMIT
         apart = [later - earlier for earlier, later in itertools.pairwise(self.times)]
         for number, seconds in enumerate(apart[1:]):
             assert seconds >= min(5.0, 0.1 * 2**number) / faster
@@ -224,7 +224,7 @@ async def test_b5_a_log_handler_that_raises_keeps_nobody_from_being_replaced(
 async def test_b5_a_log_handler_that_raises_when_a_slot_is_given_up(
     broken_log: Raises, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(restart, "_FIRST_DELAY", 0.0001)
+    monkeypatch.setattr(replacement, "_FIRST_DELAY", 0.0001)
     flag = tmp_path / "flag"
     async with percore.Runner(1, lifespan=partial(fault_calls.dying_if, str(flag), str(tmp_path / "births"))) as runner:
         flag.touch()

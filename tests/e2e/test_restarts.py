@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import percore
-from percore._core import restart
+from percore._core import replacement
 from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
@@ -196,7 +196,7 @@ async def test_k5_a_death_of_the_replacement_before_it_is_ready_costs_nothing(po
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-off in milliseconds."""
-    monkeypatch.setattr(restart, "_FIRST_DELAY", 0.0001)
+    monkeypatch.setattr(replacement, "_FIRST_DELAY", 0.0001)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -245,7 +245,7 @@ async def test_b4_one_slot_that_fails_is_given_up_and_the_runner_goes_on(
 @pytest.mark.usefixtures("impatient")
 async def test_b3_deaths_after_a_call_began_never_add_up() -> None:
     async with percore.Runner(1) as runner:
-        for _ in range(restart.LIMIT + 2):
+        for _ in range(replacement.LIMIT + 2):
             await died(runner.submit(calls.exit_with, 1), LIMIT)
         await serves(runner)
 

@@ -1411,8 +1411,8 @@ def _is_hit(at: int, per_key: int | None) -> bool:
 
 def _hand_out(dispatch: "Dispatch[Unit, Seat]", sent: list[Unit], strike: Strike) -> None:
     """Send all calls; each ends at once."""
-    before = -1
-    while before < len(sent):
+    is_over = False
+    while not is_over:
         before = len(sent)
         for kind in KINDS:
             fill = dispatch.fill(kind)
@@ -1424,6 +1424,7 @@ def _hand_out(dispatch: "Dispatch[Unit, Seat]", sent: list[Unit], strike: Strike
                 call, seat = found
                 sent.append(call)
                 seat.send(call)
+        is_over = before == len(sent) and not any(seat.calls for seat in dispatch.seats)
         for seat in dispatch.seats:
             for call in list(seat.calls):
                 seat.take(call)

@@ -1,0 +1,301 @@
+"""Replacement: when a place gets another worker. After early deaths: at once, then 0.1 · 2ⁿ up to 5 s, then never."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from percore._core.lifecycle import IllegalEvent
+from percore._core.phase import Replaces
+from percore._core.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Replacement, RestartBudget
+
+DELAYS = [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_ten_deaths_in_a_row() -> None:
+    budget = RestartBudget()
+    assert [budget.died() for _ in range(LIMIT - 1)] == pytest.approx(DELAYS)
+    assert budget.died() is None
+    assert budget.died() is None
+
+
+def test_ten_it_is() -> None:
+    assert LIMIT == 10
+
+
+def test_a_begun_call_forgives_everything() -> None:
+    budget = RestartBudget()
+    for _ in range(LIMIT - 1):
+        assert budget.died() is not None
+    budget.began()
+    assert [budget.died() for _ in range(LIMIT - 1)] == pytest.approx(DELAYS)
+    assert budget.died() is None
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_only_deaths_in_a_row_count(story: list[bool]) -> None:
+    budget, row = RestartBudget(), 0
+    for began in story:
+        if began:
+            budget.began()
+            row = 0
+            continue
+        row += 1
+        delay = budget.died()
+        assert (delay is None) == (row >= LIMIT)
+        assert budget.deaths == row
+        if delay is not None:
+            assert delay == pytest.approx(DELAYS[row - 1])
+
+
+# A place and its workers
+
+
+@dataclass(eq=False)
+class Worker:
+    is_ready: bool = False
+    is_spent: bool = False
+
+
+ALL, SPENT, NONE = Replaces.ALL, Replaces.SPENT, Replaces.NONE
+
+
+def served(*, is_ready: bool = True, is_spent: bool = False) -> tuple[Replacement[Worker], Worker]:
+    place: Replacement[Worker] = Replacement()
+    worker = Worker(is_ready, is_spent)
+    place.started(worker)
+    return place, worker
+
+
+def followed(*, is_spent: bool = False) -> tuple[Replacement[Worker], Worker, Worker]:
+    place, worker = served(is_spent=is_spent)
+    following = Worker()
+    place.started(following)
+    return place, worker, following
+
+
+@pytest.mark.parametrize(
+    ("rule", "began", "is_first", "decision"),
+    [
+        (ALL, True, False, Decision(Act.START)),
+        (ALL, False, False, Decision(Act.START_LATER, 0.0)),
+        (SPENT, True, False, Decision(Act.NOTHING)),
+        (NONE, True, False, Decision(Act.NOTHING)),
+        (NONE, False, False, Decision(Act.NOTHING)),
+        (ALL, True, True, Decision(Act.START)),  # it was asked to end while it started
+        (ALL, False, True, Decision(Act.FAIL_START)),
+        (SPENT, True, True, Decision(Act.FAIL_START)),
+    ],
+)
+def test_a_death_without_a_next_worker(rule: Replaces, began: bool, is_first: bool, decision: Decision) -> None:
+    place, worker = served()
+    assert place.died(worker, rule, began=began, is_first=is_first) == decision
+    assert place.current is None
+    assert place.restarts == (decision.act in {Act.START, Act.START_LATER})
+
+
+@pytest.mark.parametrize("rule", list(Replaces))
+def test_the_next_worker_takes_over_from_a_dead_one(rule: Replaces) -> None:
+    place, worker, following = followed()
+    assert place.died(worker, rule, began=False, is_first=False).act is Act.TAKE_OVER
+    assert (place.current, place.next, place.state) == (following, None, Occupancy.SERVED)
+    assert place.died(worker, rule, began=False, is_first=False).act is Act.NOTHING  # it is no worker of this place any more
+
+
+def test_a_worker_that_is_asked_to_end_is_replaced_at_once() -> None:
+    place, worker = served()
+    assert place.asked_to_end(worker, SPENT) == place.asked_to_end(worker, NONE) == Decision(Act.NOTHING)
+    assert place.asked_to_end(worker, ALL).act is Act.START
+    place.started(Worker())
+    assert place.asked_to_end(worker, ALL).act is Act.NOTHING  # it is asked again
+    assert place.died(worker, ALL, began=True, is_first=False).act is Act.NOTHING
+    assert place.state is Occupancy.SERVED
+
+
+def test_the_next_worker_takes_over_from_one_that_is_asked_to_end() -> None:
+    place, worker, following = followed()
+    assert place.asked_to_end(worker, ALL).act is Act.TAKE_OVER
+    assert (place.current, place.state) == (following, Occupancy.SERVED)
+
+
+def test_a_replacement_starts_ahead_of_time_and_takes_over_once_the_worker_may_begin_no_more() -> None:
+    place, worker = served()
+    assert place.low(ALL, has_waiting=False).act is Act.START
+    following = Worker()
+    place.started(following)
+    assert place.low(ALL, has_waiting=False).act is Act.NOTHING
+    following.is_ready = True
+    assert place.ready(following).act is Act.NOTHING
+    assert place.low(ALL, has_waiting=False).act is Act.NOTHING
+    worker.is_spent = True
+    assert place.low(ALL, has_waiting=False).act is Act.TAKE_OVER
+    assert place.current is following
+
+
+@pytest.mark.parametrize(("is_ready", "is_spent"), [(True, True), (False, False)])
+def test_a_next_worker_that_gets_ready_takes_over_from_one_that_begins_no_calls(is_ready: bool, is_spent: bool) -> None:
+    place, worker, following = followed()
+    worker.is_ready, worker.is_spent, following.is_ready = is_ready, is_spent, True
+    assert place.ready(worker).act is Act.NOTHING
+    assert place.ready(following).act is Act.TAKE_OVER
+    assert place.current is following
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_spent", "has_waiting", "act"),
+    [
+        (SPENT, True, True, Act.START),
+        (SPENT, True, False, Act.NOTHING),
+        (SPENT, False, True, Act.NOTHING),
+        (NONE, True, True, Act.NOTHING),
+    ],
+)
+def test_a_closing_runner_replaces_spent_workers_while_calls_wait(
+    rule: Replaces, is_spent: bool, has_waiting: bool, act: Act
+) -> None:
+    place, _ = served(is_spent=is_spent)
+    assert place.low(rule, has_waiting=has_waiting).act is act
+
+
+def test_a_place_has_one_start_scheduled_at_most() -> None:
+    place, worker = served(is_spent=True)
+    assert place.low(ALL, has_waiting=True).act is Act.START
+    assert place.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.0)
+    assert place.low(ALL, has_waiting=True).act is Act.NOTHING
+    assert place.could_not_start(ALL, is_first=False).act is Act.NOTHING
+    assert place.is_delayed
+    assert place.asked_to_end(worker, ALL).act is Act.START  # at once, in place of the delayed start
+    assert not place.is_delayed
+
+
+def test_a_death_before_the_first_call_counts_for_the_next_worker_too() -> None:
+    place, _, following = followed()
+    assert place.died(following, ALL, began=False, is_first=False) == Decision(Act.START_LATER, 0.0)
+    place.forget_delay()
+    assert place.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.1)
+
+
+@pytest.mark.parametrize("is_spent", [False, True])
+def test_a_place_whose_next_workers_die_is_given_up_only_if_its_worker_is_spent(is_spent: bool) -> None:
+    place, worker = served(is_spent=is_spent)
+    for _ in range(LIMIT - 1):
+        assert place.could_not_start(ALL, is_first=False).act is Act.START_LATER
+        place.forget_delay()
+    last = place.could_not_start(ALL, is_first=False)
+    if is_spent:
+        assert (last.act, place.current, place.state) == (Act.GIVE_UP, None, Occupancy.FAILED)
+    else:
+        assert (last, place.current) == (Decision(Act.START_LATER, LONGEST_DELAY), worker)
+        assert place.budget.deaths == 0
+
+
+@pytest.mark.parametrize("change", ["started", "asked_to_end"])
+def test_a_place_that_was_given_up_gets_no_worker(change: str) -> None:
+    place, worker = served()
+    place.budget.deaths = LIMIT
+    assert place.died(worker, ALL, began=False, is_first=False).act is Act.GIVE_UP
+    if change == "started":
+        with pytest.raises(IllegalEvent, match="started in a place that is failed"):
+            place.started(Worker())
+    else:
+        assert place.asked_to_end(worker, ALL).act is Act.NOTHING
+    place.forget_delay()
+    assert place.state is Occupancy.FAILED
+
+
+class Walk(RuleBasedStateMachine):
+    """A pool that carries out what is decided about one place, with workers that start, get ready, are spent and end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: Replacement[Worker] = Replacement()
+        self.rule = Replaces.ALL
+        self.alive: list[Worker] = []
+        self.has_timer = False
+        self.is_first = True
+        self.has_failed_start = False
+        self.start(can=True)
+
+    def start(self, *, can: bool) -> None:
+        self.place.forget_delay()
+        self.has_timer = False
+        if can:
+            worker = Worker()
+            self.place.started(worker)
+            self.alive.append(worker)
+        else:
+            self.carry_out(self.place.could_not_start(self.rule, is_first=self.is_first), self.place.current, can=True)
+
+    def carry_out(self, decision: Decision, old: Worker | None, *, can: bool) -> None:
+        self.has_timer &= self.place.is_delayed
+        if decision.act is Act.START:
+            self.start(can=can)
+        elif decision.act is Act.START_LATER:
+            self.has_timer = True  # in place of an earlier one
+        elif decision.act is Act.FAIL_START:
+            self.has_failed_start = True
+        elif decision.act in {Act.TAKE_OVER, Act.GIVE_UP} and old is not None:
+            old.is_ready = False  # it drains
+
+    @precondition(lambda self: self.alive)
+    @rule(place=st.integers(0, 100))
+    def ready(self, place: int) -> None:
+        worker = self.alive[place % len(self.alive)]
+        if worker in {self.place.current, self.place.next} and not worker.is_ready:
+            worker.is_ready = True
+            self.is_first = False
+            self.carry_out(self.place.ready(worker), self.place.current, can=True)
+
+    @precondition(lambda self: self.place.current is not None and self.place.current.is_ready)
+    @rule(is_spent=st.booleans(), has_waiting=st.booleans(), can=st.booleans())
+    def low(self, is_spent: bool, has_waiting: bool, can: bool) -> None:
+        current = self.place.current
+        assert current is not None
+        current.is_spent |= is_spent
+        self.carry_out(self.place.low(self.rule, has_waiting=has_waiting), current, can=can)
+
+    @precondition(lambda self: self.alive)
+    @rule(place=st.integers(0, 100), can=st.booleans())
+    def asked_to_end(self, place: int, can: bool) -> None:
+        worker = self.alive[place % len(self.alive)]
+        worker.is_ready = False
+        self.carry_out(self.place.asked_to_end(worker, self.rule), worker, can=can)
+
+    @precondition(lambda self: self.alive)
+    @rule(place=st.integers(0, 100), began=st.booleans(), can=st.booleans())
+    def dies(self, place: int, began: bool, can: bool) -> None:
+        worker = self.alive.pop(place % len(self.alive))
+        worker.is_ready = False
+        if began:
+            self.place.budget.began()
+        self.carry_out(self.place.died(worker, self.rule, began=began, is_first=self.is_first), worker, can=can)
+
+    @precondition(lambda self: self.has_timer)
+    @rule(can=st.booleans())
+    def delay_is_over(self, can: bool) -> None:
+        self.start(can=can)
+
+    @rule(rule=st.sampled_from([SPENT, NONE]))
+    def closes(self, rule: Replaces) -> None:
+        self.rule = rule if self.rule is not NONE else NONE
+
+    @invariant()
+    def has_a_worker_or_gets_one(self) -> None:
+        place = self.place
+        assert (
+            place.current is not None
+            or self.has_timer
+            or place.state is Occupancy.FAILED
+            or self.rule is not ALL
+            or self.has_failed_start
+        )
+        assert self.has_timer == place.is_delayed
+        assert (place.next is not None) == (place.state is Occupancy.FOLLOWED)
+        assert place.current in {None, *self.alive}
+        assert place.next in {None, *self.alive}
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
