@@ -147,7 +147,7 @@ class Outcomes:
         """
         batch = member.calls.get(call_id & ID_MASK)
         if type(batch) is Batch:
-            batch.flow.broke(error)  # results that the batch has counted may not have reached the map
+            batch.map.broke(error)  # results that the batch has counted may not have reached the map
         elif call is not None and isinstance(error, Exception):
             self._supervisor.failed_with(call, error)
             return

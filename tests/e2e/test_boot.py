@@ -260,7 +260,7 @@ def test_an_interrupt_in_the_midst_of_a_start_is_the_only_thing_that_is_raised(m
     """The second of two Ctrl-C may come where a process is started and nobody has it yet."""
     started: list[Worker] = []
 
-    def interrupted(self: Member, worker: Worker) -> None:
+    def interrupted(self: Member, worker: Worker, shares: object) -> None:
         started.append(worker)
         worker.kill()
         raise KeyboardInterrupt

@@ -258,7 +258,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, bad: str) -> Non
 def test_pages_are_not_overwritten_unasked(tmp_path: Path) -> None:
     path = tmp_path / "pages.jsonl"
     path.write_text(line("http://a/1"))
-    with pytest.raises(BadRecord, match=r"has pages already: --resume goes on with it"):
+    with pytest.raises(BadRecord, match=r"has pages already: --resume continues it"):
         Record(path, resume=False)
     assert path.read_text() == line("http://a/1")
 
