@@ -16,23 +16,23 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
-from percore._engines.process import Cell, CommonMemory, fate_of, make_boot
-from percore._interfaces import Exit, Fate, Worker
-from percore._ipc.arena import Arena
-from percore._ipc.channel import RING_SIZE
-from percore._ipc.doorbell import bell_of
-from percore._ipc.memory import Memory
-from percore._ipc.pickles import MainInfo, load
-from percore._ipc.ring import RingReader, RingWriter
-from percore._ipc.side import Side
-from percore._ipc.slots import SlotReader, SlotWriter
-from percore._messages import Body
-from percore._options import Knobs
-from percore._usage import Usage, UsageMeter
+from percore._common.options import RunnerOptions
+from percore._engines.processes.engine import Cell, CommonMemory, fate_of, make_boot
+from percore._monitor.usage import Usage, UsageMeter
+from percore._protocol.interfaces import Exit, Fate, Worker
+from percore._protocol.messages import Body
+from percore._serialization.pickler import MainInfo, load
+from percore._transport.arena import Arena
+from percore._transport.channel import RING_SIZE
+from percore._transport.doorbell import bell_of
+from percore._transport.memory import Memory
+from percore._transport.ring import RingReader, RingWriter
+from percore._transport.slots import SlotReader, SlotWriter
+from percore._transport.worker_side import WorkerSide
 from percore._worker.context import WorkerContext, context_of_calls, of_task
 from percore._worker.lifespan import serve_until_finished
-from percore._worker.main import Boot, cell_size, marks_of, unpickler
-from percore._worker.serve import Server
+from percore._worker.server import Server
+from percore._worker_process.main import Boot, cell_size, marks_of, unpickler
 
 _PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
 _tasks: dict[int, WeakSet[asyncio.Task[Any]]] = {}
@@ -76,7 +76,7 @@ class FakeWorker:
     def _begin(self) -> None:
         of_task.set(self._context)
         cell, arena, results = self._memories
-        self._side = Side(
+        self._side = WorkerSide(
             self._loop,
             (RingWriter(cell.view[RING_SIZE : 2 * RING_SIZE]), RingReader(cell.view[:RING_SIZE])),
             bell_of(self._cell.theirs),
@@ -182,7 +182,7 @@ class FakeEngine:
 
     worker_class = FakeWorker
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: Knobs, main: MainInfo) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo) -> None:
         self.loop = loop
         self.shared = shared = CommonMemory.create(options)
         self.store = Arena(shared.memory, shared.slot_size, options.max_message, loop, main_by_value=main.by_value)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from percore import Runner
 
 if TYPE_CHECKING:
-    from percore._member import Member
-    from percore._supervisor import Supervisor
+    from percore._supervisor.pool_worker import PoolWorker
+    from percore._supervisor.supervisor import Supervisor
 
 
 def supervisor_of(runner: Runner) -> "Supervisor":
@@ -18,17 +18,17 @@ def supervisor_of(runner: Runner) -> "Supervisor":
     return runner._supervisor
 
 
-def members_of(runner: Runner) -> "list[Member]":
+def members_of(runner: Runner) -> "list[PoolWorker]":
     """The workers of now, as the supervisor sees them: also those that start and those that drain."""
     return list(runner._supervisor.members)
 
 
-def current_member(runner: Runner, index: int = 0) -> "Member | None":
+def current_member(runner: Runner, index: int = 0) -> "PoolWorker | None":
     """The worker that has a slot of the pool."""
     return runner._supervisor.slots[index].current
 
 
-def channel_of(member: "Member") -> Any:
+def channel_of(member: "PoolWorker") -> Any:
     """The channel of a worker in a process or of a fake one, with all that is known of it."""
     return member.worker.channel
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 
 WAYS: Final = {
     "uvloop": "the program's loop is uvloop: callbacks of descriptors, timers and signals, and their order, are another library's",

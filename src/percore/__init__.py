@@ -20,16 +20,16 @@ if sys.platform == "win32":
     )
 
 if TYPE_CHECKING:
-    from percore._broken import RunnerBroken, StartupFailed, WorkerDied
-    from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
-    from percore._executor import LoopPoolExecutor
-    from percore._map import Map
-    from percore._runner import Runner
-    from percore._shared import Shared
-    from percore._statistics import Statistics, WorkerStatistics
-    from percore._threaded import threaded
-    from percore._usage import ProcessUsage, Usage
-    from percore._verbs import Options
+    from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
+    from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied
+    from percore._executor.executor import LoopPoolExecutor
+    from percore._map.map import Map
+    from percore._map.threaded import threaded
+    from percore._monitor.statistics import Statistics, WorkerStatistics
+    from percore._monitor.usage import ProcessUsage, Usage
+    from percore._protocol.shared import Shared
+    from percore._runner.runner import Runner
+    from percore._runner.verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
 
 __all__ = [
@@ -60,26 +60,26 @@ __version__ = "0.1.0"
 
 _HOMES: Final = {
     "CurrentWorker": "_worker.context",
-    "LoopPoolExecutor": "_executor",
-    "Map": "_map",
-    "Options": "_verbs",
-    "PayloadTooLarge": "_errors",
-    "PercoreError": "_errors",
-    "ProcessUsage": "_usage",
-    "RemoteError": "_errors",
-    "Runner": "_runner",
-    "RunnerBroken": "_broken",
-    "RunnerClosed": "_errors",
-    "RunnerFull": "_errors",
-    "Shared": "_shared",
-    "StartupFailed": "_broken",
-    "Statistics": "_statistics",
-    "Usage": "_usage",
-    "WorkerDied": "_broken",
-    "WorkerStatistics": "_statistics",
+    "LoopPoolExecutor": "_executor.executor",
+    "Map": "_map.map",
+    "Options": "_runner.verbs",
+    "PayloadTooLarge": "_common.errors",
+    "PercoreError": "_common.errors",
+    "ProcessUsage": "_monitor.usage",
+    "RemoteError": "_common.errors",
+    "Runner": "_runner.runner",
+    "RunnerBroken": "_common.worker_errors",
+    "RunnerClosed": "_common.errors",
+    "RunnerFull": "_common.errors",
+    "Shared": "_protocol.shared",
+    "StartupFailed": "_common.worker_errors",
+    "Statistics": "_monitor.statistics",
+    "Usage": "_monitor.usage",
+    "WorkerDied": "_common.worker_errors",
+    "WorkerStatistics": "_monitor.statistics",
     "current_worker": "_worker.context",
     "state": "_worker.context",
-    "threaded": "_threaded",
+    "threaded": "_map.threaded",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from percore import Runner
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 from tests.internals import current_member
@@ -25,7 +25,7 @@ def warm_fork_server() -> Iterator[None]:
     if "forkserver" not in REAL:
         yield
         return
-    from percore._engines.forkserver import ForkServerLauncher
+    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 
     async def start_and_stop() -> None:
         async with Runner(1, start_method="forkserver"):

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import percore
-from percore._ipc.slots import INLINE_LIMIT, SlotWriter
-from percore._worker.serve import Server
+from percore._transport.slots import INLINE_LIMIT, SlotWriter
+from percore._worker.server import Server
 from tests import jobs
 
 LARGE = jobs.pattern(INLINE_LIMIT + 50_000)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core.flow import Cost
+from percore._scheduler.windows import Cost
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log

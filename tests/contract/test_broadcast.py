@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core.dispatch import BESIDE
-from percore._messages import Kind
+from percore._protocol.messages import Kind
+from percore._scheduler.dispatch import BESIDE
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -110,7 +110,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
         assert members[0].load[Kind.BESIDE] == BESIDE
         task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))
         assert await log.next() == "7"  # at the other worker, at once
-        assert len(supervisor_of(runner).beside) == 1
+        assert len(supervisor_of(runner).broadcasts) == 1
         if end == "goes on":
             _go_on(worker)
             assert await task == [7, 7]
@@ -135,7 +135,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
             with pytest.raises(percore.RunnerClosed):
                 await task
             return
-        assert len(supervisor_of(runner).beside) == 0
+        assert len(supervisor_of(runner).broadcasts) == 0
         assert await runner.run(jobs.aecho, 3) == 3
 
 
@@ -144,10 +144,10 @@ async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, g
         held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
         await log.take(BESIDE)
         await _give_up(runner, jobs.echo, bytes(300_000))
-        assert len(supervisor_of(runner).beside) == slots_used(runner) == 0
+        assert len(supervisor_of(runner).broadcasts) == slots_used(runner) == 0
         waiting = [asyncio.create_task(runner.broadcast(jobs.aecho, i)) for i in range(3)]
         await asyncio.sleep(0)
-        assert len(supervisor_of(runner).beside) == 3
+        assert len(supervisor_of(runner).broadcasts) == 3
         waiting[1].cancel()
         gate.open()
         assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]

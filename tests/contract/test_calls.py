@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from percore._messages import ID_MASK
+from percore._protocol.messages import ID_MASK
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -261,7 +261,7 @@ async def test_a_class_method_is_one_function_however_often_it_is_looked_up(make
 
 async def test_many_functions_are_known_for_a_time(make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose calls wait or run meanwhile go on."""
-    monkeypatch.setattr("percore._functions._REMEMBERED", 4)
+    monkeypatch.setattr("percore._calls.functions._REMEMBERED", 4)
     functions: list[Callable[..., Any]] = [jobs.echo, jobs.aecho, jobs.Adder.double, jobs.Adder.make, int, float, abs, str]
     async with make(1, concurrency=1, threads=1) as runner:
         supervisor = supervisor_of(runner)

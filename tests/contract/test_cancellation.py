@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import percore
-from percore._messages import CANCEL, Message
-from percore._worker.serve import Server
+from percore._protocol.messages import CANCEL, Message
+from percore._worker.server import Server
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._pool import Pool
+from percore._supervisor.pool import Pool
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log

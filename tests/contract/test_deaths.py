@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import percore
-from percore._interfaces import Exit, Fate
-from percore._messages import RECALL
+from percore._protocol.interfaces import Exit, Fate
+from percore._protocol.messages import RECALL
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log

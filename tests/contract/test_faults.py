@@ -1,8 +1,9 @@
 """Whatever is raised while one call is ended costs that call alone: the others end, the slot is filled, and the runner closes.
 
 A fault is injected at each step: at the entry of the first, second, third … function of percore that is called meanwhile, until a
-run is not hit any more. What lies in folders is left out: `tests/unit` injects faults into decisions (`_core`), and what is below
-them keeps promises of its own. Real faults are those of the system (no memory, an error of a system call) and those of percore.
+run is not hit any more. Some rooms are left out: `tests/unit` injects faults into decisions (`_scheduler`), and what is
+below them keeps promises of its own. Real faults are those of the system (no memory, an error of a system call) and those of
+percore.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 import percore
-from percore import _faults
-from percore._core.flow import Cost
-from percore._outcomes import Outcomes
-from percore._pool import Pool
-from percore._supervisor import Supervisor
+from percore._common import log as _faults
+from percore._scheduler.windows import Cost
+from percore._supervisor.outcomes import Outcomes
+from percore._supervisor.pool import Pool
+from percore._supervisor.supervisor import Supervisor
 from tests import jobs
 from tests.contract.conftest import threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -32,13 +33,15 @@ pytestmark = pytest.mark.asyncio_only
 
 SOURCE: Final = str(Path(percore.__file__).parent)
 
-OTHERS: Final = tuple(f"{SOURCE}/{folder}" for folder in ("_core", "_engines", "_ipc", "_worker"))
+OTHERS: Final = tuple(
+    f"{SOURCE}/{folder}" for folder in ("_engines", "_protocol", "_scheduler", "_serialization", "_transport", "_worker")
+)
 
 SPINE: Final = {
     *("Pool._exited", "Pool._bury", "Deaths.end_calls", "Deaths._return", "Deaths._give_up"),
     *("Supervisor.give_up", "Supervisor.failed_with", "Supervisor.advance", "Supervisor._advance_despite", "Supervisor._take"),
     *("Outcomes.receiver.<locals>.receive", "Outcomes._isolate"),
-    *("Flow.ended", "Flow.failed", "Flow.broke"),
+    *("InFlight.ended", "InFlight.failed", "InFlight.broke"),
 }
 """Functions that keep the steps apart, and begin with that."""
 
@@ -48,7 +51,7 @@ Story: TypeAlias = Callable[[Strike, Log, Gate], Coroutine[Any, Any, dict[str, A
 def counts(code: CodeType) -> bool:
     """Whether a fault is injected into this function. Properties and methods called `done` only read a field."""
     name = code.co_filename
-    if not name.startswith(SOURCE) or name.startswith(OTHERS) or name.endswith("_faults.py"):
+    if not name.startswith(SOURCE) or name.startswith(OTHERS) or name.endswith("_common/log.py"):
         return False
     return code.co_qualname not in SPINE and code.co_name not in {"done", "<genexpr>"}
 

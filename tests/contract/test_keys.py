@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core.keys import PIECE
+from percore._scheduler.keys import PIECE
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -178,7 +178,7 @@ async def test_many_keys_spread_evenly(make: MakeRunner) -> None:
 @pytest.fixture(params=[1, PIECE])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many lanes are listed anew at once."""
-    monkeypatch.setattr("percore._core.keys.PIECE", request.param)
+    monkeypatch.setattr("percore._scheduler.keys.PIECE", request.param)
 
 
 @pytest.mark.usefixtures("piece")

@@ -10,7 +10,7 @@ import pytest
 
 import percore
 from percore import Runner
-from percore._core.replacement import RestartBudget
+from percore._scheduler.replacement import RestartBudget
 from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._worker.logs import LOG_RING_SIZE
+from percore._worker_process.log_forwarding import LOG_RING_SIZE
 from tests import log_jobs
 from tests.contract.conftest import MakeRunner
 

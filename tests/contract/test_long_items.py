@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import percore
-from percore._calls import PendingCall
-from percore._core.flow import Cost
-from percore._in_flight import _MEASURED
-from percore._items import Item
-from percore._member import Member
+from percore._calls.calls import PendingCall
+from percore._calls.items import Item
+from percore._map.in_flight import _MEASURED
+from percore._scheduler.windows import Cost
+from percore._supervisor.pool_worker import PoolWorker
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -26,7 +26,7 @@ COUNT = 4 * _MEASURED
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     """What is sent, by its type. Every function takes a second, as far as that is known."""
 
-    def send(member: Member, call: PendingCall) -> None:
+    def send(member: PoolWorker, call: PendingCall) -> None:
         sent[type(call)] += 1
         original(member, call)
 
@@ -34,8 +34,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
         cost.seconds = 1.0
 
     sent: Counter[type] = Counter()
-    original = Member.send
-    monkeypatch.setattr(Member, "send", send)
+    original = PoolWorker.send
+    monkeypatch.setattr(PoolWorker, "send", send)
     monkeypatch.setattr(Cost, "__init__", take_a_second)
     monkeypatch.setattr(Cost, "measured", take_a_second)
     return sent

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tqdm.asyncio import tqdm
 
-from percore._core import flow
+from percore._scheduler import windows
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -248,7 +248,7 @@ async def test_others_go_on_between_two_pulls_of_an_input_that_blocks(
     make: MakeRunner, monkeypatch: pytest.MonkeyPatch, is_mixed: bool
 ) -> None:
     for limit in ("_PULL_SECONDS", "_CHUNK_SECONDS"):  # each pull takes too long
-        monkeypatch.setattr(f"percore._feeder.{limit}", -1.0)
+        monkeypatch.setattr(f"percore._map.feeder.{limit}", -1.0)
     async with make() as runner:
         numbers = Telling(20)
         reading = asyncio.create_task(numbers.read())
@@ -303,14 +303,14 @@ async def test_the_default_window_begins_small_and_grows_with_the_results(make: 
         results = runner.map(jobs.await_, itertools.repeat(log.path), itertools.repeat(gate.path), numbers)
         async with results:
             first = asyncio.ensure_future(anext(aiter(results)))
-            await log.take(flow.LEAST)
+            await log.take(windows.LEAST)
             await runner.run(jobs.aecho)
-            assert numbers.count == flow.LEAST
+            assert numbers.count == windows.LEAST
             gate.open()
             assert await first == 0
             await numbers.reached(2 * 200)
             await runner.run(jobs.aecho)
-            assert numbers.count <= 1 + flow.MOST
+            assert numbers.count <= 1 + windows.MOST
 
 
 # The map itself

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._member import Member
+from percore._supervisor.pool_worker import PoolWorker
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -563,13 +563,13 @@ class Scanned(dict[Any, Any]):
 
 @pytest.fixture
 def scanned(monkeypatch: pytest.MonkeyPatch) -> type[Scanned]:
-    init = Member.__init__
+    init = PoolWorker.__init__
 
-    def make_scanned(member: Member, *args: Any) -> None:
+    def make_scanned(member: PoolWorker, *args: Any) -> None:
         init(member, *args)
         member.calls = Scanned()
 
-    monkeypatch.setattr(Member, "__init__", make_scanned)
+    monkeypatch.setattr(PoolWorker, "__init__", make_scanned)
     monkeypatch.setattr(Scanned, "scans", 0)
     return Scanned
 

@@ -9,8 +9,8 @@ import pytest
 
 import percore
 from percore import Runner
-from percore._core.flow import Cost
-from percore._ipc.slots import SlotWriter
+from percore._scheduler.windows import Cost
+from percore._transport.slots import SlotWriter
 from tests import jobs
 from tests.contract import serial_calls as calls
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core.dispatch import Dispatch
-from percore._core.replacement import RestartBudget
-from percore._limited import Limited
-from percore._member import Turn
-from percore._messages import Kind
+from percore._protocol.messages import Kind
+from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.replacement import RestartBudget
+from percore._supervisor.limited_worker import LimitedWorker
+from percore._supervisor.pool_worker import Turn
 from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
@@ -199,7 +199,7 @@ def test_a_call_for_which_no_place_is_left_is_taken_back() -> None:
     low: list[object] = []
     refused: list[object] = []
     dispatch: Any = Dispatch(4, 4)
-    member = Limited(0, 1, dispatch, Turn(asyncio.new_event_loop()), 3, low.append, refused.append)
+    member = LimitedWorker(0, 1, dispatch, Turn(asyncio.new_event_loop()), 3, low.append, refused.append)
     batch: Any = SimpleNamespace(kind=Kind.THREAD, size=4)
     member.send(batch)
     assert (refused, low, member.tickets, member.load) == ([batch], [], 3, [0, 0, 0])

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 import percore
-from percore._core.flow import Cost
+from percore._scheduler.windows import Cost
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -25,7 +25,7 @@ FOR_EVER = 1e6
 
 async def _delayed(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their next attempt."""
-    while len(supervisor_of(runner).attempts.delayed) < count:  # noqa: ASYNC110  # there is no event for it
+    while len(supervisor_of(runner).retries.delayed) < count:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
 
 
@@ -316,7 +316,7 @@ async def test_cancelled_at_the_very_moment_of_its_next_attempt(make: MakeRunner
         view = runner.options(retries=1, retry_on=ValueError, backoff=FOR_EVER)
         task = asyncio.create_task(view.run(jobs.afail_first, str(tmp_path), 1, ValueError, 7))
         await _delayed(runner)
-        attempts = supervisor_of(runner).attempts
+        attempts = supervisor_of(runner).retries
         task.cancel()
         (call,) = attempts.delayed
         attempts._attempt(call)  # as the timer would, which has fired in the same iteration of the loop

@@ -32,9 +32,9 @@ import pytest
 
 import percore
 from percore import LoopPoolExecutor, Runner, threaded
-from percore._engines.forkserver import ForkServerLauncher
-from percore._engines.servers import servers
-from percore._ipc.exceptions import load_exception
+from percore._engines.processes.fork_server_launcher import ForkServerLauncher
+from percore._engines.processes.fork_servers import servers
+from percore._serialization.exceptions import load_exception
 from tests import jobs, variables
 from tests.contract import share_jobs
 from tests.contract.conftest import worker_of
@@ -46,7 +46,7 @@ ROOT: Final = Path(__file__).parents[2]
 SOURCE: Final = Path(percore.__file__).parent
 ERROR: Final = re.compile(r"(Error|Closed|Full|Failed|TooLarge|Died|RunnerBroken)$")
 LOGGING: Final = {"report", "warn", "warning", "error", "info", "debug", "exception"}
-INTERNAL: Final = {"_points.py", "points.py", "doorbell.py", "mainmodule.py"}
+INTERNAL: Final = {"fault_points.py", "doorbell.py", "main_module.py"}
 """Files whose texts are for percore's tests, are caught by percore, or are those of runpy."""
 
 threads: Any = threaded
@@ -366,13 +366,14 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/e2e/test_launch.py::test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_what_to_do",
         "write `from percore",
     ),
-    "PERCORE_WITHOUT=… names something unknown; known are: …": program("import percore._platform", PERCORE_WITHOUT="nothing"),
+    "PERCORE_WITHOUT=… names something unknown; known are: …": program("import percore._common.system", PERCORE_WITHOUT="nothing"),
     # Systems and launches
     'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"': program(
         "import percore; percore.Runner(1, start_method='forkserver')", PERCORE_WITHOUT="pidfd"
     ),
     'start_method="forkserver" needs pidfds (Linux 5.3); use start_method="spawn" here': program(
-        "from percore._engines.forkserver import ForkServerLauncher as Launcher; Launcher.open()", PERCORE_WITHOUT="pidfd"
+        "from percore._engines.processes.fork_server_launcher import ForkServerLauncher as Launcher; Launcher.open()",
+        PERCORE_WITHOUT="pidfd",
     ),
     "this launcher is closed": launch_closed,
     "percore starts its workers with a Python interpreter, and sys.executable is …, which does not look like one; "

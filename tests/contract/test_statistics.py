@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core.dispatch import BLOCKED
-from percore._member import Member
+from percore._scheduler.dispatch import BLOCKED
+from percore._supervisor.pool_worker import PoolWorker
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -71,7 +71,7 @@ async def test_a_worker_that_is_buried_while_another_thread_asks(
         marks = memoryview(bytearray(8))
         marks.release()
         with monkeypatch.context() as patch:
-            patch.setattr(Member, "has_read", lambda member: False)
+            patch.setattr(PoolWorker, "has_read", lambda member: False)
             assert member.statistics(1, may_look=True) == (1, 0)
             patch.setattr(type(member.worker), "fate", lambda worker, place, call_id: marks[0])
             assert member.statistics(1, may_look=True) == (0, 0)

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 import percore
-from percore._messages import CANCEL
+from percore._protocol.messages import CANCEL
 from tests import jobs
 from tests.contract.conftest import worker_of
 from tests.contract.pipes import Gate

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from percore._ipc import slots
-from percore._platform import room_left
+from percore._common.system import room_left
+from percore._transport import slots
 from tests.contract.buffer_jobs import numbers
 
 kept: list[Any] = []

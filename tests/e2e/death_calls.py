@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import percore
-from percore._ipc import codec
-from percore._messages import VALUE
-from percore._worker.plain import MARK_WORDS
+from percore._protocol import codec
+from percore._protocol.messages import VALUE
+from percore._worker.plain_calls import MARK_WORDS
 from tests.e2e.fault_calls import _channel, append, pattern, tell, who_in_thread
 
 # Children of workers

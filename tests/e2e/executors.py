@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from percore import LoopPoolExecutor
-from percore._member import Member
+from percore._supervisor.pool_worker import PoolWorker
 from tests.contract.pipes import Gate, Log
 
 METHODS = ("percore", "fork", "forkserver", "spawn")
@@ -44,7 +44,7 @@ def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
     end_helpers()
 
 
-def members_of(executor: LoopPoolExecutor) -> list[Member]:
+def members_of(executor: LoopPoolExecutor) -> list[PoolWorker]:
     """The workers of an executor."""
     portal_jobs = executor._portal.jobs
     return [] if portal_jobs is None else list(portal_jobs.supervisor.members)

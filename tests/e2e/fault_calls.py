@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import percore
-from percore._ipc import codec
-from percore._ipc.channel import Channel
-from percore._messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
-from percore._worker.plain import MARK_WORDS
+from percore._protocol import codec
+from percore._protocol.messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
+from percore._transport.channel import Channel
+from percore._worker.plain_calls import MARK_WORDS
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 

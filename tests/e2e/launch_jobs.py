@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from percore._engines.forkserver import ForkServerLauncher
-from percore._engines.spawn import SpawnLauncher
+from percore._engines.processes.fork_server_launcher import ForkServerLauncher
+from percore._engines.processes.spawn_launcher import SpawnLauncher
 
 Launcher = ForkServerLauncher | SpawnLauncher
 CODES = {"exit 0": 0, "exit 3": 3, "kill 9": -9, "kill 11": -11}

@@ -11,7 +11,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import percore
-from percore._ipc.side import Side
+from percore._transport.worker_side import WorkerSide
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -88,7 +88,7 @@ def length(data: bytes) -> int:
 # Floods
 
 
-class _Telling(Side):
+class _Telling(WorkerSide):
     """Tells when the ring to the supervisor is full."""
 
     wire = ""
@@ -107,7 +107,7 @@ class _Telling(Side):
 
 
 def tell_when_full(wire: str) -> None:
-    channel: Any = next(thing for thing in gc.get_objects() if isinstance(thing, Side))
+    channel: Any = next(thing for thing in gc.get_objects() if isinstance(thing, WorkerSide))
     del channel.full_count
     _Telling.wire = wire
     channel.__class__ = _Telling

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import percore
-from percore._engines.forkserver import ForkServerLauncher
+from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 from tests.e2e import limit_calls as calls
 from tests.e2e.fault_programs import fds, run, say
 from tests.internals import channel_of, current_member, members_of, slots_used, supervisor_of

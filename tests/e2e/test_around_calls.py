@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import percore
-from percore._engines.process import ProcessEngine
-from percore._interfaces import Exit
-from percore._options import StartMethod
+from percore._common.options import StartMethod
+from percore._engines.processes.engine import ProcessEngine
+from percore._protocol.interfaces import Exit
 from tests.e2e import scripts
 from tests.e2e.scripts import TIMEOUT, output_of, python
 
@@ -268,19 +268,15 @@ async def test_the_debug_flag_of_the_loop_is_inherited(factory: Callable[[], asy
 
 
 PARENTS_HALF = (
-    "percore._assembly",
-    "percore._broken",
     "percore._calls",
-    "percore._closing",
-    "percore._core",
+    "percore._common.options",
+    "percore._common.worker_errors",
     "percore._engines",
-    "percore._functions",
+    "percore._executor",
     "percore._map",
-    "percore._member",
-    "percore._options",
-    "percore._outcomes",
+    "percore._monitor",
     "percore._runner",
-    "percore._statistics",
+    "percore._scheduler",
     "percore._supervisor",
     "multiprocessing",
     "psutil",
@@ -306,7 +302,7 @@ def look_in_thread():
     definitions = "import json\nimport work\n"
     body = "print(json.dumps([await runner.run(work.look), await runner.run(work.look_in_thread)]))"
     for modules in json.loads(output_of(program(body, definitions, f"1, start_method={method!r}"), tmp_path)):
-        assert "percore._worker.main" in modules
+        assert "percore._worker_process.main" in modules
         assert [name for name in modules if any(name == half or name.startswith(f"{half}.") for half in PARENTS_HALF)] == []
 
 

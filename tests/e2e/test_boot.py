@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import percore
-from percore._core import replacement
-from percore._interfaces import Worker
-from percore._member import Member
+from percore._protocol.interfaces import Worker
+from percore._scheduler import replacement
+from percore._supervisor.pool_worker import PoolWorker
 from tests.counts import LONG
 from tests.e2e import boot_calls, fault_calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
@@ -260,12 +260,12 @@ def test_an_interrupt_in_the_midst_of_a_start_is_the_only_thing_that_is_raised(m
     """The second of two Ctrl-C may come where a process is started and nobody has it yet."""
     started: list[Worker] = []
 
-    def interrupted(self: Member, worker: Worker, shares: object) -> None:
+    def interrupted(self: PoolWorker, worker: Worker, shares: object) -> None:
         started.append(worker)
         worker.kill()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Member, "attach", interrupted)
+    monkeypatch.setattr(PoolWorker, "attach", interrupted)
     loop = asyncio.new_event_loop()
     told: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: told.append(context))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import percore
-from percore._platform import HAS_MEMFD
+from percore._common.system import HAS_MEMFD
 from tests import jobs
 from tests.counts import LONG, times
 from tests.faults import LIMIT, Program, Watch, Wire

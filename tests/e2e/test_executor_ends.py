@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from percore import LoopPoolExecutor, _portal
+from percore import LoopPoolExecutor
+from percore._executor import portal
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.executors import METHODS, gate, lines, log
@@ -212,7 +213,7 @@ def test_a_fork_may_use_one_that_was_not_used_before(method: str, tmp_path: Path
 
 def test_a_fork_in_the_midst_of_a_start_has_no_locked_lock() -> None:
     # 1. another thread starts an executor  2. this thread forks  3. its copy has the lock, and no thread that opens it
-    with _portal._start_lock, warnings.catch_warnings():
+    with portal._start_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
         if pid == 0:
@@ -248,7 +249,8 @@ def sleep_and_print(seconds, message):
 """
 MAKE = """\
 import multiprocessing
-from percore import LoopPoolExecutor, _portal
+from percore import LoopPoolExecutor
+from percore._executor.executor import portal as _portal
 from executor_sleep import sleep_and_print
 def make(**options):
     method = {method!r}

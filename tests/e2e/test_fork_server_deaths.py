@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import percore
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 from tests.e2e import fault_calls as calls
 from tests.e2e import held
 from tests.faults import LIMIT, Wire
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(default_start_method() != "forkserver", reason="
 
 
 class Plans:
-    """What is to happen once, somewhere (see percore._points)."""
+    """What is to happen once, somewhere (see percore._common.fault_points)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

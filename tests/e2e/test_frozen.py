@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import percore
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 from tests.e2e import frozen_program
 from tests.e2e.scripts import Done, execute, output_of
 
@@ -114,7 +114,7 @@ def test_a_host_may_name_its_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["python", "python3.13t", "python3-dbg", "python3.11d", "pypy3"])
 def test_names_of_interpreters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from percore._engines.launch import interpreter
+    from percore._engines.processes.launch import interpreter
 
     monkeypatch.setattr(sys, "executable", f"/opt/some where/{name}")
     monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
@@ -122,7 +122,7 @@ def test_names_of_interpreters(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_link_of_another_name_to_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from percore._engines.launch import interpreter
+    from percore._engines.processes.launch import interpreter
 
     link = tmp_path / "service"
     os.symlink(os.path.realpath(sys.executable), link)

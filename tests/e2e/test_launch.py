@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 import percore
-from percore._engines import forkserver, launch
-from percore._engines.fds import Fd, let_go
-from percore._engines.forkserver import ForkedProcess, ForkServerLauncher
-from percore._engines.servers import Server, servers
+from percore._engines.processes import fork_server_launcher, launch
+from percore._engines.processes.descriptors import Fd, let_go
+from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkServerLauncher
+from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 
@@ -190,7 +190,9 @@ async def test_a_failing_entry_point_shows_its_traceback(kind: str, capfd: pytes
 
 @both
 async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_ANSWER_PATIENCE", 20.0)  # on a loaded machine it takes more than a second to come up
+    monkeypatch.setattr(
+        fork_server_launcher, "_ANSWER_PATIENCE", 20.0
+    )  # on a loaded machine it takes more than a second to come up
     launcher = open_launcher(kind, "stay")
     null = os.open(os.devnull, os.O_WRONLY)
     end = End()
@@ -314,7 +316,7 @@ async def test_a_slow_fork_server_is_given_time_to_tell_a_code(monkeypatch: pyte
 
 
 async def test_a_stopped_fork_server_is_not_waited_for_when_its_child_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_ANSWER_PATIENCE", 1000.0)
+    monkeypatch.setattr(fork_server_launcher, "_ANSWER_PATIENCE", 1000.0)
     launcher, end = open_launcher("forkserver", "stay"), End()
     process = await born(launcher, end)
     signal.pidfd_send_signal(server_pidfd(), signal.SIGSTOP)
@@ -398,10 +400,10 @@ async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> No
 
 
 async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_it_has_started() -> None:
-    ended: list[list[Server]] = []
+    ended: list[list[ForkServerProcess]] = []
     leave = servers.leave
 
-    def noted(member: object) -> list[Server]:
+    def noted(member: object) -> list[ForkServerProcess]:
         ended.append(leave(member))
         return ended[-1]
 
@@ -417,7 +419,7 @@ async def test_what_a_runner_stands_on_is_imported_after_its_fork_server_has_bee
     # asyncio itself imports pathlib since 3.15.
     program = (
         "import sys, asyncio; known = {*sys.modules}; import percore; percore.Runner(1); new = {*sys.modules} - known; "
-        "print('percore._supervisor' in new, 'pathlib' in new)"
+        "print('percore._supervisor.supervisor' in new, 'pathlib' in new)"
     )
     done = await asyncio.to_thread(
         subprocess.run,

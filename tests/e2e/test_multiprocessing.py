@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 from tests.e2e.scripts import output_of
 
 METHODS = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import percore
-from percore._core import replacement
+from percore._scheduler import replacement
 from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves

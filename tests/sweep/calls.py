@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import percore
-from percore import _points
-from percore._ipc.channel import Channel
+from percore._common import fault_points
+from percore._transport.channel import Channel
 
 INLINE, STORED = 60_000, 150_000
 """Sizes of payloads: one that travels in a frame, and one that lies in a slot."""
@@ -101,7 +101,7 @@ def observed() -> Iterator[None]:
     faulthandler.disable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     channel = next(thing for thing in gc.get_objects() if isinstance(thing, Channel))
-    _points.observe = _Observer(channel)
+    fault_points.observe = _Observer(channel)
     yield
 
 

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 import percore
-from percore import _points
-from percore._engines.servers import servers
-from percore._messages import Kind
+from percore._common import fault_points
+from percore._engines.processes.fork_servers import servers
+from percore._protocol.messages import Kind
 from tests.internals import arena_of, channel_of, members_of, supervisor_of
 from tests.sweep import calls
 
@@ -103,7 +103,7 @@ class Host:
             await asyncio.sleep(0)
             say("opened", {"error": str(error), "left": self._left()})
             return
-        _points.observe = self.observe
+        fault_points.observe = self.observe
         with contextlib.suppress(percore.WorkerDied):
             await self.runner.broadcast(calls.nothing)  # each has passed the last place of its birth
         say("opened", {"error": ""})
@@ -238,7 +238,7 @@ class Host:
         await self.runner.aclose()
         await asyncio.gather(*self.background)
         self.background = []
-        _points.observe = str
+        fault_points.observe = str
         await asyncio.sleep(0)
         say("closed", {"last": self.last, "pending": len(self.pending), "left": self._left(), "complaints": self.complaints})
 
@@ -342,8 +342,8 @@ async def main(folder: str) -> None:
     asyncio.get_running_loop().slow_callback_duration = 60
     host = Host(folder)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: host.complaints.append(repr(context)))
-    _points._ACTIONS["strike"] = partial(host.strike, signal.SIGKILL)
-    _points._ACTIONS["drain"] = partial(host.strike, signal.SIGTERM)
+    fault_points._ACTIONS["strike"] = partial(host.strike, signal.SIGKILL)
+    fault_points._ACTIONS["drain"] = partial(host.strike, signal.SIGTERM)
     orders = Orders(f"{folder}/orders")
     servers.join(host)  # the fork server outlives each runner
     async with percore.Runner(1):  # from now on it is there

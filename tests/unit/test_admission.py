@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from percore._admission import Admission
-from percore._errors import RunnerFull
+from percore._common.errors import RunnerFull
+from percore._supervisor.admission import Admission
 
 
 def admission_of(limit: int, inside: int = 0) -> Admission:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from percore._ipc.memory import Memory
-from percore._ipc.pickles import dump
-from percore._ipc.side import Side
-from percore._ipc.slots import Sink, SlotReader, SlotWriter
-from percore._messages import LEASED, UNLEASED, UNPICKLED, Body, Kind
-from percore._worker.answers import Answers, Function
+from percore._protocol.messages import LEASED, UNLEASED, UNPICKLED, Body, Kind
+from percore._serialization.pickler import dump
+from percore._transport.memory import Memory
+from percore._transport.slots import Sink, SlotReader, SlotWriter
+from percore._transport.worker_side import WorkerSide
+from percore._worker.answers import Answers, WorkerFunction
 
 
 class Lock:
@@ -41,10 +41,10 @@ class Pickled:
     is_leased = False
 
     def __init__(self, *, fails: bool) -> None:
-        self.function = Function(Kind.THREAD, b"")
+        self.function = WorkerFunction(Kind.THREAD, b"")
         self.second_is_there = threading.Event()
         self.function.loading = Lock(self.second_is_there)  # type: ignore[assignment]
-        self.press: Any = None
+        self.pickler: Any = None
         self.answers = Answers(self)  # type: ignore[arg-type]
         self.fails = fails
         self.loads = 0
@@ -96,7 +96,7 @@ def copied(buffer: memoryview) -> Copied:
     return Copied(bytes(buffer))
 
 
-class Told(Side):
+class Told(WorkerSide):
     """A worker's channel: notes in which order it is told what. Its loop has heard of the lease's end before its thread goes on."""
 
     def __init__(self, slots: tuple[SlotWriter, SlotReader]) -> None:
@@ -130,7 +130,7 @@ async def test_the_end_of_a_lease_is_told_after_its_beginning(*, is_function: bo
     reader = Memory.of_reader(memory.reader_fd(), 2 * size)
     told = Told((SlotWriter(memory, size, size), SlotReader(reader, size)))
     answers = Answers(told)
-    function = Function(Kind.THREAD, payload)
+    function = WorkerFunction(Kind.THREAD, payload)
     function.fn = None if is_function else len
     if is_function:
         assert (await asyncio.to_thread(answers.function, function))() == 100_000

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from percore._core.batches import Batches, Run
-from percore._core.flow import Cost
+from percore._scheduler.batching import Batches, Run
+from percore._scheduler.windows import Cost
 
 FRAME = 65_536
 

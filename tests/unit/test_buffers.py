@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._errors import PayloadTooLarge
-from percore._ipc import slots as module
-from percore._ipc.buffers import ALIGNMENT, BUFFER_LIMIT, has_buffers, places_in, table_of
-from percore._ipc.pickles import dump
-from percore._ipc.slots import Sink, SlotWriter
-from percore._messages import BrokenFrame, Payload
+from percore._common.errors import PayloadTooLarge
+from percore._protocol.messages import BrokenFrame, Payload
+from percore._serialization.pickler import dump
+from percore._transport import slots as module
+from percore._transport.buffers import ALIGNMENT, BUFFER_LIMIT, has_buffers, places_in, table_of
+from percore._transport.slots import Sink, SlotWriter
 from tests.unit.test_slots import MIB, byte_slots, reader_of
 
 PLAIN = st.recursive(st.none() | st.integers() | st.text(max_size=20) | st.binary(max_size=20), st.lists, max_leaves=8)

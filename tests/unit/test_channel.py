@@ -11,21 +11,21 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from percore._calls import Call
-from percore._core.dispatch import Dispatch
-from percore._functions import Function
-from percore._ipc import doorbell
-from percore._ipc.arena import Arena
-from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
-from percore._ipc.codec import encode
-from percore._ipc.doorbell import Bell, bell_fds, bell_of
-from percore._ipc.link import Link
-from percore._ipc.memory import Memory
-from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
-from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, SlotReader, SlotWriter
-from percore._member import Member, Turn
-from percore._messages import Body, BrokenFrame, Kind, Message
-from percore._platform import HAS_EVENTFD
+from percore._calls.calls import Call
+from percore._calls.functions import Function
+from percore._common.system import HAS_EVENTFD
+from percore._protocol.codec import encode
+from percore._protocol.messages import Body, BrokenFrame, Kind, Message
+from percore._scheduler.dispatch import Dispatch
+from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._transport import doorbell
+from percore._transport.arena import Arena
+from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
+from percore._transport.doorbell import Bell, bell_fds, bell_of
+from percore._transport.memory import Memory
+from percore._transport.ring import HEADER_SIZE, RingReader, RingWriter
+from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, SlotReader, SlotWriter
+from percore._transport.supervisor_side import SupervisorSide
 
 BELLS = [
     pytest.param(True, id="event", marks=pytest.mark.skipif(not HAS_EVENTFD, reason="this system has no eventfd")),
@@ -103,7 +103,7 @@ class Pair:
         results = SlotWriter(self.slots[1], SLOT_SIZE, SLOT_SIZE)
         readers = [SlotReader(memory, SLOT_SIZE) for memory in self.slots]
         rings = RingWriter(view[down]), RingReader(view[up])
-        self.link = Link(loop, rings, cast("Bell", bells[0]), (self.arena, readers[1]), leases=0)
+        self.link = SupervisorSide(loop, rings, cast("Bell", bells[0]), (self.arena, readers[1]), leases=0)
         self.up = Side(self.link, bells[0])
         self.down = Side(
             Channel(loop, (RingWriter(view[up]), RingReader(view[down])), bells[1], (results, readers[0]), prompt=True), bells[1]
@@ -324,7 +324,7 @@ async def test_a_worker_tells_at_once_what_it_has_read(pair: Pair) -> None:
 @pytest.mark.parametrize("in_turn", [False, True])
 async def test_a_peer_waits_since_there_is_something_to_read(pair: Pair, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("percore._ipc.channel.monotonic", lambda: now)
+    monkeypatch.setattr("percore._transport.channel.monotonic", lambda: now)
     channel = pair.up.channel
     send = channel.send_later if in_turn else channel.send
     assert channel.has_read()
@@ -747,7 +747,7 @@ async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.
     slots = pair.arena
     taken = take_all(slots) if waits else []
-    member = Member(0, 1, Dispatch(2, 1), Turn(asyncio.get_running_loop()))
+    member = PoolWorker(0, 1, Dispatch(2, 1), Turn(asyncio.get_running_loop()))
     member.attach(cast("Any", SimpleNamespace(channel=pair.up.channel)), cast("Any", SimpleNamespace(held={})))
     call = Call(loop=asyncio.get_running_loop())
     call.function = Function(len, Kind.TASK)

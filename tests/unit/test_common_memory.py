@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing
 import pytest
 
 import percore
-from percore._engines import process as module
-from percore._engines.process import CommonMemory
-from percore._ipc.memory import Memory, has_address_space
+from percore._engines.processes import engine as module
+from percore._engines.processes.engine import CommonMemory
+from percore._transport.memory import Memory, has_address_space
 
 
 def results_of(workers: int, max_message: int = 2**30) -> tuple[int, int]:

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from percore._core import keys as keys_module
-from percore._core.batches import Batches, Run
-from percore._core.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
-from percore._core.keys import weight
-from percore._messages import Kind
+from percore._protocol.messages import Kind
+from percore._scheduler import keys as keys_module
+from percore._scheduler.batching import Batches, Run
+from percore._scheduler.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
+from percore._scheduler.keys import weight
 from tests.strikes import Fault, Strike
 
 TASK, THREAD = Kind.TASK, Kind.THREAD

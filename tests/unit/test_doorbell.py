@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._ipc import doorbell
-from percore._ipc.doorbell import Bell, EventBell, SocketBell, bell_fds, bell_of
-from percore._platform import HAS_EVENTFD
+from percore._common.system import HAS_EVENTFD
+from percore._transport import doorbell
+from percore._transport.doorbell import Bell, EventBell, SocketBell, bell_fds, bell_of
 
 KINDS = [
     pytest.param(True, id="event", marks=pytest.mark.skipif(not HAS_EVENTFD, reason="this system has no eventfd")),

@@ -7,8 +7,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from percore._broken import RunnerBroken, StartupFailed, WorkerDied, how, signal_of
-from percore._errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
+from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
+from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied, how, signal_of
 
 EXAMPLES: list[PercoreError] = [
     PercoreError("anything", 3),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from percore._ipc.exports import Endings, export
+from percore._transport.exports import Endings, export
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from percore._core.batches import Run
-from percore._core.dispatch import Queue
-from percore._errors import RunnerClosed
-from percore._functions import Function
-from percore._items import Batch, BatchItem, Item, size_of
-from percore._messages import BrokenFrame, Kind
-from percore._policy import Plan, Policy
+from percore._calls.functions import Function
+from percore._calls.items import Batch, BatchItem, Item, size_of
+from percore._calls.policy import CallPlan, Policy
+from percore._common.errors import RunnerClosed
+from percore._protocol.messages import BrokenFrame, Kind
+from percore._scheduler.batching import Run
+from percore._scheduler.dispatch import Queue
 
 START = 100
 
@@ -50,8 +50,8 @@ class Running:
         self.told.append((number, error))
         self.arguments += arguments
 
-    def plan(self) -> Plan:
-        return Plan(self.policy)
+    def plan(self) -> CallPlan:
+        return CallPlan(self.policy)
 
     def runs_alone(self, item: Item) -> None:
         self.told.append((item.number, "alone"))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._core import keys as module
-from percore._core.keys import KEPT, PIECE, Keys, Lanes, weight
+from percore._scheduler import keys as module
+from percore._scheduler.keys import KEPT, PIECE, Keys, Lanes, weight
 
 KEYS = 10_000
 

@@ -1,287 +1,108 @@
-"""The layers: which module may import which, and what no module may do.
+"""The house: which room may import which, and what no module may do.
 
-The tables are the architecture; change them on purpose. Modules are named without the leading `percore.`; the package
-itself is `percore`. An import inside a function counts like one at the top. An import under `if TYPE_CHECKING:` is held
-to the same table, plus ONLY_FOR_TYPES, and is no part of a cycle, because it never happens.
+ROOMS is the architecture; change it on purpose, and give the reason beside the row. A room is a folder of `src/percore`. The rows
+stand from the ground up, and a room imports only rooms of earlier rows: so there is no circle of rooms, and no arrow runs up. An
+import inside a function counts like one at the top, and an import under `if TYPE_CHECKING:` like one that happens. Modules are
+named without the leading `percore.`; the package itself is `percore`.
 """
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-SRC = Path(__file__).parents[2] / "src" / "percore"
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "percore"
 
-VOCABULARY = frozenset({"_errors", "_options", "_messages", "_platform", "_points"})
-# Words only: what decides touches neither the system (_platform) nor a place where tests strike (_points).
-WORDS = frozenset({"_errors", "_options", "_messages"})
-FRAMES = frozenset({"_ipc.memory", "_ipc.ring", "_ipc.slots", "_ipc.doorbell", "_ipc.codec", "_ipc.leases", "_ipc.channel"})
-PICKLES = frozenset(
-    {"_ipc.rebuild", "_ipc.reducers", "_ipc.modules", "_ipc.pickles", "_ipc.advice", "_ipc.presses", "_ipc.exceptions"}
-)
-BYTES = FRAMES | PICKLES
-# How the parent starts processes. What the child is told of its world is written and read by one module, _worker.world.
-LAUNCH = VOCABULARY | {"_engines.fds", "_worker.world"}
-
-MAY_IMPORT: dict[str, frozenset[str]] = {
-    # The package is lazy: importing it imports nothing but this.
-    "percore": frozenset({"_platform"}),
-    # vocabulary
-    "_errors": VOCABULARY,
-    "_options": VOCABULARY,
-    "_messages": VOCABULARY,
-    "_platform": VOCABULARY,
-    "_points": VOCABULARY,
-    # Errors that derive from the standard library's BrokenProcessPool, costly to import: for the parent's half alone.
-    "_broken": VOCABULARY,
-    "_statistics": WORDS,
-    "_snapshot": WORDS | {"_statistics"},
-    "_usage": WORDS,
-    # decisions
-    "_core": frozenset(),
-    "_core.lifecycle": WORDS,
-    "_core.phase": WORDS | {"_core.lifecycle"},
-    "_core.map_life": WORDS | {"_core.lifecycle"},
-    "_core.replacement": WORDS | {"_core.lifecycle", "_core.phase"},
-    "_core.flow": WORDS,
-    "_core.keys": WORDS | {"_core.names"},
-    "_core.names": WORDS,
-    "_core.batches": WORDS | {"_core.flow"},
-    "_core.dispatch": WORDS | {"_core.batches", "_core.keys", "_core.names"},
-    "_policy": WORDS | {"_broken"},
-    "_results": WORDS,
-    # bytes
-    "_ipc": frozenset(),
-    "_ipc.memory": VOCABULARY,
-    "_ipc.ring": VOCABULARY,
-    "_ipc.doorbell": VOCABULARY,
-    "_ipc.codec": VOCABULARY,
-    "_ipc.buffers": VOCABULARY,
-    "_ipc.exports": VOCABULARY,
-    "_ipc.slots": VOCABULARY | {"_ipc.buffers", "_ipc.memory"},
-    "_ipc.leases": VOCABULARY | {"_ipc.buffers", "_ipc.exports", "_ipc.slots"},
-    "_ipc.copies": VOCABULARY | {"_ipc.leases"},
-    "_ipc.records": VOCABULARY | {"_ipc.rebuild", "_ipc.codec"},
-    "_ipc.channel": VOCABULARY | FRAMES - {"_ipc.channel"} | {"_ipc.exports"},
-    # the parent's side of the bytes: what is kept for the workers, and the channel to one of them
-    "_ipc.arena": VOCABULARY | BYTES | {"_ipc.exports"},
-    # the worker's side of them
-    "_ipc.side": VOCABULARY | BYTES,
-    "_ipc.link": VOCABULARY | FRAMES | {"_interfaces", "_ipc.arena"},
-    "_ipc.rebuild": VOCABULARY,
-    "_ipc.reducers": VOCABULARY,
-    "_ipc.modules": VOCABULARY | {"_ipc.reducers"},
-    "_ipc.pickles": VOCABULARY | {"_ipc.modules", "_ipc.reducers"},
-    "_ipc.advice": VOCABULARY | {"_ipc.pickles", "_ipc.rebuild", "_ipc.reducers"},
-    "_ipc.presses": VOCABULARY | {"_ipc.pickles", "_ipc.slots"},
-    "_ipc.exceptions": VOCABULARY | {"_ipc.rebuild", "_ipc.reducers", "_ipc.pickles"},
-    # The handle of a shared object: it exists on both sides, and knows neither.
-    "_shared": WORDS,
-    # the seam
-    "_interfaces": VOCABULARY | {"_usage"},
-    # the child
-    "_worker": frozenset(),
-    "_worker.context": VOCABULARY,
-    "_worker.world": VOCABULARY,
-    "_worker.forks": VOCABULARY,
-    "_worker.siblings": VOCABULARY,
-    "_worker.mainmodule": VOCABULARY | PICKLES | {"_worker.context"},
-    "_worker.threads": VOCABULARY,
-    "_worker.eager": WORDS,
-    "_worker.terms": VOCABULARY | {"_ipc.pickles"},
-    "_worker.answers": VOCABULARY | {"_ipc.advice", "_ipc.codec", "_ipc.pickles", "_ipc.side"},
-    "_worker.batches": VOCABULARY | BYTES | {"_worker.answers", "_worker.terms"},
-    "_worker.plain": VOCABULARY | FRAMES | {"_worker.answers", "_worker.batches", "_worker.terms", "_worker.threads"},
-    "_worker.shares": VOCABULARY | {"_ipc.copies", "_ipc.side", "_shared", "_worker.context"},
-    "_worker.serve": VOCABULARY
-    | {
-        "_ipc.codec",
-        "_ipc.side",
-        "_worker.answers",
-        "_worker.batches",
-        "_worker.eager",
-        "_worker.plain",
-        "_worker.shares",
-        "_worker.terms",
+ROOMS: dict[str, set[str]] = {
+    # On both sides.
+    "_common": set(),
+    "_serialization": {"_common"},
+    # Records alone, so the seam may speak of them.
+    "_monitor": set(),
+    "_protocol": {"_monitor", "_serialization"},
+    "_transport": {"_common", "_protocol", "_serialization"},
+    # A worker.
+    "_worker": {"_common", "_protocol", "_serialization", "_transport"},
+    "_worker_process": {"_common", "_protocol", "_serialization", "_transport", "_worker"},
+    # The program's process.
+    "_scheduler": {"_common", "_protocol"},
+    "_calls": {"_common", "_protocol", "_scheduler", "_serialization", "_transport"},
+    "_supervisor": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization"},
+    # The program's half of an engine knows the layout of what it hands to its workers at their start.
+    "_engines.processes": {
+        *("_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization", "_transport", "_worker", "_worker_process"),
     },
-    "_worker.lifespan": VOCABULARY | {"_ipc.side", "_worker.context", "_worker.serve"},
-    "_worker.logs": VOCABULARY | FRAMES | {"_ipc.records"},
-    "_worker.main": VOCABULARY
-    | BYTES
-    | {"_ipc.side", "_worker.context", "_worker.forks", "_worker.lifespan", "_worker.logs", "_worker.mainmodule", "_worker.manners"}
-    | {"_worker.plain", "_worker.serve", "_worker.siblings", "_worker.world"},
-    # of the executor
-    "_worker.manners": VOCABULARY | {"_ipc.advice", "_ipc.pickles", "_ipc.side", "_worker.answers"},
-    "_worker.multiprocess": frozenset({"_worker.main", "_worker.manners", "_worker.world"}),
-    # It finds _worker.main by the name in the request.
-    "_worker.forkserver": VOCABULARY | {"_worker.world"},
-    # for PyInstaller, and never imported by percore
-    "_pyinstaller": frozenset(),
-    "_pyinstaller.hook-percore": frozenset(),
-    # the parent's ways to start processes
-    "_engines": frozenset(),
-    "_engines.fds": VOCABULARY | {"_ipc.memory"},
-    "_engines.launch": LAUNCH,
-    # _broken: an exit code in words
-    "_engines.servers": LAUNCH | {"_broken", "_engines.launch", "_faults"},
-    "_engines.spawn": LAUNCH | {"_engines.launch"},
-    "_engines.forkserver": LAUNCH | {"_engines.launch", "_engines.servers", "_faults"},
-    # _worker.logs: the size of the ring, and what is said about it and about levels.
-    "_logs": VOCABULARY | FRAMES | {"_ipc.records", "_worker.logs"},
-    # _worker.main and _worker.plain: the layout of what its workers are given at their start.
-    "_engines.process": LAUNCH
-    | BYTES
-    | {"_contexts", "_core.dispatch", "_engines.forkserver", "_engines.launch", "_engines.spawn", "_interfaces", "_ipc.arena"}
-    | {"_ipc.link", "_logs", "_usage", "_worker.main", "_worker.manners", "_worker.plain", "_worker.siblings"},
-    # It names the function with which its workers begin.
-    "_engines.multiprocess": LAUNCH | {"_engines.launch", "_worker.manners", "_worker.multiprocess"},
-    # shell
-    "_admission": VOCABULARY,
-    "_contexts": VOCABULARY | {"_interfaces", "_ipc.pickles"},
-    "_inputs": VOCABULARY,
-    "_threaded": VOCABULARY,
-    "_shares": VOCABULARY | {"_interfaces", "_ipc.copies", "_ipc.exports", "_shared"},
-    "_functions": VOCABULARY | {"_core.flow", "_interfaces", "_ipc.advice", "_ipc.pickles", "_shares"},
-    "_calls": VOCABULARY | {"_core.dispatch", "_functions", "_policy"},
-    "_items": VOCABULARY | {"_ipc.codec", "_calls", "_functions", "_core.batches", "_core.dispatch", "_policy"},
-    "_member": VOCABULARY | {"_calls", "_core.dispatch", "_core.lifecycle", "_functions", "_interfaces"},
-    "_faults": VOCABULARY,
-    "_beside": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
-    "_attempts": VOCABULARY | {"_faults", "_calls"},
-    "_deaths": VOCABULARY | {"_faults", "_broken", "_calls", "_interfaces", "_items", "_member"},
-    "_recalls": VOCABULARY,
-    "_outcomes": VOCABULARY | PICKLES | {"_core.lifecycle", "_calls", "_items", "_member"},
-    "_limited": VOCABULARY | {"_calls", "_core.dispatch", "_member"},
-    "_lives": frozenset({"_core.lifecycle", "_member"}),
-    "_pool": VOCABULARY
-    | {
-        "_broken",
-        "_calls",
-        "_core.lifecycle",
-        "_core.phase",
-        "_core.replacement",
-        "_faults",
-        "_interfaces",
-        "_ipc.rebuild",
-        "_items",
-        "_limited",
-        "_lives",
-        "_member",
-        "_outcomes",
+    "_map": {"_calls", "_common", "_protocol", "_scheduler", "_supervisor"},
+    # The composition root: it makes the engine that runs the workers.
+    "_runner": {
+        *("_calls", "_common", "_engines.processes", "_map", "_monitor", "_protocol", "_serialization", "_supervisor", "_worker"),
     },
-    "_intake": VOCABULARY | {"_calls", "_functions", "_policy", "_shares"},
-    "_supervisor": VOCABULARY
-    | {
-        "_admission",
-        "_attempts",
-        "_beside",
-        "_broken",
-        "_calls",
-        "_contexts",
-        "_deaths",
-        "_faults",
-        "_functions",
-        "_intake",
-        "_interfaces",
-    }
-    | {"_items", "_member", "_policy", "_pool", "_recalls", "_shares", "_core.batches", "_core.dispatch", "_core.phase"},
-    "_closing": VOCABULARY | {"_core.phase", "_member", "_supervisor"},
-    # maps
-    "_rows": VOCABULARY | {"_functions", "_core.batches", "_core.names", "_ipc.codec", "_policy", "_shares"},
-    "_in_flight": VOCABULARY
-    | {"_faults", "_functions", "_core.batches", "_core.dispatch", "_core.flow", "_core.map_life", "_core.names"}
-    | {"_items", "_policy", "_results", "_rows", "_shares", "_supervisor"},
-    "_feeder": VOCABULARY | {"_core.map_life", "_in_flight", "_inputs", "_rows", "_supervisor"},
-    "_map_run": VOCABULARY | {"_core.map_life", "_faults", "_feeder", "_in_flight", "_inputs", "_results", "_rows", "_supervisor"},
-    # face
-    "_map": VOCABULARY | {"_functions", "_inputs", "_map_run", "_rows", "_supervisor"},
-    "_map_verbs": VOCABULARY | {"_map", "_policy", "_rows", "_supervisor"},
-    "_verbs": VOCABULARY | {"_calls", "_functions", "_map_verbs", "_policy", "_supervisor"},
-    "_runner": VOCABULARY
-    | {
-        "_assembly",
-        "_contexts",
-        "_policy",
-        "_shared",
-        "_snapshot",
-        "_statistics",
-        "_supervisor",
-        "_usage",
-        "_verbs",
-        "_worker.context",
-    },
-    # the composition root: the one module that knows the engine, the supervisor and the closing
-    "_assembly": VOCABULARY
-    | {"_broken", "_closing", "_interfaces", "_usage", "_engines.forkserver", "_engines.process", "_ipc.pickles", "_supervisor"},
-    # executor
-    "_executor_life": frozenset({"_core.lifecycle"}),
-    "_jobs": VOCABULARY | {"_calls", "_functions", "_executor_life", "_supervisor", "_worker.manners"},
-    "_portal": VOCABULARY | {"_assembly", "_executor_life", "_functions", "_jobs", "_member", "_supervisor"},
-    "_executor": VOCABULARY
-    | {"_assembly", "_functions", "_engines.multiprocess", "_engines.process", "_ipc.pickles", "_jobs", "_portal"}
-    | {"_worker.context", "_worker.manners"},
-}
-
-ONLY_FOR_TYPES: dict[str, frozenset[str]] = {
-    # the public names, told to type checkers; at run time they are looked up on first use
-    "percore": frozenset(
-        {
-            "_broken",
-            "_errors",
-            "_executor",
-            "_map",
+    "_executor": {
+        *(
+            "_calls",
+            "_common",
+            "_engines.processes",
+            "_protocol",
             "_runner",
-            "_shared",
-            "_statistics",
-            "_threaded",
-            "_usage",
-            "_verbs",
-            "_worker.context",
-        }
-    ),
-    # parts of the supervisor, handed their owner
-    "_attempts": frozenset({"_supervisor"}),
-    "_beside": frozenset({"_supervisor"}),
-    "_deaths": frozenset({"_supervisor"}),
-    "_ipc.copies": frozenset({"_interfaces"}),
-    "_member": frozenset({"_shares"}),
-    "_intake": frozenset({"_member", "_supervisor"}),
-    "_recalls": frozenset({"_core.dispatch", "_member"}),
-    "_outcomes": frozenset({"_pool", "_supervisor"}),
-    "_pool": frozenset({"_supervisor"}),
-    # it reads what the supervisor has counted
-    "_snapshot": frozenset({"_pool", "_supervisor"}),
+            "_scheduler",
+            "_serialization",
+            "_supervisor",
+            "_worker",
+        ),
+    },
+    # For PyInstaller; percore never imports it.
+    "_pyinstaller": set(),
 }
 
-# Modules of the standard library (and psutil) with which a module could do what its layer must not: wait, look at the
-# clock, touch the system. A name stands for all below it; a layer for all its modules.
-SYSTEM = frozenset({"asyncio", "os", "select", "selectors", "signal", "socket", "subprocess", "threading", "time"})
-PARENT_ONLY = frozenset({"argparse", "concurrent.futures.process", "multiprocessing", "psutil"})
-MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
-    "_core": SYSTEM,
-    "_ipc.ring": SYSTEM,
-    "_ipc.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
-    "_ipc.codec": SYSTEM,
-    **dict.fromkeys(("_executor_life", "_items", "_policy", "_results"), SYSTEM),
-    **dict.fromkeys((*sorted(VOCABULARY), "_ipc", "_interfaces", "_worker"), PARENT_ONLY),
+# Circles of modules within a room that only type-only imports close, each with its reason.
+CIRCLES: dict[frozenset[str], str] = {
+    frozenset(
+        {
+            *("_supervisor.supervisor", "_supervisor.pool", "_supervisor.outcomes", "_supervisor.submission", "_supervisor.deaths"),
+            *("_supervisor.retries", "_supervisor.broadcasts", "_supervisor.snapshot"),
+        }
+    ): "the parts of the supervisor name their owner, which is handed to them",
 }
+
+# A worker loads nothing of the parent's rooms. In rooms that both sides share, these modules are the parent's: they are costly to
+# import, or of no use in a worker.
+WORKER = ("_worker", "_worker_process")
+PARENT = ("_monitor", "_scheduler", "_calls", "_supervisor", "_engines", "_map", "_runner", "_executor")
+PARENT_IN_COMMON = {"_common.log", "_common.options", "_common.worker_errors", "_protocol.interfaces"}
+
+# Modules of the standard library (and psutil) with which a module could do what its room must not: wait, look at the clock, touch
+# the system. A name stands for all below it; a room for all its modules.
+SYSTEM = frozenset({"asyncio", "os", "select", "selectors", "signal", "socket", "subprocess", "threading", "time"})
+COSTLY = frozenset({"argparse", "concurrent.futures.process", "multiprocessing", "psutil"})
+MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
+    "_scheduler": SYSTEM,
+    "_protocol.codec": SYSTEM,
+    "_transport.ring": SYSTEM,
+    "_transport.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
+    **dict.fromkeys(("_calls.items", "_calls.policy", "_map.results"), SYSTEM),
+    **dict.fromkeys(("_protocol", "_serialization", "_transport", "_worker", "_worker_process"), COSTLY),
+    **dict.fromkeys(("_common.errors", "_common.options", "_common.system", "_common.fault_points"), COSTLY),
+}
+# Decisions touch neither the system nor a place where tests strike.
+DECIDES = {"_scheduler": {"_common.errors", "_common.options", "_protocol.messages"}}
 
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.
 GIVES_WAY = {
     # the GIL, to the worker's loop
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
-    "_feeder": ["asyncio.sleep(0)"],
+    "_map.feeder": ["asyncio.sleep(0)"],
     # the loop, between two imports
-    "_assembly": ["asyncio.sleep(0)"],
+    "_runner.assembly": ["asyncio.sleep(0)"],
 }
 
-
 # Who reads the wall clock: the system tells a process's start by it, and by nothing else.
-WALL_CLOCK = {"_usage": ["time.time()"]}
+WALL_CLOCK = {"_monitor.usage": ["time.time()"]}
 
 
 class Import(NamedTuple):
@@ -324,7 +145,7 @@ def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterato
             yield from imports(module, child, typing_only=typing_only)
 
 
-def within(target: str, names: frozenset[str] | set[str]) -> bool:
+def within(target: str, names: Iterable[str]) -> bool:
     return any(target == name or target.startswith(f"{name}.") for name in names)
 
 
@@ -338,51 +159,90 @@ def inner(target: str) -> str | None:
     return path or "percore"
 
 
+def room_of(module: str) -> str | None:
+    return next((room for room in ROOMS if within(module, {room})), None)
+
+
 IMPORTS = [found for module, tree in MODULES.items() for found in imports(module, tree)]
-EDGES = [(found, target) for found in IMPORTS if (target := inner(found.target)) is not None]
+# The package looks its public names up on first use, and tells them to type checkers: its imports are no arrows.
+EDGES = [(found, target) for found in IMPORTS if found.module != "percore" and (target := inner(found.target)) is not None]
 
 
-def test_every_module_has_its_row_and_every_row_its_module() -> None:
-    assert set(MODULES) == set(MAY_IMPORT)
+def test_every_module_is_in_a_room_and_a_package_holds_no_code() -> None:
+    packages = {name_of(path) for path in SRC.rglob("__init__.py")} - {"percore", "_pyinstaller"}
+    outside = [module for module in MODULES if room_of(module) is None and module not in packages | {"percore"}]
+    assert outside == []
+    assert [package for package in sorted(packages) if MODULES[package].body] == []
+    assert [room for room in ROOMS if not any(within(module, {room}) for module in MODULES)] == []
 
 
-def test_imports_only_what_its_row_allows(subtests: pytest.Subtests) -> None:
-    for module in sorted(MODULES):
-        with subtests.test(module=module):
-            allowed = MAY_IMPORT.get(module, frozenset())
-            for_types = allowed | ONLY_FOR_TYPES.get(module, frozenset())
-            outside = [
-                str(found)
-                for found, target in EDGES
-                if found.module == module and target not in (for_types if found.typing_only else allowed)
-            ]
-            assert outside == []
+def test_a_room_imports_only_rooms_of_earlier_rows() -> None:
+    rooms = list(ROOMS)
+    up = [(room, other) for room, others in ROOMS.items() for other in others if other not in rooms[: rooms.index(room)]]
+    assert up == []
 
 
-def test_imports_nothing_its_layer_must_not_know(subtests: pytest.Subtests) -> None:
-    for module in sorted(MODULES):
-        with subtests.test(module=module):
-            forbidden = {name for layer, names in MUST_NOT_IMPORT.items() if within(module, {layer}) for name in names}
-            known = [found for found in IMPORTS if found.module == module and not found.typing_only]
-            outside = [str(found) for found in known if within(found.target, forbidden)]
-            assert outside == []
+def test_a_room_imports_exactly_what_its_row_says(subtests: pytest.Subtests) -> None:
+    for room in ROOMS:
+        with subtests.test(room=room):
+            arrows: dict[str | None, list[str]] = {}
+            for found, target in EDGES:
+                if room_of(found.module) == room and room_of(target) != room:
+                    arrows.setdefault(room_of(target), []).append(str(found))
+            outside = [found for other, those in arrows.items() if other not in ROOMS[room] for found in those]
+            unused = ROOMS[room] - set(arrows)
+            assert (outside, unused) == ([], set())
 
 
-def test_no_cycle() -> None:
+def test_contributing_draws_this_house() -> None:
+    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(_[a-z_]+)` \|", house, re.MULTILINE)
+    assert rows == list(dict.fromkeys(room.partition(".")[0] for room in ROOMS))
+    named = set(re.findall(r"`((?:_[a-z_]+|tests|docs)/[a-z_/]+\.(?:py|md))`", house))
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).exists() and not (SRC / path).exists()] == []
+
+
+def test_importing_the_package_imports_nothing_of_it() -> None:
+    assert [str(found) for found in IMPORTS if found.module == "percore" and inner(found.target) and not found.typing_only] == []
+
+
+def test_no_circle_of_modules() -> None:
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
     for found, target in EDGES:
-        if not found.typing_only:
+        known = any({found.module, target} <= circle for circle in CIRCLES)
+        if target != found.module and not (found.typing_only and known):
             graph[found.module].add(target)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}", pytrace=False)
+        pytest.fail(f"import circle: {' <- '.join(error.args[1])}", pytrace=False)
 
 
-def test_the_table_has_no_cycle_either() -> None:
-    # But for the vocabulary, whose modules may use each other in any order that works.
-    graph = {module: allowed - (VOCABULARY if module in VOCABULARY else set()) for module, allowed in MAY_IMPORT.items()}
-    TopologicalSorter(graph).prepare()
+def test_a_worker_loads_nothing_of_the_parent() -> None:
+    loaded: dict[str, Import | None] = {module: None for module in MODULES if within(module, WORKER)}
+    waiting = list(loaded)
+    while waiting:
+        module = waiting.pop()
+        for found, target in EDGES:
+            if found.module == module and not found.typing_only and target not in loaded:
+                loaded[target] = found
+                waiting.append(target)
+    assert [str(found) for module, found in loaded.items() if within(module, PARENT) or module in PARENT_IN_COMMON] == []
+
+
+def test_imports_nothing_its_room_must_not_know(subtests: pytest.Subtests) -> None:
+    for module in sorted(MODULES):
+        with subtests.test(module=module):
+            forbidden = {name for room, names in MUST_NOT_IMPORT.items() if within(module, {room}) for name in names}
+            known = [found for found in IMPORTS if found.module == module and not found.typing_only]
+            outside = [str(found) for found in known if within(found.target, forbidden)]
+            for room, allowed in DECIDES.items():
+                if within(module, {room}):
+                    outside += [
+                        str(found) for found, target in EDGES if found.module == module and not within(target, {room, *allowed})
+                    ]
+            assert outside == []
 
 
 def imported_names(module: str, names: set[str]) -> list[str]:

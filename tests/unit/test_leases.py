@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from percore._ipc.buffers import BUFFER_LIMIT
-from percore._ipc.exports import Endings
-from percore._ipc.leases import Leases, Received
-from percore._ipc.memory import Memory
-from percore._ipc.pickles import dump
-from percore._ipc.slots import SLOT_BITS, SLOT_MASK, Sink, SlotReader, SlotWriter
-from percore._messages import BrokenFrame, Payload
+from percore._protocol.messages import BrokenFrame, Payload
+from percore._serialization.pickler import dump
+from percore._transport.buffers import BUFFER_LIMIT
+from percore._transport.exports import Endings
+from percore._transport.leases import Leases, Received
+from percore._transport.memory import Memory
+from percore._transport.slots import SLOT_BITS, SLOT_MASK, Sink, SlotReader, SlotWriter
 
 SLOT = 1 << 20
 COUNT = 4

@@ -15,17 +15,17 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore import _logs
-from percore._ipc import doorbell
-from percore._ipc.doorbell import bell_fds, bell_of
-from percore._ipc.memory import Memory
-from percore._ipc.records import RECORD_LIMIT, pack, unpack
-from percore._ipc.ring import RingWriter
-from percore._logs import Logs, _name_here
-from percore._messages import BrokenFrame
-from percore._platform import HAS_EVENTFD
-from percore._worker import logs as worker_logs
-from percore._worker.logs import LOG_RING_SIZE, Forwarder, LogWriter
+from percore._common.system import HAS_EVENTFD
+from percore._engines.processes import log_receiver
+from percore._engines.processes.log_receiver import LogReceiver, _name_here
+from percore._protocol.log_records import RECORD_LIMIT, pack, unpack
+from percore._protocol.messages import BrokenFrame
+from percore._transport import doorbell
+from percore._transport.doorbell import bell_fds, bell_of
+from percore._transport.memory import Memory
+from percore._transport.ring import RingWriter
+from percore._worker_process import log_forwarding as worker_logs
+from percore._worker_process.log_forwarding import LOG_RING_SIZE, Forwarder, LogWriter
 
 NAME = "percore.test.logs"
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates, as of undecodable file names, too
@@ -225,7 +225,7 @@ class Wire:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.logs = Logs(7)
+        self.logs = LogReceiver(7)
         memory_fd, pipe = map(os.dup, self.logs.fds)
         self.logs.close_fds()
         self.memory = Memory(memory_fd, LOG_RING_SIZE, writable=True)
@@ -540,7 +540,7 @@ def test_levels_are_those_that_somebody_has_set(tree: logging.Logger) -> None:
     tree.getChild("b")
     tree.getChild("c").setLevel(Level(33))
     logging.disable(5)
-    disabled, loggers = _logs.levels()
+    disabled, loggers = log_receiver.levels()
     found = {name.removeprefix(NAME): rest for name, *rest in loggers if name.startswith(NAME)}
     assert (disabled, found) == (5, {".levels": [15, False], ".levels.a": [0, True], ".levels.c": [33, False]})
     assert {type(value) for _, *rest in loggers for value in rest} == {int, bool}

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._ipc import memory as module
-from percore._ipc.memory import Memory
-from percore._platform import HAS_MEMFD
+from percore._common.system import HAS_MEMFD
+from percore._transport import memory as module
+from percore._transport.memory import Memory
 
 PAGE = mmap.PAGESIZE
 

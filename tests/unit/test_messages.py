@@ -10,25 +10,26 @@ from typing import Any, Final, cast
 
 import pytest
 
-from percore import PayloadTooLarge, _messages
-from percore._contexts import Contexts
-from percore._core.batches import Batches, Run
-from percore._core.dispatch import Dispatch, places_for, room_of
-from percore._core.flow import MOST_OF_ONE
-from percore._core.names import Names
-from percore._functions import Function
-from percore._ipc.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
-from percore._ipc.codec import encode, is_inline
-from percore._ipc.doorbell import EventBell
-from percore._ipc.records import pack
-from percore._ipc.ring import HEADER_SIZE
-from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK
-from percore._items import Batch
-from percore._member import Member, Turn
-from percore._messages import ID_MASK, ITEM_SHIFT, Body, Kind
-from percore._platform import HAS_EVENTFD
-from percore._rows import Rows, Spec
-from percore._worker.logs import LOG_RING_SIZE
+from percore import PayloadTooLarge
+from percore._calls.context_variables import Contexts
+from percore._calls.functions import Function
+from percore._calls.items import Batch
+from percore._common.system import HAS_EVENTFD
+from percore._map.rows import Rows, Spec
+from percore._protocol import messages as _messages
+from percore._protocol.codec import encode, is_inline
+from percore._protocol.log_records import pack
+from percore._protocol.messages import ID_MASK, ITEM_SHIFT, Body, Kind
+from percore._scheduler.batching import Batches, Run
+from percore._scheduler.dispatch import Dispatch, places_for, room_of
+from percore._scheduler.key_names import Names
+from percore._scheduler.windows import MOST_OF_ONE
+from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
+from percore._transport.doorbell import EventBell
+from percore._transport.ring import HEADER_SIZE
+from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK
+from percore._worker_process.log_forwarding import LOG_RING_SIZE
 
 LARGEST_ID: Final = (1 << 15) << ITEM_SHIFT | ID_MASK
 SLOT: Final = (1 << 36) << SLOT_BITS | SLOT_MASK
@@ -109,7 +110,7 @@ def largest_recall() -> bytes:
     loop = asyncio.new_event_loop()
     try:
         concurrency, threads = 1_000_000, 10_000
-        member = Member(0, 1, Dispatch(concurrency, threads), Turn(loop))
+        member = PoolWorker(0, 1, Dispatch(concurrency, threads), Turn(loop))
     finally:
         loop.close()
     wire = Wire()

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore import _options
-from percore._options import Knobs, usable_cpus
-from percore._platform import default_start_method
+from percore._common import options as _options
+from percore._common.options import RunnerOptions, usable_cpus
+from percore._common.system import default_start_method
 from tests.ids import steady
 
 GOOD: dict[str, Any] = {
@@ -41,8 +41,8 @@ USER: ContextVar[str] = ContextVar("user")
 TRACE: ContextVar[str] = ContextVar("trace")
 
 
-def options(**knobs: Any) -> Knobs:
-    return Knobs.checked(**{**GOOD, **knobs})
+def options(**knobs: Any) -> RunnerOptions:
+    return RunnerOptions.checked(**{**GOOD, **knobs})
 
 
 def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_what_the_user_gives_is_kept() -> None:
         thread_initializer=test_the_defaults,
         max_pending=1000,
     )
-    assert given == Knobs(
+    assert given == RunnerOptions(
         workers=3,
         lifespan=test_the_defaults,  # type: ignore[arg-type]
         concurrency=1,

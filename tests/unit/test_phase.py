@@ -3,8 +3,8 @@
 import pytest
 
 from percore import RunnerBroken, RunnerClosed
-from percore._core.lifecycle import IllegalEvent
-from percore._core.phase import Phase, PhaseEvent, Replaces, RunnerPhase
+from percore._scheduler.lifecycle import IllegalEvent
+from percore._scheduler.phase import Phase, PhaseEvent, Replaces, RunnerPhase
 
 CLOSE, BREAK, CUT, FINISH, END = PhaseEvent.CLOSE, PhaseEvent.BREAK, PhaseEvent.CUT, PhaseEvent.FINISH, PhaseEvent.END
 

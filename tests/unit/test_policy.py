@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._broken import WorkerDied
-from percore._policy import DEFAULT, Plan, Policy, delay_of
+from percore._calls.policy import DEFAULT, CallPlan, Policy, delay_of
+from percore._common.worker_errors import WorkerDied
 from tests.ids import steady
 
 GOOD: dict[str, Any] = {"key": None, "retries": 0, "retry_on": None, "backoff": 0, "timeout": None}
@@ -310,6 +310,6 @@ def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> No
 def test_a_worker_is_told_what_it_has_to_know_and_nothing_else(
     options: dict[str, Any], context: Any, is_beside: bool, terms: object
 ) -> None:
-    plan = Plan(policy(**options), context, is_beside=is_beside)
+    plan = CallPlan(policy(**options), context, is_beside=is_beside)
     assert plan.terms == terms
     assert (plan.failed, plan.late, plan.timer) == (0, None, None)

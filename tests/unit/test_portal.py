@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from percore._assembly import Assembly
-from percore._broken import RunnerBroken
-from percore._executor_life import ExecutorPhase
-from percore._portal import Portal
+from percore._common.worker_errors import RunnerBroken
+from percore._executor.life import ExecutorPhase
+from percore._executor.portal import Portal
+from percore._runner.assembly import Assembly
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
 
 NEVER = 1000.0

@@ -78,7 +78,7 @@ def test_star_gives_the_public_names() -> None:
 
 def test_dir_shows_what_is_not_loaded_yet() -> None:
     assert set(percore.__all__) <= set(dir(percore))
-    code = "import percore; print(set(percore.__all__) <= set(dir(percore)), 'percore._runner' in __import__('sys').modules)"
+    code = "import percore; print(set(percore.__all__) <= set(dir(percore)), 'percore._runner.runner' in __import__('sys').modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["True", "False"]
 
@@ -110,26 +110,22 @@ def test_importing_it_imports_nothing() -> None:
 
 def test_an_error_of_the_vocabulary_costs_the_vocabulary() -> None:
     loaded = loaded_by("import percore; percore.RemoteError")
-    assert {name for name in loaded if name.startswith("percore")} == {"percore", "percore._errors"}
+    assert {name for name in loaded if name.startswith("percore")} == {"percore", "percore._common", "percore._common.errors"}
     assert not loaded & HEAVY
 
 
 def test_what_a_worker_uses_loads_nothing_of_the_supervisors_half() -> None:
     loaded = loaded_by("import percore; percore.state; percore.current_worker; percore.CurrentWorker")
     forbidden = (
-        "_assembly",
-        "_core",
+        "_calls",
         "_engines",
-        "_supervisor",
-        "_pool",
-        "_policy",
-        "_items",
-        "_feeder",
-        "_in_flight",
-        "_verbs",
-        "_runner",
+        "_executor",
         "_map",
-        "_broken",
+        "_monitor",
+        "_runner",
+        "_scheduler",
+        "_supervisor",
+        "_common.worker_errors",
     )
     assert not [name for name in loaded if name.startswith(tuple(f"percore.{name}" for name in forbidden))]
     assert not loaded & {"multiprocessing", "psutil", "concurrent.futures.process", "cloudpickle", "uvloop"}

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from percore._core.lifecycle import IllegalEvent
-from percore._core.phase import Replaces
-from percore._core.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Replacement, RestartBudget
+from percore._scheduler.lifecycle import IllegalEvent
+from percore._scheduler.phase import Replaces
+from percore._scheduler.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Replacement, RestartBudget
 
 DELAYS = [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 

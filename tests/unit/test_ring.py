@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from percore._ipc.ring import HEADER_SIZE, RingReader, RingWriter
-from percore._messages import BrokenFrame
+from percore._protocol.messages import BrokenFrame
+from percore._transport.ring import HEADER_SIZE, RingReader, RingWriter
 
 HEADER = struct.Struct("<II")
 

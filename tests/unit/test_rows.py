@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from percore._platform import default_start_method
+from percore._common.system import default_start_method
 from tests import rows
 
 CONTRACT = Path(__file__).parent.parent / "contract"

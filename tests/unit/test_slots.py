@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from percore._errors import PayloadTooLarge
-from percore._ipc import slots as module
-from percore._ipc.memory import Memory
-from percore._ipc.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, WARM_LIMIT, Sink, SlotReader, SlotWriter
-from percore._messages import BrokenFrame, Payload
+from percore._common.errors import PayloadTooLarge
+from percore._protocol.messages import BrokenFrame, Payload
+from percore._transport import slots as module
+from percore._transport.memory import Memory
+from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, WARM_LIMIT, Sink, SlotReader, SlotWriter
 
 MIB = 1 << 20
 

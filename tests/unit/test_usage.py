@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from percore import ProcessUsage, Usage
-from percore._usage import UsageMeter
+from percore._monitor.usage import UsageMeter
 
 MIB = 2**20
 OWN = {os.getpid(): "supervisor"}
@@ -140,8 +140,8 @@ class TestCpu:
         monkeypatch.setattr(psutil.Process, "cpu_times", lambda _process: Times(system.cpu * 0.75, system.cpu * 0.25))
         monkeypatch.setattr(psutil.Process, "create_time", lambda _process: system.started)
         clocks = SimpleNamespace(monotonic=lambda: system.monotonic, time=lambda: system.wall)
-        monkeypatch.setattr("percore._usage.time", clocks)
-        monkeypatch.setattr("percore._usage.os", SimpleNamespace(cpu_count=lambda: 4))
+        monkeypatch.setattr("percore._monitor.usage.time", clocks)
+        monkeypatch.setattr("percore._monitor.usage.os", SimpleNamespace(cpu_count=lambda: 4))
         return system
 
     async def read(self, meter: UsageMeter) -> float:

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from percore._errors import PayloadTooLarge
-from percore._ipc.advice import IMPORT_ERRORS, advise_importing, unpicklable
-from percore._ipc.codec import is_inline_value
-from percore._ipc.pickles import load, qualified_name
-from percore._ipc.side import Side
-from percore._messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
-from percore._points import POINTS, point
+from percore._common.errors import PayloadTooLarge
+from percore._common.fault_points import POINTS, point
+from percore._protocol.codec import is_inline_value
+from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
+from percore._serialization.advice import IMPORT_ERRORS, advise_importing, unpicklable
+from percore._serialization.pickler import load, qualified_name
+from percore._transport.worker_side import WorkerSide
 
 Send = Callable[[int, int, Body], None]
 
@@ -18,7 +18,7 @@ SMALL: Final = 16_384
 """Largest pickled result, in bytes, that is sent together with other results of its batch."""
 
 
-class Function:
+class WorkerFunction:
     """A function that the supervisor has given a number. The first call that needs it unpickles it."""
 
     __slots__ = ("fn", "kind", "loading", "name", "payload")
@@ -35,11 +35,11 @@ class Function:
 class Answers:
     """Unpacks calls and answers them. Any exception of the user's code, also a BaseException, propagates from `unpack`."""
 
-    def __init__(self, channel: Side) -> None:
+    def __init__(self, channel: WorkerSide) -> None:
         self._channel = channel
-        self._press = channel.press
+        self._pickler = channel.pickler
 
-    def function(self, function: Function) -> Callable[..., Any]:
+    def function(self, function: WorkerFunction) -> Callable[..., Any]:
         """Return the function itself. Unpickle it first if no call has done so yet."""
         fn = function.fn
         if fn is None:
@@ -51,7 +51,7 @@ class Answers:
                     fn = function.fn = self._loaded(function)
         return fn
 
-    def _loaded(self, function: Function) -> Callable[..., Any]:
+    def _loaded(self, function: WorkerFunction) -> Callable[..., Any]:
         received = self._channel.load(function.payload)
         try:
             fn = cast("Callable[..., Any]", received.load())
@@ -62,7 +62,7 @@ class Answers:
         return fn
 
     def unpack(
-        self, call_id: int, function: Function | None, body: Body, send: Send
+        self, call_id: int, function: WorkerFunction | None, body: Body, send: Send
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
         """Return the function, the arguments and the keyword arguments of a call."""
         if function is None:
@@ -106,13 +106,13 @@ class Answers:
 
     def pickled(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
         """Like `result`, for a value that is not a scalar."""
-        press = self._press()
+        pickler = self._pickler()
         try:
-            payload = press.payload(value)
+            payload = pickler.payload(value)
         except PayloadTooLarge as error:
             self.error(call_id, error.with_traceback(None), send)  # percore's own traceback would itself exceed some limits
         except BaseException as error:
-            self.error(call_id, error if press.sink.lacks_room else self._refused(value, error), send)
+            self.error(call_id, error if pickler.sink.lacks_room else self._refused(value, error), send)
         else:
             if POINTS:
                 point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")

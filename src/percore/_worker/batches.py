@@ -17,13 +17,13 @@ from itertools import repeat, starmap
 from operator import length_hint
 from typing import Any, Final, cast
 
-from percore._ipc.advice import IMPORT_ERRORS, advise_importing
-from percore._ipc.codec import is_inline_value
-from percore._ipc.pickles import load
-from percore._ipc.slots import INLINE_LIMIT
-from percore._messages import ITEM_SHIFT, RESULT, VALUES, Body
-from percore._points import POINTS, point
-from percore._worker.answers import Answers, Function, Send
+from percore._common.fault_points import POINTS, point
+from percore._protocol.codec import is_inline_value
+from percore._protocol.messages import ITEM_SHIFT, RESULT, VALUES, Body
+from percore._serialization.advice import IMPORT_ERRORS, advise_importing
+from percore._serialization.pickler import load
+from percore._transport.slots import INLINE_LIMIT
+from percore._worker.answers import Answers, Send, WorkerFunction
 from percore._worker.terms import Terms
 
 KEEP: Final = 0.003
@@ -44,12 +44,12 @@ def item_id(call_id: int, index: int) -> int:
     return (index + 1) << ITEM_SHIFT | call_id
 
 
-class Batch:
+class WorkerBatch:
     """The remaining items of a batch, their function and their terms."""
 
     __slots__ = ("begun", "begun_at", "end", "function", "is_bare", "items", "results", "terms")
 
-    def __init__(self, function: Function, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
+    def __init__(self, function: WorkerFunction, bodies: list[Any], is_bare: bool, terms: Terms | None) -> None:
         self.function = function
         self.items = deque(bodies)
         self.is_bare = is_bare
@@ -58,7 +58,7 @@ class Batch:
         self.begun = 0
         """How many items the thread has taken, in whole steps."""
         self.begun_at: float | None = None
-        self.results: Results | None = None
+        self.results: BatchResults | None = None
         """Its results while it runs, else None."""
 
     def give_up(self, most: int) -> int:
@@ -73,7 +73,7 @@ class Batch:
         self.end -= count
         return count
 
-    def run(self, results: "Results", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
+    def run(self, results: "BatchResults", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
         """Run the remaining items in this thread. Never raises.
 
         Before each step, set `marks[word]` to the number of items begun, including all items of the step.
@@ -88,7 +88,7 @@ class Batch:
             results.look()
         results.flush()
 
-    def _run_some(self, begun: int, results: "Results", call: Callable[[Any], Any]) -> bool:
+    def _run_some(self, begun: int, results: "BatchResults", call: Callable[[Any], Any]) -> bool:
         """Run the items up to number `begun`. Return False if there were fewer."""
         keep = results.values.append
         left = repeat((), begun - self.begun)
@@ -123,7 +123,7 @@ def _call(fn: Callable[..., Any], is_bare: bool, body: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-class Results:
+class BatchResults:
     """Results of consecutive items of a batch, kept to be sent together. The thread calls the methods, except `flush_kept`."""
 
     __slots__ = ("_answers", "_call_id", "_first", "_hand_over", "_lock", "_pickled", "_send", "_since", "_size", "values")

@@ -31,7 +31,7 @@ class WorkerContext:
     def __init__(self, worker: CurrentWorker) -> None:
         self.worker = worker
         self.shares: Any = None
-        """The worker's `Shares`, once it serves."""
+        """The worker's `WorkerShares`, once it serves."""
         self.value: Any = None
         self.has_value = False
 

@@ -18,17 +18,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import Context
 from typing import Any, Final
 
-from percore._ipc.side import Side
-from percore._messages import FAILED, READY, UNREADY
-from percore._points import POINTS, point
+from percore._common.fault_points import POINTS, point
+from percore._protocol.messages import FAILED, READY, UNREADY
+from percore._transport.worker_side import WorkerSide
 from percore._worker.context import WorkerContext, of_call
-from percore._worker.serve import Server
+from percore._worker.server import Server
 
 logger: Final = logging.getLogger("percore")
 
 
 async def serve_until_finished(
-    channel: Side,
+    channel: WorkerSide,
     server: Server,
     context: WorkerContext,
     lifespan: Callable[[], Callable[[], Any] | None],
@@ -86,7 +86,7 @@ async def _unseen(future: "asyncio.Future[None]") -> None:
         asyncio._register_task(me)
 
 
-async def _fail(channel: Side, server: Server, stack: "_Entered", error: asyncio.CancelledError) -> None:
+async def _fail(channel: WorkerSide, server: Server, stack: "_Entered", error: asyncio.CancelledError) -> None:
     """Handle the failure of a lifespan, which has cancelled the main task: one of its tasks has failed, or it has timed out.
 
     The cancellation is thrown into the lifespan at once, as task groups and cancel scopes require. The supervisor receives the

@@ -6,7 +6,7 @@ from contextvars import Context, ContextVar, copy_context
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from percore._ipc.pickles import load
+from percore._serialization.pickler import load
 
 
 class Terms(NamedTuple):

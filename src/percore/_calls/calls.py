@@ -1,0 +1,283 @@
+"""Calls on the supervisor's side, pickled and ready to send.
+
+`PendingCall` is the one interface of all kinds of calls, and `CallBase` what they have in common:
+
+    Awaited    a call of `run`; `Planned` is one with a policy
+    Call       a call of `submit`, of a broadcast, or of `run` if its end releases something; a future itself
+    Job        a call of an executor (in `_executor.portal`)
+    Item       an item of a map, sent singly (in `_calls.items`)
+    Batch      several items of a map in one message (in `_calls.items`)
+
+The arguments of a call are pickled once, when it is made. Later changes to them have no effect, and a retry on another worker sends
+the same bytes.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable
+from math import inf
+from typing import Any, ClassVar, Protocol
+
+from percore._calls.functions import Function
+from percore._calls.policy import CallPlan, Policy
+from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._protocol.messages import BrokenFrame, Payload
+from percore._scheduler.dispatch import Queue
+
+
+class Owner(Protocol):
+    """The keeper of the calls of a runner. A call that is cancelled tells it so."""
+
+    def cancelled(self, call: Any) -> None: ...
+
+
+class Outcome(Protocol):
+    """The receiver of one outcome: a single call, or one item of a batch."""
+
+    body: Any
+    """The body of the message; None for a batch and its items, which hold nothing that has to be released."""
+
+    @property
+    def plan(self) -> CallPlan | None: ...
+
+    def done(self) -> bool:
+        """Whether it has ended, was cancelled or was withdrawn."""
+
+    def is_dropped(self) -> bool:
+        """Whether nobody waits for it, although it is not done: its future is done, and its task is about to withdraw it."""
+
+    def drop(self) -> None:
+        """Count it as done, because it is dropped. Its task then withdraws nothing."""
+
+    def set_result(self, value: Any) -> None:
+        """End with this result, a scalar."""
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """End with this error."""
+
+    def cut_off(self) -> None:
+        """End with RunnerClosed, because the runner is closing."""
+
+    def retry_plan(self) -> CallPlan | None:
+        """Return the plan that decides about another attempt; None if there is none."""
+
+    def renewed(self) -> "PendingCall":
+        """Return the call for its next attempt. An item of a batch is then a call of its own."""
+
+    def leave(self, member: Any) -> None:
+        """Give back the place in this worker, which is done with it."""
+
+
+class PendingCall(Outcome, Protocol):
+    """A call, or a batch of calls, that waits or holds one place in a worker.
+
+    A batch is no receiver of an outcome itself: `set_exception` ends its map, and it is never given a result.
+    """
+
+    function: Function
+    kind: int
+    call_id: int
+    member: Any
+    """The worker that holds the call; None: none does."""
+
+    @property
+    def key(self) -> Any: ...
+
+    @property
+    def queue(self) -> Queue[Any, Any] | None:
+        """The queue of the call's map; None: it belongs to no map."""
+
+    @property
+    def size(self) -> int:
+        """Number of items; 1 for a call."""
+
+    @property
+    def wanted(self) -> int | None:
+        """Of a batch: how many of its items the map needs, counted from the first. None: it is a call, cancelled as a whole."""
+
+    def message(self) -> Any:
+        """Return the body of the message."""
+
+    def target(self, place: int) -> Outcome:
+        """Return the receiver of an outcome: the item at this place of a batch, or the call itself for -1.
+
+        Raises:
+            BrokenFrame: there is none, or it has had its outcome.
+        """
+
+    def refuse(self, refusal: Callable[[], BaseException]) -> None:
+        """End with an error from `refusal`. Each item of a batch gets an error of its own."""
+
+    def abandon(self, error: BaseException) -> None:
+        """End with this error, although its thread runs on in the worker."""
+
+    def repeated(self) -> None:
+        """Note that the call, or the batch it was in, will be attempted again."""
+
+    def left(self) -> int:
+        """Note that no worker holds the call any more. Return how many further items of a batch the worker held until now."""
+
+    def seconds(self) -> float:
+        """Return how long the worker will need for it, by measured times; infinity if that is unknown."""
+
+
+class CallBase:
+    """The common part of the kinds of calls: the behaviour of a single call. A batch overrides most of it."""
+
+    __slots__ = ()
+
+    size: int = 1
+    wanted: int | None = None
+
+    def is_dropped(self) -> bool:
+        return False
+
+    def drop(self) -> None:
+        """Only a call of `run` can be dropped."""
+
+    def message(self: PendingCall) -> Any:
+        return self.body
+
+    def target(self: PendingCall, place: int) -> Outcome:
+        if place >= 0:
+            raise BrokenFrame(f"an outcome of an item of {self.call_id}, which is no batch")
+        return self
+
+    def renewed(self: PendingCall) -> PendingCall:
+        return self
+
+    def retry_plan(self: Outcome) -> CallPlan | None:
+        return self.plan
+
+    def leave(self: PendingCall, member: Any) -> None:
+        member.take(self.call_id)
+
+    def refuse(self: PendingCall, refusal: Callable[[], BaseException]) -> None:
+        self.set_exception(refusal())
+
+    def cut_off(self: Outcome) -> None:
+        self.set_exception(RunnerClosed(CUT_OFF))
+
+    def abandon(self: PendingCall, error: BaseException) -> None:
+        self.set_exception(error)
+
+    def repeated(self) -> None:
+        """Only a map has to know."""
+
+    def left(self) -> int:
+        return 0
+
+    def seconds(self) -> float:
+        return inf
+
+
+class Call(CallBase, asyncio.Future[Any]):
+    """One call: the future that the caller awaits, with everything needed to run the call."""
+
+    __slots__ = ("body", "call_id", "function", "key", "kind", "member", "owner", "plan")
+
+    queue: ClassVar[None] = None
+
+    # The intake sets these when it makes the call, and the member sets `call_id` when it sends the call. With an `__init__`,
+    # making a call would cost a third more.
+    owner: Owner
+    function: "Function"
+    kind: int
+    key: Hashable | None
+    plan: CallPlan | None
+    body: tuple[Any, ...] | Payload
+    member: Any
+    call_id: int
+
+    def __repr__(self) -> str:
+        """Return the repr of a future with the name of the function added.
+
+        asyncio shows it, too, when it reports an exception that was never retrieved.
+        """
+        text = super().__repr__()
+        function = getattr(self, "function", None)  # not set yet while the call is being made
+        return text if function is None else text.replace("<Call ", f"<Call of {function.name} ", 1)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel the future, and withdraw the call or cancel it in its worker. A result that still arrives is dropped."""
+        if super().cancel(msg):
+            self.owner.cancelled(self)
+            return True
+        return False
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+        self.set_result(value)
+
+    def cut_off(self) -> None:
+        """End with RunnerClosed, because the runner is closing. asyncio does not report this error if it is never retrieved."""
+        self.set_exception(RunnerClosed(CUT_OFF))
+        self.exception()
+
+
+class Awaited(CallBase):
+    """A call of `run` without a policy (`Planned` has one). Only `run` refers to it, and its end leaves nothing to release.
+
+    `run` awaits a plain future, because a task takes twice as long to wait for an instance of a subclass. A plain future does not
+    report its cancellation. `run` notices it when its task resumes, and then withdraws the call.
+    """
+
+    __slots__ = ("body", "call_id", "function", "future", "is_over", "kind", "member")
+
+    key: Hashable | None = None
+    plan: CallPlan | None = None
+    queue: ClassVar[None] = None
+
+    # As in `Call`.
+    future: asyncio.Future[Any]
+    function: "Function"
+    kind: int
+    body: tuple[Any, ...] | Payload
+    member: Any
+    call_id: int
+    is_over: bool
+    """Whether the call has ended or was withdrawn."""
+
+    def done(self) -> bool:
+        """Whether the call has ended or was withdrawn."""
+        return self.is_over
+
+    def is_dropped(self) -> bool:
+        return self.future.done()
+
+    def drop(self) -> None:
+        self.is_over = True
+
+    def set_result(self, value: Any) -> None:
+        """End with this result."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def deliver(self, value: Any, size: int) -> None:
+        """End with this result, whose pickle had `size` bytes."""
+        self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with this error."""
+        self.is_over = True
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Planned(Awaited):
+    """A call of `run` with a policy.
+
+    The worker need not know about retries, so a policy without a timeout gets its plan only when the first attempt has failed.
+    """
+
+    __slots__ = ("key", "plan", "policy")
+
+    policy: Policy
+
+    def retry_plan(self) -> CallPlan | None:
+        if self.plan is None:
+            self.plan = CallPlan(self.policy)
+        return self.plan

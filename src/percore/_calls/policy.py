@@ -1,0 +1,199 @@
+"""The options of a call: key, retries and timeout.
+
+A Policy holds the validated arguments of `options(...)`; most calls have none. A Plan applies a policy to one call and counts its
+attempts. The terms of a plan are the part that its worker gets.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from percore._common.options import check_awaited, check_plain, seconds_of, whole
+from percore._common.worker_errors import WorkerDied
+
+if TYPE_CHECKING:
+    import asyncio
+
+RetryOn: TypeAlias = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
+Backoff: TypeAlias = float | Callable[[int], float]
+
+_MOST_RETRIES: Final = 1_000_000
+_LONGEST_DELAY: Final = 1e9
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """The validated options of a call. Treat it as immutable; it is not frozen because freezing costs more than all the checks.
+
+    Attributes:
+        key: calls with equal keys are never on two workers at once. None: no key.
+        retries: how many more attempts a failed call gets.
+        retry_on: the errors to retry: an exception class, a tuple of them, or a predicate.
+        backoff: seconds before the next attempt, or a function that takes the number of failed attempts and returns them.
+        timeout: how many seconds one attempt may run. None: no limit.
+        asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
+            broadcast ignores those.
+        needs_plan: whether the policy has retries or a timeout.
+    """
+
+    key: Hashable | None = None
+    retries: int = 0
+    retry_on: RetryOn = WorkerDied
+    backoff: Backoff = 0.0
+    timeout: float | None = None
+    asks_for_retries: bool = field(default=False, repr=False, compare=False)
+    needs_plan: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.needs_plan = self.retries > 0 or self.timeout is not None
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        key: Hashable | None,
+        retries: int | None,
+        retry_on: RetryOn | None,
+        backoff: Backoff,
+        timeout: float | None,
+        inherited: int = 0,
+    ) -> "Policy":
+        """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
+
+        Raises:
+            TypeError, ValueError: an option is invalid; the message says what is valid.
+        """
+        # Users may create a view for each call, so this skips the checks of options that were not given.
+        asks_for_retries = bool(retries)
+        if is_silent := retries is None:
+            retries = inherited
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
+        if key is not None and hasattr(type(key), "__await__"):
+            raise TypeError(f"a key is a value, such as a string, not {key!r}: await it first")
+        if retries.__class__ is not int or retries:
+            whole("retries", retries, 0, _MOST_RETRIES)
+        if retry_on is None:
+            retry_on = WorkerDied
+        else:
+            _check_retry_on(retry_on)
+            asks_for_retries = True
+        if backoff.__class__ is not float or backoff:
+            backoff = _checked_backoff(backoff)
+        if timeout is not None:
+            timeout = seconds_of("timeout", timeout)
+        asks_for_retries = asks_for_retries or bool(backoff)
+        if asks_for_retries and not retries and is_silent:
+            raise TypeError(
+                "retry_on and backoff do nothing without retries, and this runner has none: "
+                "give both, as in runner.options(retries=3, retry_on=ConnectionError)"
+            )
+        return cls(
+            key=key,
+            retries=retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            timeout=timeout,
+            asks_for_retries=asks_for_retries,
+        )
+
+    def for_broadcast(self) -> "Policy | None":
+        """Return the policy of a broadcast with these options: only the timeout applies. None: no timeout.
+
+        Raises:
+            TypeError: the options set a key, retries, retry_on or backoff.
+        """
+        if self.key is not None or self.asks_for_retries:
+            raise TypeError(
+                "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
+                "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
+            )
+        return Policy(timeout=self.timeout) if self.timeout is not None else None
+
+    def is_worth_it(self, error: BaseException) -> bool:
+        """Return whether `retry_on` selects this error. Runs user code, which may raise.
+
+        Raises:
+            TypeError: retry_on returned an awaitable.
+        """
+        wanted: Any = self.retry_on
+        if isinstance(wanted, type | tuple):
+            return isinstance(error, wanted)
+        answer = wanted(error)
+        check_awaited("retry_on", answer)
+        return bool(answer)
+
+    def delay(self, failed: int) -> float:
+        """Return how many seconds to wait after `failed` failed attempts. Runs user code, which may raise.
+
+        Raises:
+            TypeError, ValueError: backoff did not return a number of seconds.
+        """
+        if not callable(self.backoff):
+            return self.backoff
+        seconds = self.backoff(failed)
+        check_awaited("backoff", seconds)
+        return delay_of(seconds, "the value that backoff returned")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the policy has no key and no timeout. Only then may calls travel in batches."""
+        return self.key is None and self.timeout is None
+
+
+DEFAULT: Final = Policy()
+
+
+def _check_retry_on(retry_on: Any) -> None:
+    if isinstance(retry_on, list):
+        raise TypeError("retry_on must be an exception class, a tuple of them or a predicate, not a list")
+    classes = retry_on if isinstance(retry_on, tuple) else (retry_on,) if isinstance(retry_on, type) else None
+    if classes is None:
+        if not callable(retry_on):
+            raise TypeError(f"retry_on must be an exception class, a tuple of them or a predicate, not {retry_on!r}")
+        check_plain("retry_on", retry_on)
+        return
+    for one in classes:
+        if not (isinstance(one, type) and issubclass(one, BaseException)):
+            raise TypeError(f"retry_on must name exception classes, not {one!r}")
+
+
+def _checked_backoff(backoff: Backoff) -> Backoff:
+    if callable(backoff):
+        check_plain("backoff", backoff)
+        return backoff
+    return delay_of(backoff, "backoff")
+
+
+def delay_of(value: object, name: str) -> float:
+    """Return `value` as a float if it is a number of seconds, zero or more.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not value >= 0:  # also catches NaN
+        raise ValueError(f"{name} must be zero or more seconds, not {value!r}")
+    return float(min(value, _LONGEST_DELAY))  # min() first: an int may be too large for a float
+
+
+class CallPlan:
+    """The policy of one call, and the state of its attempts."""
+
+    __slots__ = ("failed", "late", "policy", "terms", "timer")
+
+    def __init__(self, policy: Policy, context: Any = None, *, is_beside: bool = False) -> None:
+        self.policy = policy
+        self.failed = 0
+        """How many attempts have failed."""
+        self.late: float | None = None
+        """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Set while the call waits for its next attempt."""
+        self.terms: tuple[float | None, Any, bool] | None = None
+        if context is not None or policy.timeout is not None or is_beside:
+            self.terms = policy.timeout, context, is_beside
+        """Timeout, context variables, and whether the call is a broadcast, which the worker gets before the call. None: nothing."""

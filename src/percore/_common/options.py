@@ -1,0 +1,332 @@
+"""The options of a Runner: their meaning, defaults and validation. The list is closed.
+
+The validating functions are also used for the options of calls, of maps and of LoopPoolExecutor.
+"""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
+
+from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
+StartMethod: TypeAlias = Literal["forkserver", "spawn"]
+
+_FOR_EVER: Final = 1e9
+_LEAST_MESSAGE: Final = 1024
+_MOST_MESSAGE: Final = 1 << 36
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use: the smaller of its CPU affinity and its cgroup's CPU quota, rounded up."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, cpus if quota is None else min(cpus, math.ceil(quota)))
+
+
+def _cgroup_quota() -> float | None:
+    """Return the CPU quota of this process in CPUs: the smallest of its cgroup and its ancestors (v2 and v1). None: no quota."""
+    quotas = []
+    with suppress(OSError):
+        for line in text_of("/proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                quotas += _quotas_v2("/sys/fs/cgroup", path)
+            elif "cpu" in controllers.split(","):
+                quotas += _quotas_v1("/sys/fs/cgroup/cpu", path)
+    return min(quotas, default=None)
+
+
+def text_of(path: str) -> str:
+    """Return the text of a file. (This avoids importing pathlib before the first process can be started.)
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(path, errors="surrogateescape") as file:
+        return file.read()
+
+
+def _ancestors(root: str, path: str) -> list[str]:
+    # In a container the path may belong to the host's hierarchy, of which only the root is mounted. So look at the root too.
+    names = path.strip("/").split("/")
+    return ["/".join((root, *names[:count])) for count in range(len(names), -1, -1)]
+
+
+def _quotas_v2(root: str, path: str) -> list[float]:
+    quotas = []
+    for folder in _ancestors(root, path):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = text_of(f"{folder}/cpu.max").split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+    return quotas
+
+
+def _quotas_v1(root: str, path: str) -> list[float]:
+    quotas = []
+    for folder in _ancestors(root, path):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota = int(text_of(f"{folder}/cpu.cfs_quota_us"))
+            if quota > 0:
+                quotas.append(quota / int(text_of(f"{folder}/cpu.cfs_period_us")))
+    return quotas
+
+
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Return `value` if it is a whole number from `least` to `most`.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < least or (most is not None and value > most):
+        span = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {span}, not {value}")
+    return value
+
+
+def seconds_of(name: str, value: object) -> float:
+    """Return `value` as a float if it is a positive, finite number of seconds.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    try:
+        seconds = float(value)
+    except OverflowError:  # an int too large for a float
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, not {seconds:g}")
+    return seconds
+
+
+def grace_of(value: object) -> float | None:
+    """Return the `grace` of a close in seconds, or None for no limit.
+
+    Raises:
+        TypeError, ValueError: it is neither None nor a number of seconds.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"grace must be None or a number of seconds, not {value!r}")
+    if math.isnan(value):
+        raise ValueError("grace must be None or a number of seconds, not nan")
+    return None if value > _FOR_EVER else max(0.0, float(value))
+
+
+def routines_of(fn: object) -> tuple[Any, Any]:
+    """Return the functions that a call of `fn` runs: the one inside its partials, and the `__call__` of its class or None."""
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    # The class's __call__ decides how a callable object runs. That of a routine or class says nothing about how it runs.
+    return inner, None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+
+
+def check_plain(name: str, fn: Callable[..., object]) -> None:
+    """Check that `fn` is a plain function. percore uses its return value and neither awaits nor iterates it.
+
+    Raises:
+        TypeError: `fn` is a coroutine function or a generator function.
+    """
+    for routine in routines_of(fn):
+        if inspect.iscoroutinefunction(routine):
+            raise TypeError(f"{name} must be a plain function, not an async one: percore calls it and does not await it")
+        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
+            raise TypeError(f"{name} must be a plain function, not a generator function: percore calls it and does not iterate")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
+    """Decorate a public function so that an unknown keyword argument raises a TypeError with advice.
+
+    `name`: the function's name in the message. `advice`: hints by keyword. Do not decorate functions that are called often: the
+    wrapper costs as much as a call.
+    """
+
+    def decorate(fn: F) -> F:
+        code = fn.__code__
+        known = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+        fn.__qualname__ = name  # the name in Python's own messages about wrong arguments
+
+        @wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for keyword in kwargs:
+                if keyword not in known:
+                    hint = advice.get(keyword) or f"it takes {', '.join(one for one in known if one != 'self')}"
+                    raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}: {hint}")
+            return fn(*args, **kwargs)
+
+        return cast(F, called)
+
+    return decorate
+
+
+def check_awaited(name: str, value: object) -> None:
+    """Check that `value`, returned by a function that percore does not await, is not an awaitable.
+
+    Raises:
+        TypeError: it is. A coroutine is closed first.
+    """
+    if hasattr(type(value), "__await__"):
+        text = repr(value)
+        if inspect.iscoroutine(value):
+            value.close()
+        raise TypeError(f"{name} must be a plain function: percore does not await {text}, which it returned")
+
+
+def _callable(name: str, value: object, example: str) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, such as {name}={example}, not {value!r}")
+
+
+def _bound(name: str, value: object) -> int | None:
+    return None if value is None else whole(name, value, 1)
+
+
+def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
+    if isinstance(values, ContextVar):
+        raise TypeError(f"contextvars must be a list, such as contextvars=[{values.name}], not one ContextVar")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"contextvars must be ContextVars, not {values!r}")
+    variables = tuple(values)
+    for variable in variables:
+        if not isinstance(variable, ContextVar):
+            raise TypeError(f"contextvars must be ContextVars, not {variable!r}")
+    return variables
+
+
+_SETUP: Final = "put the setup of a worker in lifespan=..., and that of a thread in thread_initializer=..."
+RUNNER_ADVICE: Final = (
+    dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
+    | dict.fromkeys(("max_tasks_per_child", "maxtasksperchild"), "write max_tasks_per_worker=...")
+    | dict.fromkeys(("initializer", "initargs"), _SETUP)
+    | {
+        "max_threads": "write threads=...",
+        "childconcurrency": "write concurrency=...",
+        "loop_initializer": "write loop_factory=...",
+        "mp_context": 'write start_method="forkserver" or "spawn"; percore.LoopPoolExecutor takes an mp_context',
+        "timeout": "it is an option of the calls, as in runner.options(timeout=5).run(...)",
+        "chunksize": "there is no chunk size to tune, percore batches short calls by how long they take",
+        "debug": "workers take the debug flag of this program's event loop",
+    }
+)
+"""Advice for keyword arguments that other pools have and a Runner has not, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """The validated options of one Runner.
+
+    Attributes:
+        workers: number of worker processes.
+        lifespan: returns the (async) context manager that each worker enters before its first call and exits after its last one.
+        concurrency: how many coroutines a worker runs at once.
+        threads: size of each worker's thread pool for plain functions.
+        loop_factory: creates a worker's event loop. None: uvloop if it is installed, otherwise asyncio's loop.
+        start_method: "forkserver" or "spawn".
+        max_message: the largest pickled message in either direction, in bytes.
+        start_timeout: how many seconds a worker may take to become ready.
+        kill_after: seconds between asking a worker to end, or cancelling its calls, and killing it.
+        max_tasks_per_worker: how many calls a worker begins before it is replaced. None: no limit.
+        retries: how many more times to attempt a call whose worker died.
+        per_key: how many calls with the same key run at once, over all workers. None: as many as one worker can run.
+        contextvars: the context variables whose values travel with each call.
+        thread_initializer: called in each thread of a worker's pool before its first call.
+        max_pending: how many calls may be pending. None: no limit.
+    """
+
+    workers: int
+    lifespan: Lifespan | None
+    concurrency: int
+    threads: int
+    loop_factory: "Callable[[], AbstractEventLoop] | None"
+    start_method: StartMethod
+    max_message: int
+    start_timeout: float
+    kill_after: float
+    max_tasks_per_worker: int | None
+    retries: int
+    per_key: int | None
+    contextvars: "tuple[ContextVar[Any], ...]"
+    thread_initializer: Callable[[], object] | None
+    max_pending: int | None
+
+    @classmethod
+    def checked(  # noqa: PLR0913  # each a documented knob; the list is closed
+        cls,
+        *,
+        workers: int | None,
+        lifespan: Lifespan | None,
+        concurrency: int,
+        threads: int | None,
+        loop_factory: "Callable[[], AbstractEventLoop] | None",
+        start_method: StartMethod | None,
+        max_message: int,
+        start_timeout: float,
+        kill_after: float,
+        max_tasks_per_worker: int | None,
+        retries: int,
+        per_key: int | None,
+        contextvars: "Iterable[ContextVar[Any]]",
+        thread_initializer: Callable[[], object] | None,
+        max_pending: int | None,
+    ) -> "RunnerOptions":
+        """Return the validated options of a user, with defaults filled in.
+
+        Raises:
+            TypeError: a value has the wrong type.
+            ValueError: a value is out of range, or this system does not support the start method.
+        """
+        cpus = usable_cpus()
+        _callable("lifespan", lifespan, "open_session")
+        if isinstance(
+            lifespan, ContextDecorator | AsyncContextDecorator
+        ):  # contextlib's context managers are callable too, but not without arguments
+            raise TypeError("give the function itself: lifespan=open_session, not lifespan=open_session()")
+        _callable("loop_factory", loop_factory, "asyncio.new_event_loop")
+        _callable("thread_initializer", thread_initializer, "open_connection")
+        for name, called in (("loop_factory", loop_factory), ("thread_initializer", thread_initializer)):
+            if called is not None:
+                check_plain(name, called)
+        method = start_method if start_method is not None else default_start_method()
+        if method not in get_args(StartMethod):
+            extra = ". Forking a process that runs an event loop is not safe" if method == "fork" else ""
+            raise ValueError(f'start_method must be "forkserver" or "spawn", not {method!r}{extra}')
+        if method == "forkserver" and not (HAS_PIDFD and HAS_SETSIG):
+            raise ValueError(
+                'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"'
+            )
+        return cls(
+            workers=cpus if workers is None else whole("workers", workers, 1, 1024),
+            lifespan=lifespan,
+            concurrency=whole("concurrency", concurrency, 1, 1_000_000),
+            threads=min(32, cpus + 4) if threads is None else whole("threads", threads, 1, 10_000),
+            loop_factory=loop_factory,
+            start_method=method,  # type: ignore[arg-type]  # checked above
+            max_message=whole("max_message", max_message, _LEAST_MESSAGE, _MOST_MESSAGE),
+            start_timeout=seconds_of("start_timeout", start_timeout),
+            kill_after=seconds_of("kill_after", kill_after),
+            max_tasks_per_worker=_bound("max_tasks_per_worker", max_tasks_per_worker),
+            retries=whole("retries", retries, 0, 1_000_000),
+            per_key=_bound("per_key", per_key),
+            contextvars=_variables(contextvars),
+            thread_initializer=thread_initializer,
+            max_pending=_bound("max_pending", max_pending),
+        )

@@ -1,0 +1,146 @@
+"""WorkerDied, RunnerBroken and StartupFailed: the errors of workers that are gone. `_common.errors` shows all classes."""
+
+import signal as _signal
+import sys as _sys
+
+from percore._common.errors import PercoreError
+
+try:
+    from concurrent.futures.process import BrokenProcessPool
+except RuntimeError as error:  # the import registers an exit handler, which Python refuses after the main thread has ended
+    raise RuntimeError(
+        "percore was first used after the main thread had ended, and Python then refuses to import concurrent.futures. "
+        "Import percore earlier: write `from percore import Runner` in code that the main thread runs"
+    ) from error
+
+_HINTS = {
+    "SIGKILL": "perhaps out of memory, or killed by an operator",
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or a full file system under mapped memory",
+    "SIGABRT": "native code called abort()",
+    "SIGILL": "native code built for another CPU",
+    "SIGTERM": "terminated while it was starting or draining",
+}
+
+
+def signal_of(exitcode: int | None) -> str | None:
+    """Return the name of the signal in an exit code of subprocess (-9 is "SIGKILL"), or None if no signal ended the process."""
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return _signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def how(exitcode: int | None) -> str:
+    """Return an exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3"."""
+    name = signal_of(exitcode)
+    if name is not None:
+        hint = _HINTS.get(name)
+        return f"by {name}" + (f" ({hint})" if hint else "")
+    if exitcode is None:
+        return "(exit status unknown: its fork server died or was stopped, or another part of the program reaped it)"
+    return f"with exit code {exitcode}"
+
+
+def frozen_hint() -> str:
+    """In a frozen program, return a likely reason why a worker died before it was ready; otherwise an empty string."""
+    if not getattr(_sys, "frozen", False):
+        return ""
+    return (
+        "; this program is frozen, and its helpers are the program itself: it has to call multiprocessing.freeze_support() "
+        "first of all under `if __name__ == '__main__':`"
+    )
+
+
+class WorkerDied(PercoreError, BrokenProcessPool):
+    """The worker that held this call died.
+
+    Attributes:
+        pid: process id of the dead worker; None if its process was never started.
+        exitcode: the exit code as in subprocess: -9 for SIGKILL, 3 for `os._exit(3)`; None if it is unknown.
+        signal: name of the signal, or None.
+        call: qualified name of the function.
+        age: seconds since the call began in that worker, or None if it had not begun.
+        started: whether the call had begun in that worker. It is False only if no other worker will run the call.
+        attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
+        why: why percore itself killed the worker; empty if it died in another way.
+    """
+
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why")
+
+    def __init__(  # noqa: PLR0913, PLR0917  # its fields
+        self,
+        pid: int | None,
+        exitcode: int | None,
+        call: str,
+        age: float | None = None,
+        started: bool = True,
+        attempts: int = 1,
+        why: str = "",
+    ) -> None:
+        self.pid = pid
+        self.exitcode = exitcode
+        self.signal = signal_of(exitcode)
+        self.call = call
+        self.age = age
+        self.started = started
+        self.attempts = attempts
+        self.why = why
+        began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
+        if not started:
+            advice = "No other worker will run it"
+        elif attempts > 1:
+            advice = f"That was attempt {attempts}; no retries are left"
+        else:
+            advice = (
+                "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
+            )
+        who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
+        end = f"was killed by percore ({why})" if why else f"died {how(exitcode)}"
+        super().__init__(f"{who} {end} {began}. {advice}")
+
+
+class RunnerBroken(PercoreError, BrokenProcessPool):
+    """percore has given up starting workers, because they died too often before they began a call.
+
+    Attributes:
+        deaths: how many times in a row the workers of a slot died.
+        exitcode: the exit code of the last one, as in subprocess; None if it is unknown.
+        detail: the last report of a worker; empty if there is none.
+    """
+
+    _fields = ("deaths", "exitcode", "detail")
+
+    def __init__(self, deaths: int, exitcode: int | None, detail: str = "") -> None:
+        self.deaths = deaths
+        self.exitcode = exitcode
+        self.detail = detail
+        super().__init__(
+            f"every worker died {deaths} times in a row before it began a call; the last one died {how(exitcode)}. "
+            "No more workers are started. Check the lifespan, the imports and the standard error of the workers"
+            + (f". The last report:\n{detail}" if detail else "")
+        )
+
+
+class StartupFailed(PercoreError, BrokenProcessPool):
+    """The first start failed: a worker could not be started, raised, died, or was not ready within `start_timeout`.
+
+    percore has stopped all other workers. If a worker raised, the `__cause__` chain ends with its traceback.
+
+    Attributes:
+        reason: what failed.
+        detail: the report of the worker; empty if there is none.
+    """
+
+    _fields = ("reason", "detail")
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(reason + (f"\n\n{detail}" if detail else ""))
+
+
+for _class in (WorkerDied, RunnerBroken, StartupFailed):
+    _class.__module__ = "percore"

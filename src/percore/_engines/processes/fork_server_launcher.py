@@ -1,0 +1,303 @@
+"""Start workers by percore's own fork server. All runners of this process share it, and it ends with the last of them.
+
+Every request carries one end of a socket pair made for it, and the fork server answers on that socket. So workers of
+several loops in several threads share only the lock around sending a request.
+
+When a fork server dies, its workers die too, because it holds their lifelines. The next launch starts a new one. A
+request that the dead fork server had not answered is sent once more, automatically, unless its worker has already
+reported that it is ready (the fork server died between the fork and its answer). A fork server that was started under
+another user, other limits or another cgroup than the current ones gets no more requests, and ends when its workers
+have gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from percore._common.log import report
+from percore._common.system import HAS_PIDFD
+from percore._engines.processes.descriptors import (
+    Fd,
+    above_streams,
+    anonymous_file,
+    duplicate,
+    hold,
+    let_go,
+    open_file,
+    packet_pair,
+    pipe,
+)
+from percore._engines.processes.fork_servers import servers
+from percore._engines.processes.launch import ENTRY, Watched, interpreter, is_stream, world_for_fork
+from percore._worker_process.world import BORN, EXITED, FAILED, REPORT, receive
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from percore._engines.processes.fork_servers import ForkServerProcess
+
+_NOTHING_YET, _SILENCE = -1, -2  # results beside the kinds of report: none has come yet; none will come
+_ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without a fork server: the exit code is known only then
+_ANSWER_PATIENCE = 1.0  # seconds that a fork server may take to fork a worker that is to be killed anyway, or to reap one
+
+
+class ForkServerLauncher:
+    """Starts workers as forks of the fork server of this process. Create one with `open`."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+        self.preload = entry.partition(":")[0]
+
+    @classmethod
+    def open(cls, entry: str = ENTRY) -> ForkServerLauncher:
+        """Take a share in the fork server. `warm_up` or the first launch starts it, and it ends with the last share.
+
+        Raises:
+            RuntimeError: this system has no pidfds, or there is no interpreter to start the fork server with.
+        """
+        interpreter()
+        if not HAS_PIDFD:
+            raise RuntimeError('start_method="forkserver" needs pidfds (Linux 5.3); use start_method="spawn" here')
+        launcher = cls(entry)
+        servers.join(launcher)
+        return launcher
+
+    def warm_up(self) -> None:
+        """Start the fork server before the first launch needs it.
+
+        A failure is ignored here: the launch tries again, and raises if that fails too.
+        """
+        with contextlib.suppress(OSError):
+            servers.warm_up(self.preload)
+
+    def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> ForkedProcess:
+        """Start a worker in the environment of this moment. Call it from the running loop. See `percore._engine.Launcher`.
+
+        Raises:
+            OSError: the worker could not be started; nothing is left behind.
+            RuntimeError: the launcher is closed.
+        """
+        if not self.is_open():
+            raise RuntimeError("this launcher is closed")
+        return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)
+
+    def helpers(self) -> dict[int, str]:
+        """The fork servers of this process, which its other runners use too."""
+        return dict.fromkeys(servers.pids(), "fork server")
+
+    def is_open(self) -> bool:
+        return servers.is_member(self)
+
+    async def aclose(self) -> None:
+        """Give the share back. With the last share, the fork server is killed, together with any workers that it still has.
+
+        Idempotent. When this returns, the fork server is reaped. If this is cancelled, the fork server is killed all the
+        same, and the next launch or close reaps it.
+        """
+        ending = servers.leave(self)
+        try:
+            for server in ending:
+                await _wait_dead(server.pidfd)
+        finally:
+            servers.give_back(ending)
+
+
+async def _wait_dead(pidfd: Fd) -> None:
+    loop = asyncio.get_running_loop()
+    dead = asyncio.Event()
+    loop.add_reader(pidfd.number, dead.set)
+    try:
+        await dead.wait()
+    finally:
+        loop.remove_reader(pidfd.number)
+
+
+class _Request:
+    """The data and descriptors of one worker, kept until a fork server has answered, since it may have to be sent again.
+
+    `fds` are sent with the request. `lifeline` stays here: closing it kills the worker.
+    """
+
+    def __init__(self, entry: str, boot: bytes, fds: Sequence[int]) -> None:
+        read_end, self.lifeline = pipe()
+        self.fds: list[Fd] = []
+        try:
+            self.fds.append(anonymous_file(world_for_fork(entry, boot).dump()))
+            # O_PATH: entering a directory requires fewer permissions than reading it.
+            self.fds.append(open_file(".", os.O_PATH | os.O_DIRECTORY))
+            for fd in (1, 2):
+                self.fds.append(duplicate(fd) if is_stream(fd) else open_file(os.devnull, os.O_RDWR))
+            self.fds.append(read_end)
+            for fd in fds:
+                self.fds.append(duplicate(fd))
+        except BaseException:
+            let_go(read_end, self.lifeline, *self.fds)
+            raise
+
+    def answered(self) -> None:
+        let_go(*self.fds)
+
+
+class ForkedProcess(Watched):
+    """A worker forked by the fork server. Its states: requested, alive with a pid, gone."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        launcher: ForkServerLauncher,
+        request: _Request,
+        on_exit: Callable[[int | None], None],
+    ) -> None:
+        super().__init__(loop, on_exit)
+        self._launcher = launcher
+        self._request = request
+        self._server: ForkServerProcess | None = None
+        self._report: socket.socket | None = None
+        self._asked = 0
+        self._wanted: int | None = None  # the signal of a `kill` before the pid was known
+        self._is_late = False
+        self._has_spoken = False
+        try:
+            self._ask()
+        except BaseException:
+            request.answered()
+            let_go(request.lifeline)
+            raise
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal. Once the process is gone, do nothing. Before the pid is known, send it as soon as the pid arrives.
+
+        After SIGKILL, the fork server has limited time to answer. If it does not (somebody may have stopped it), the
+        launch counts as ended, and the next launch starts another fork server. A worker that is forked after all finds
+        its lifeline closed, and dies.
+        """
+        if self.pid is not None or self._gone:
+            super().kill(signum)
+            return
+        self._wanted = signum  # the last signal counts: an escalation ends with SIGKILL
+        if signum == signal.SIGKILL:
+            let_go(self._request.lifeline)  # if the loop is closed, the report of the fork is never read
+            if self._timer is None and not self._loop.is_closed():
+                self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
+
+    def spoke(self) -> None:
+        """As Process.spoke: the request is not sent again, even if its fork server dies."""
+        self._has_spoken = True
+
+    def _give_up(self) -> None:
+        # If it is not stopped, it is only slow, for example while it starts on a loaded machine: no warning then.
+        level = logging.DEBUG if servers.will_answer(self._server) else logging.WARNING
+        report(level, "the fork server does not answer; a new one is started for the next worker")
+        servers.retire(self._server)
+        self._finish(None)
+
+    def _ask(self) -> None:
+        ours, theirs = packet_pair()
+        try:
+            self._server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
+        except BaseException:
+            let_go(ours)
+            raise
+        finally:
+            let_go(theirs)
+        self._asked += 1
+        self._report = ours
+        self._loop.add_reader(ours.fileno(), self._on_report)
+
+    def _on_report(self) -> None:
+        kind, value, fds = self._read_report()
+        if kind == BORN:
+            self._on_birth(value, fds)
+        elif kind == EXITED:
+            self._finish(value)  # the fork server has reaped it, so there is no need to wait for the pidfd
+        elif kind == FAILED:
+            report(logging.WARNING, "the fork server could not start a worker: %s", os.strerror(value))
+            self._finish(None)
+        elif kind == _SILENCE:
+            self._on_silence()
+
+    def _on_birth(self, pid: int, fds: list[int]) -> None:
+        self._request.answered()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not fds:
+            # This process is out of fds, so the kernel dropped the pidfd. The death of this worker could not be
+            # noticed, so it must not live. The fork server reports its end, or closes the socket by dying itself.
+            self.pid = pid
+            let_go(self._request.lifeline)
+            return
+        self._watch(pid, hold(Fd(above_streams(fds[0]))))
+        if self._wanted is not None:
+            super().kill(self._wanted)
+
+    def _on_silence(self) -> None:
+        """The fork server is dead, and its workers are dying. A pidfd, where there is one, reports the death."""
+        if self.pid is not None:
+            if self._pidfd is None:
+                self._finish(None)
+            return
+        # 1. the fork server dies  2. a request is sent to it  3. its sockets close, and only this reveals its death.
+        # Or the request itself kills fork servers, so it is repeated once only. It is not repeated if the worker has already
+        # run before its fork server could answer: another worker would find calls in the shared memory and run them again.
+        if self._has_spoken or self._asked > 1 or not self._launcher.is_open():
+            self._finish(None)
+            return
+        servers.done(self._server)
+        try:
+            self._ask()
+        except OSError as error:
+            report(logging.WARNING, "could not start a new fork server: %s", error)
+            self._server = None
+            self._finish(None)
+
+    def _read_report(self) -> tuple[int, int, list[int]]:
+        if self._report is None:
+            return _SILENCE, 0, []
+        try:
+            data, fds = receive(self._report, REPORT.size, 1)
+        except BlockingIOError:
+            return _NOTHING_YET, 0, []
+        if data:
+            kind, value = REPORT.unpack(data)
+            return kind, value, fds
+        self._close_report()
+        servers.lost(self._server)
+        return _SILENCE, 0, []
+
+    def _known_code(self, pidfd: Fd) -> int | None:
+        kind, value, _ = self._read_report()
+        return value if kind == EXITED else super()._known_code(pidfd)
+
+    def _patience(self) -> float:
+        return _ORPHAN_PATIENCE if self._report is None else super()._patience()
+
+    def _after_patience(self, pidfd: Fd) -> None:
+        """Give a fork server that is only slow one more period to report the exit code; a stopped one will not report it."""
+        code = self._known_code(pidfd)
+        if code is None and not self._is_late and self._report is not None and servers.will_answer(self._server):
+            self._is_late = True
+            self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._after_patience, pidfd)
+        else:
+            self._finish(code)
+
+    def _close_report(self) -> None:
+        if self._report is not None:
+            self._loop.remove_reader(self._report.fileno())
+            let_go(self._report)
+            self._report = None
+
+    def _release(self) -> None:
+        super()._release()
+        self._close_report()
+        self._request.answered()
+        let_go(self._request.lifeline)
+        servers.done(self._server)
+        if servers.untold and not self._loop.is_closed():
+            self._loop.call_soon(servers.tell)

@@ -1,0 +1,250 @@
+"""The fork servers of this process: the one in use, and the retired ones, which are ending.
+
+Loops in several threads share them, so one lock guards everything here. No code under the lock blocks for longer than
+starting a program takes. A process forked from this one has no fork server; its first launch starts one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from percore._common.log import report
+from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
+from percore._engines.processes.launch import exit_code, open_child, search_path, start_python
+from percore._worker_process.world import REQUEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from percore._engines.processes.descriptors import Closable
+
+_MAIN = "percore._worker_process.fork_server:main"
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class ForkServerProcess:
+    """One fork server process."""
+
+    def __init__(self, preload: str) -> None:
+        """Start the fork server. `preload` names the module that it imports before it answers.
+
+        Raises:
+            OSError: it could not be started; nothing is left behind.
+        """
+        self.fingerprint = fingerprint()
+        self.living = 0  # launches whose end has not been reported
+        self.is_lost = False  # it died by itself: `end` was not called before
+        self.exitcode: int | None = None
+        self.is_ended = False
+        self._ctl, theirs = packet_pair()
+        kept: list[Closable] = [self._ctl]
+        given: list[Closable] = [theirs]
+        try:
+            supervisor = hold(Fd(above_streams(os.pidfd_open(os.getpid()))))
+            given.append(supervisor)
+            read_end, self._lifeline = pipe()
+            given.append(read_end)
+            kept.append(self._lifeline)
+            fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
+            self.pid = start_python(_MAIN, (search_path(), [preload]), fds, stdout=False)
+            self.pidfd = open_child(self.pid)
+        except BaseException:
+            let_go(*kept)
+            raise
+        finally:
+            let_go(*given)
+
+    def send(self, fds: Sequence[Closable]) -> None:
+        numbers = [fd.fileno() for fd in fds]
+        socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
+
+    def end(self) -> None:
+        """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
+        let_go(self._ctl, self._lifeline)
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP). It does not answer until it is continued."""
+        return os.waitid(os.P_PIDFD, self.pidfd.number, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def reap(self) -> bool:
+        """Reap it if it has ended. Return whether it is reaped; then no fd of it is open."""
+        if self.is_ended and self.pidfd.number >= 0:
+            try:
+                gone = os.waitid(os.P_PIDFD, self.pidfd.number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            except ChildProcessError:  # other code has reaped it
+                gone = True
+            if gone:
+                self.exitcode = exit_code(self.pidfd.number)
+                let_go(self.pidfd)
+        return self.pidfd.number < 0
+
+
+class ForkServers:
+    """The launchers that share the fork server, the fork server in use, and the retired ones."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset everything. A forked process does this, because another thread may have held the lock at the fork."""
+        self._lock = threading.Lock()
+        self._members: set[object] = set()
+        self._current: ForkServerProcess | None = None
+        self._retired: list[ForkServerProcess] = []  # they get no new requests, and each ends with the last of its workers
+        self.untold: list[ForkServerProcess] = []  # they died by themselves and are reaped, but `tell` has not reported them yet
+
+    def join(self, member: object) -> None:
+        with self._lock:
+            self._members.add(member)
+
+    def pids(self) -> list[int]:
+        """The pids of the fork servers that are alive, as far as is known. The one in use comes first."""
+        with self._lock:
+            return [one.pid for one in (self._current, *self._retired) if one is not None and not (one.is_ended or one.is_lost)]
+
+    def is_member(self, member: object) -> bool:
+        return member in self._members
+
+    def leave(self, member: object) -> list[ForkServerProcess]:
+        """Give up a share. With the last share, end all fork servers and return them; the caller reaps them by `give_back`."""
+        with self._lock:
+            last = self._members == {member}
+            self._members.discard(member)
+            if not last:
+                return []
+            ending = [*self._retired, *filter(None, [self._current])]
+            self._retired, self._current = [], None
+            for server in ending:
+                server.end()
+            return ending
+
+    def give_back(self, ending: Iterable[ForkServerProcess]) -> None:
+        """Reap the servers that have ended. Later launches and exits reap the rest."""
+        with self._lock:
+            self._retired += ending
+            self._reap()
+        self.tell()
+
+    def send(self, preload: str, fds: Sequence[Closable]) -> ForkServerProcess:
+        """Send a request to a fork server that fits the current environment, and count the launch as living.
+
+        Starts a fork server if none fits.
+
+        Raises:
+            OSError: the fork server could not be started, or takes no requests.
+        """
+        with self._lock:
+            self._reap()
+            server = self._suitable(preload)
+            try:
+                server.send(fds)
+            except ConnectionError:  # it died since the last request
+                server.is_lost = True
+                self._retire(server)
+                server = self._suitable(preload)
+                server.send(fds)
+            server.living += 1
+            return server
+
+    def warm_up(self, preload: str) -> None:
+        """Start a fork server that fits the current environment, if there is none.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        with self._lock:
+            self._reap()
+            self._suitable(preload)
+
+    def will_answer(self, server: ForkServerProcess | None) -> bool:
+        """Whether it is alive, as far as is known, and not stopped. If so, a missing answer means only that it is slow."""
+        with self._lock:
+            if server is None or server.pidfd.number < 0:
+                return False
+            with contextlib.suppress(ChildProcessError):  # other code has reaped it
+                return not server.is_stopped()
+            return False
+
+    def retire(self, server: ForkServerProcess | None) -> None:
+        """Send it no more requests, because it is dead or does not answer."""
+        with self._lock:
+            if server is not None and server is self._current:
+                self._retire(server)
+
+    def lost(self, server: ForkServerProcess | None) -> None:
+        """Record that it has closed its sockets: it is dead or dying."""
+        with self._lock:
+            if server is not None:
+                server.is_lost |= not server.is_ended
+                if server is self._current:
+                    self._retire(server)
+
+    def done(self, server: ForkServerProcess | None) -> None:
+        """Record that the end of one of its launches has been reported."""
+        with self._lock:
+            if server is not None:
+                server.living -= 1
+                if server in self._retired and not server.living:
+                    server.end()
+            self._reap()
+
+    def _suitable(self, preload: str) -> ForkServerProcess:
+        if self._current is not None and self._current.fingerprint != fingerprint():
+            self._retire(self._current)
+        if self._current is None:
+            self._current = ForkServerProcess(preload)
+        return self._current
+
+    def _retire(self, server: ForkServerProcess) -> None:
+        self._current = None
+        self._retired.append(server)
+        if not server.living:
+            server.end()
+
+    def _reap(self) -> None:
+        reaped = [server for server in self._retired if server.reap()]
+        self._retired = [server for server in self._retired if server not in reaped]
+        self.untold += [server for server in reaped if server.is_lost]
+
+    def tell(self) -> None:
+        """Log the fork servers that died by themselves.
+
+        The user's log handlers run, so do not call this under the lock or while the end of a worker is being handled.
+        """
+        while self.untold:
+            server = self.untold.pop()
+            from percore._common.worker_errors import how
+
+            report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it", server.pid, how(server.exitcode))
+
+
+_READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")
+"""Prefixes of variables that are read only when a process or an interpreter starts. A fork cannot take over their new values."""
+
+
+def fingerprint() -> tuple[object, ...]:
+    """Return the properties that a worker can only inherit. A fork server that differs in them must not fork workers for us."""
+    try:
+        with open("/proc/self/cgroup", "rb") as file:
+            cgroup = file.read()
+    except OSError:
+        cgroup = b""  # no /proc: the cgroup is unknown
+    limits = tuple(map(resource.getrlimit, _LIMITS))
+    variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
+    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables
+
+
+servers = ForkServers()
+os.register_at_fork(after_in_child=servers.forget)

@@ -1,0 +1,374 @@
+"""LoopPoolExecutor, the concurrent.futures interface of percore."""
+
+import asyncio
+import multiprocessing
+import signal
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from itertools import islice
+from multiprocessing.context import BaseContext
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
+
+from percore._calls.functions import kind_of
+from percore._common.options import Lifespan, RunnerOptions, check_plain, usable_cpus, whole
+from percore._engines.processes.engine import ProcessEngine
+from percore._executor.jobs import Held
+from percore._executor.portal import Portal
+from percore._protocol.messages import Kind
+from percore._runner.assembly import Assembly
+from percore._serialization.pickler import MainInfo, is_by_reference
+from percore._worker import context
+from percore._worker.executor_worker import ExecutorSettings, Given, ThreadStart, run_chunk
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Broken = Literal["worker", "pool"]
+
+_MOST_WORKERS: Final = 1024
+_FOR_EVER: Final = 1e8
+_KILL_AFTER: Final = 30.0
+
+
+class LoopPoolExecutor(Executor):
+    """An executor that runs plain functions and coroutine functions in worker processes.
+
+    Each worker process has a thread pool for plain functions and an event loop for coroutine functions.
+
+        with percore.LoopPoolExecutor(max_threads=1) as executor:
+            sizes = list(executor.map(measure, paths))
+
+    It is a replacement for ProcessPoolExecutor and ThreadPoolExecutor. It needs no event loop. Any thread may use it, and so may
+    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. A forked child may
+    use an executor that was created before the fork and had no call before it.
+
+    Plain functions run on several threads of a worker at once, so they must be thread-safe. With `max_threads=1` each worker runs
+    one at a time, as with ProcessPoolExecutor. Coroutine functions run as tasks in the worker's event loop, up to 100 at once.
+
+    Args:
+        max_workers: number of worker processes. Default: the CPUs available to this process.
+        mp_context: a multiprocessing context that starts the worker processes. They inherit `initargs`, which may therefore contain
+            queues, locks and events of that context. Default: percore's fork server; if `initargs` contains such an object,
+            multiprocessing's default context.
+        initializer: a plain function that each worker calls once, before its first call. If it raises, the executor is broken.
+        initargs: the arguments of `initializer`.
+        max_tasks_per_child: how many calls a worker begins before percore replaces it. Not available with the "fork" start method.
+        max_threads: how many plain functions a worker runs at once. Default: min(32, CPUs + 4), as with ThreadPoolExecutor.
+        thread_initializer: a plain function that each pool thread calls once, before its first call. If it raises, the executor is
+            broken.
+        thread_initargs: the arguments of `thread_initializer`.
+        lifespan: a function that returns the async or plain context manager of a worker, as for Runner.
+        broken: what fails when a worker dies. "worker": the calls that it had begun fail with WorkerDied, and percore replaces it.
+            "pool": all calls fail and the executor refuses new ones, as in the standard library. With "pool" a call or result that
+            cannot be unpickled breaks the executor as well.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(  # noqa: PLR0913  # each a documented argument; the list is closed
+        self,
+        max_workers: int | None = None,
+        mp_context: BaseContext | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        *,
+        max_tasks_per_child: int | None = None,
+        max_threads: int | None = None,
+        thread_initializer: Callable[..., object] | None = None,
+        thread_initargs: tuple[Any, ...] = (),
+        lifespan: Lifespan | None = None,
+        broken: Broken = "worker",
+    ) -> None:
+        if broken not in get_args(Broken):
+            raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
+        if mp_context is not None and not isinstance(mp_context, BaseContext):
+            raise TypeError(f'mp_context must be a context, such as multiprocessing.get_context("spawn"), not {mp_context!r}')
+        for name, given in (("initializer", initializer), ("thread_initializer", thread_initializer)):
+            if given is not None:
+                if not callable(given):
+                    raise TypeError(f"{name} must be a callable")
+                check_plain(name, given)
+        self._max_workers = _workers(max_workers)
+        if mp_context is None and _need_inheritance(initargs):
+            mp_context = multiprocessing.get_context()
+        self._mp_context = mp_context
+        options = RunnerOptions.checked(
+            workers=self._max_workers,
+            lifespan=lifespan,
+            concurrency=100,
+            threads=None if max_threads is None else whole("max_threads", max_threads, 1),
+            loop_factory=None,
+            start_method=None if mp_context is None else "spawn",  # with a context: only to start no fork server
+            max_message=2**30,
+            start_timeout=_FOR_EVER,
+            kill_after=_KILL_AFTER,
+            max_tasks_per_worker=None,
+            retries=0,
+            per_key=None,
+            contextvars=(),
+            thread_initializer=None if thread_initializer is None else ThreadStart(thread_initializer, tuple(thread_initargs)),
+            max_pending=None,
+        )
+        is_pool = broken == "pool"
+        setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
+        self._portal = portal = Portal(setup.assemble, is_pool=is_pool)
+        self._collected = weakref.ref(self, lambda _: portal.release())
+
+    @property
+    def _broken(self) -> str | Literal[False]:
+        return self._portal.life.text or False
+
+    @overload
+    def submit(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    @overload
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Submit one call and return its future. Any thread may call this.
+
+        percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled; after that its
+        `cancel()` returns False. If pickling fails, the future fails with that error. Otherwise the future gets the function's
+        result, or the exception that it raised, of whatever class (BaseException included).
+
+        Raises:
+            BrokenProcessPool: the executor is broken.
+            RuntimeError: the executor was shut down; the interpreter is ending; or this is a forked child of a process that has
+                used the executor.
+        """
+        portal = self._portal
+        portal.check()
+        if portal.thread is None:
+            context.check_start()
+        future: Future[Any] = Future()
+        portal.submit((future, fn, args, kwargs))
+        if self._mp_context is not None:
+            # As in the standard library, the processes are forked and the initargs are read before this method returns.
+            portal.wait_launched()
+        return future
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[T]: ...
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[Any]:
+        """Call `fn` with one item of each iterable at a time, and return an iterator over the results in order.
+
+        `map` collects the iterables and submits all calls at once. With `buffersize` it submits that many calls, and one more each
+        time a result is taken. The iterator raises the first error at the place of its result. After an error, and when the
+        iterator is closed, the calls that have not begun are cancelled.
+
+        Args:
+            fn: a plain function or a coroutine function.
+            *iterables: iterables, as for the built-in `map`.
+            timeout: how many seconds from now the results may take. Default: no limit.
+            chunksize: how many items are sent in one call of a plain function. Calls of coroutine functions always get one item.
+            buffersize: how many calls (chunks) may be submitted whose results have not been taken. Default: no limit.
+
+        Raises:
+            TimeoutError: the iterator raises it when `timeout` is over.
+            TypeError, ValueError: `chunksize` or `buffersize` is invalid.
+            BrokenProcessPool, RuntimeError: as in `submit`.
+        """
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        if buffersize is not None and not isinstance(buffersize, int):
+            raise TypeError("buffersize must be an integer or None")
+        if buffersize is not None and buffersize < 1:
+            raise ValueError("buffersize must be None or > 0")
+        end = None if timeout is None else time.monotonic() + timeout
+        rows = zip(*iterables, strict=False)
+        if chunksize == 1 or _is_coroutine_function(fn):
+            shared = fn if is_by_reference(fn) else Held(fn, self._portal.forget)
+            return _ResultIterator(self, shared, rows, end, buffersize).items()
+        chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
+        calls = ((fn, chunk) for chunk in chunks)
+        return _ResultIterator(self, run_chunk, calls, end, buffersize).chunks()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse new calls, and let the accepted ones finish. Idempotent. Any thread may call this.
+
+        Args:
+            wait: return only after the last call has ended and all workers are gone.
+            cancel_futures: cancel the calls that are not running.
+        """
+        self._portal.shut(cancel=cancel_futures)
+        if wait:
+            self._portal.join()
+
+    def terminate_workers(self) -> None:
+        """Send SIGTERM to the workers, cancel the waiting calls, and refuse new ones. Does not wait.
+
+        With `broken="pool"` the workers end at once, and their calls fail with BrokenProcessPool. With `broken="worker"` they
+        finish the calls that they have begun.
+        """
+        self._portal.kill(signal.SIGTERM)
+
+    def kill_workers(self) -> None:
+        """Send SIGKILL to the workers, cancel the waiting calls, and refuse new ones. Does not wait.
+
+        Running calls fail with BrokenProcessPool.
+        """
+        self._portal.kill(signal.SIGKILL)
+
+    def __repr__(self) -> str:
+        return f"<percore.LoopPoolExecutor max_workers={self._max_workers} {self._portal.life}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a LoopPoolExecutor cannot be pickled: it belongs to the process that made it. Instead of giving it to a call, "
+            "make the calls here, and give the results of one to the next"
+        )
+
+
+class _ResultIterator:
+    """The results of a map. It refers to the executor weakly, so that the user may drop the executor and keep the results."""
+
+    def __init__(
+        self,
+        executor: LoopPoolExecutor,
+        fn: Callable[..., Any],
+        rows: Iterator[tuple[Any, ...]],
+        end: float | None,
+        most: int | None,
+    ) -> None:
+        self._executor = weakref.ref(executor)
+        self._fn = fn
+        self._rows = rows
+        self._end = end
+        self._is_bounded = most is not None
+        self._futures: deque[Future[Any]] = deque()
+        try:
+            for args in rows if most is None else islice(rows, most):
+                self._futures.append(executor.submit(fn, *args))
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+    def _submit_next(self) -> None:
+        executor = self._executor()
+        if executor is None:
+            return
+        for args in islice(self._rows, 1):
+            self._futures.append(executor.submit(self._fn, *args))
+
+    def _take(self) -> Any:
+        """Remove and return the next result. Keeps no reference to the result or its future."""
+        future = self._futures.popleft()
+        try:
+            try:
+                return future.result(None if self._end is None else self._end - time.monotonic())
+            finally:
+                future.cancel()
+        finally:
+            del future  # the traceback of its error refers to this frame: a cycle
+
+    def items(self) -> Iterator[Any]:
+        try:
+            while self._futures:
+                if self._is_bounded:
+                    self._submit_next()
+                yield self._take()
+        finally:
+            self._cancel()
+
+    def chunks(self) -> Iterator[Any]:
+        for chunk in self.items():
+            chunk.reverse()
+            while chunk:
+                yield chunk.pop()
+
+
+class _Setup(NamedTuple):
+    """The setup of an executor's workers, which behave as the standard library promises (see `_worker/executor_worker.py`)."""
+
+    options: RunnerOptions
+    context: BaseContext | None
+    given: Given
+    is_pool: bool
+    max_tasks: int
+
+    def assemble(self, loop: asyncio.AbstractEventLoop) -> Assembly:
+        # A forked worker has this same __main__ module, with its globals.
+        is_forked = self.context is not None and self.context.get_start_method() == "fork"
+        return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None)
+
+    def _make_engine(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo, /) -> ProcessEngine:
+        launcher, given = None, None
+        if self.context is not None:
+            from percore._engines.processes.multiprocessing_launcher import MultiprocessLauncher
+
+            launcher = MultiprocessLauncher(self.context, self.given)
+        elif self.given[0] is not None:
+            given = self.given
+        executor_settings = ExecutorSettings(self.is_pool, self.max_tasks, self.context is not None, b"")
+        return ProcessEngine(loop, options, main, launcher, executor_settings, given)
+
+
+def _need_inheritance(initargs: tuple[Any, ...]) -> bool:
+    """Whether an argument is a lock, queue or value of multiprocessing, which only its own processes can inherit."""
+    return any(type(arg).__module__.partition(".")[0] == "multiprocessing" for arg in initargs)
+
+
+def _workers(max_workers: int | None) -> int:
+    if max_workers is None:
+        return usable_cpus()
+    if not isinstance(max_workers, int):
+        raise TypeError("max_workers must be an integer")
+    if max_workers <= 0:
+        raise ValueError("max_workers must be greater than 0")
+    if max_workers > _MOST_WORKERS:
+        raise ValueError(f"max_workers must be at most {_MOST_WORKERS}")
+    return max_workers
+
+
+def _max_tasks(given: int | None, context: BaseContext | None) -> int:
+    if given is None:
+        return 0
+    if not isinstance(given, int):
+        raise TypeError("max_tasks_per_child must be an integer")
+    if given <= 0:
+        raise ValueError("max_tasks_per_child must be >= 1")
+    if context is not None and context.get_start_method() == "fork":
+        raise ValueError(
+            'max_tasks_per_child cannot be used with the "fork" start method, which would fork a process that runs threads; '
+            "use another mp_context"
+        )
+    return given
+
+
+def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    try:
+        return kind_of(fn) == Kind.TASK
+    except TypeError:  # not a function that percore can call: the calls report it
+        return False
+
+
+LoopPoolExecutor.__module__ = "percore"

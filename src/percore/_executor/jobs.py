@@ -1,0 +1,289 @@
+"""The calls of an executor, between the portal's inbox and the outcomes of the standard library's futures.
+
+    inbox ─▶ waiting ─▶ Intake.submit ─▶ workers
+    Future   ◀─ outcomes        ◀─ Job   ◀─
+
+A call *waits* until the workers have room for it; the room includes the calls that are queued ahead in a worker. While a call
+waits, cancelling its future withdraws it. When it is handed over, its arguments are pickled and its future is set running, like a
+future in the call queue of ProcessPoolExecutor.
+
+User code (callbacks of futures) runs between two turns of the loop, when the state is consistent. Its exceptions are logged. Users
+may set or cancel a future themselves at any time.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures.process import _RemoteTraceback
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, cast
+
+from percore._calls.calls import Call, CallBase
+from percore._calls.functions import Function
+from percore._common.errors import RemoteError, RemoteTraceback
+from percore._executor.life import ABRUPTLY, ExecutorLife
+from percore._protocol.messages import Kind
+from percore._worker.executor_worker import ThreadInitializerFailed
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from percore._supervisor.supervisor import Supervisor
+
+logger: Final = logging.getLogger("percore")
+
+Request: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
+"""A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
+
+
+class Keeper(Protocol):
+    """The owner of the jobs, as they see it."""
+
+    def break_off(self, text: str, cause: BaseException | None) -> None:
+        """Break the executor."""
+
+    def look(self) -> None:
+        """Begin closing if there is nothing left to wait for."""
+
+
+class Held:
+    """A function that is pickled by value and shared by many calls. It is pickled once, and forgotten when no call needs it."""
+
+    __slots__ = ("_forget", "fn", "function")
+
+    def __init__(self, fn: Callable[..., Any], forget: Callable[[Function], None]) -> None:
+        """`forget`: called when no call needs the function any more, from any thread, at any point of its code."""
+        self._forget = forget
+        self.fn = fn
+        self.function: Function | None = None
+        """Its registration with the supervisor. Only the loop's thread sets it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __del__(self) -> None:
+        if self.function is not None:
+            self._forget(self.function)
+
+
+class Job(CallBase):
+    """One call, with the interface that the supervisor expects of a call. Its future is resolved at the end of the turn."""
+
+    __slots__ = ("_held", "_jobs", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
+
+    queue: ClassVar[None] = None
+
+    # The supervisor sets these, as it does for a Call.
+    function: Function
+    kind: int
+    body: Any
+    call_id: int
+    member: Any
+    owner: Any
+    key: None
+    plan: None
+
+    def __init__(self, jobs: "Jobs", future: Future[Any], held: Any) -> None:
+        self._jobs = jobs
+        self._held = held
+        self.future: Future[Any] | None = future
+        self.is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def set_result(self, value: Any) -> None:
+        self._jobs.ended(self, value, None)
+
+    def deliver(self, value: Any, _size: int) -> None:
+        self._jobs.ended(self, value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._jobs.ended(self, None, error)
+
+    def cut_off(self) -> None:
+        """End with the worker. The future is resolved, with the reason, when all workers have ended."""
+        self._jobs.cut_off(self)
+
+
+class Jobs:
+    """The calls that wait, run, or have an outcome that is not in their futures yet. Only the loop's thread may use it."""
+
+    def __init__(self, supervisor: "Supervisor", life: ExecutorLife, keeper: Keeper, *, is_pool: bool) -> None:
+        """`is_pool`: a result that cannot be unpickled here breaks the executor."""
+        self.supervisor = supervisor
+        self._loop: asyncio.AbstractEventLoop = supervisor.loop
+        self._life = life
+        self._keeper = keeper
+        self._is_pool = is_pool
+        workers, room_for = len(supervisor.slots), supervisor.dispatch.room_for
+        self._room = [room_for(Kind.TASK) * workers, room_for(Kind.THREAD) * workers]
+        self._waiting: tuple[deque[Waiting], deque[Waiting]] = (deque(), deque())
+        self._running: set[Job] = set()
+        self._cut: list[Future[Any]] = []
+        self._outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+
+    def is_idle(self) -> bool:
+        """Return whether every call has its outcome."""
+        return not (self._running or self._waiting[0] or self._waiting[1] or self._outcomes)
+
+    # In
+
+    def take(self, inbox: deque[Request]) -> None:
+        """Move submitted calls to those that wait, and hand over as many as there is room for."""
+        supervisor, waiting = self.supervisor, self._waiting
+        known, of = supervisor.known, supervisor.functions.of
+        for _ in range(len(inbox)):
+            future, fn, args, kwargs = inbox.popleft()
+            try:
+                function = known.get(id(fn)) or (self._hold(fn) if type(fn) is Held else of(fn))
+            except BaseException as error:  # a generator function, or not callable
+                if begins(future):
+                    self._tell(future, None, error)
+            else:
+                waiting[function.kind].append((future, function, args, kwargs, fn if type(fn) is Held else None))
+        self._pump()
+
+    def _hold(self, held: Held) -> Function:
+        if held.function is None:
+            held.function = self.supervisor.functions.hold(held.fn)
+        return held.function
+
+    def _pump(self) -> None:
+        """Hand over as many waiting calls as there is room for."""
+        supervisor, room = self.supervisor, self._room
+        if supervisor.phase.is_closing:  # broken or killed: no worker will have room for the calls that threads submitted meanwhile
+            for future in self._withdrawn():
+                if begins(future):
+                    self._tell(future, None, self._life.last_word())
+            return
+        submit = supervisor.submission.submit
+        for kind, waiting in enumerate(self._waiting):
+            while waiting and room[kind] > 0:
+                future, function, args, kwargs, held = waiting.popleft()
+                if not begins(future):
+                    continue
+                job = Job(self, future, held)
+                job.kind = kind
+                self._running.add(job)
+                room[kind] -= 1
+                try:
+                    _ = submit(function, args, kwargs, None, None, cast("Call", job))
+                except BaseException as error:  # broken; or pickling raised KeyboardInterrupt, which ends only this call
+                    self.ended(job, None, error)
+
+    def _withdrawn(self) -> Iterator[Future[Any]]:
+        """Remove the waiting calls one by one, and return their futures. User code may run between two of them, and may raise."""
+        for waiting in self._waiting:
+            while waiting:
+                yield waiting.popleft()[0]
+
+    # Out
+
+    def ended(self, job: Job, value: Any, error: BaseException | None) -> None:
+        """Record the outcome of a call. Its future is resolved in `_deliver`."""
+        if job.is_done:
+            return
+        future = self._leave(job)
+        if error is not None:
+            if type(error) is ThreadInitializerFailed:
+                self._keeper.break_off("a thread_initializer failed", error)
+                error = self._life.last_word()
+            elif self._is_pool and type(error) is RemoteError and not error.remote_traceback:
+                # The result could not be unpickled in this process.
+                self._keeper.break_off(ABRUPTLY, error.__cause__ or error)
+                error = self._life.last_word()
+        self._tell(future, value, error)
+
+    def cut_off(self, job: Job) -> None:
+        """A call was stopped with its worker: keep its future until all workers have ended."""
+        if not job.is_done:
+            self._cut.append(self._leave(job))
+            self._loop.call_soon(self._keeper.look)
+
+    def _leave(self, job: Job) -> Future[Any]:
+        job.is_done = True
+        self._running.discard(job)
+        self._room[job.kind] += 1
+        future, job.future = job.future, None
+        assert future is not None
+        return future
+
+    def _tell(self, future: Future[Any], value: Any, error: BaseException | None) -> None:
+        if not self._outcomes:
+            self._loop.call_soon(self._deliver)
+        self._outcomes.append((future, value, error))
+
+    def _deliver(self) -> None:
+        """Resolve the futures of the calls that have ended. Runs user code: their callbacks."""
+        outcomes, self._outcomes = self._outcomes, []
+        self._pump()  # before the callbacks, so that no worker waits for them
+        outcomes.reverse()
+        while outcomes:
+            resolve(*outcomes.pop())
+        self._keeper.look()
+
+    # Ends
+
+    def cancel_waiting(self) -> None:
+        """Cancel the calls that wait."""
+        for future in self._withdrawn():
+            if future.cancel():
+                begins(future)  # notifies `concurrent.futures.wait` and `as_completed`
+
+    def fail_running(self) -> None:
+        """End the calls that were handed over, because the executor is broken."""
+        for job in list(self._running):
+            self._tell(self._leave(job), None, self._life.last_word())
+            if job.member is None:  # it waits in the supervisor's queue
+                self.supervisor.cancelled(job)
+
+    def end(self) -> None:
+        """End every future that is left, when the thread ends."""
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            resolve(*outcome)
+        left = [*self._cut, *(self._leave(job) for job in list(self._running))]
+        self._cut.clear()
+        left += [future for future in self._withdrawn() if begins(future)]
+        for future in left:
+            resolve(future, None, self._life.last_word())
+
+
+def begins(future: Future[Any]) -> bool:
+    """Mark the future as running. False: it was cancelled or has already ended, so the call must not run."""
+    try:
+        return future.set_running_or_notify_cancel()
+    except RuntimeError:  # the user has ended it; the standard library has logged that
+        return False
+
+
+def resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
+    """End a future with a result or an error. This runs its callbacks; an exception of a callback is logged."""
+    try:
+        if error is None:
+            future.set_result(value)
+        else:
+            _end_as_theirs(error)
+            future.set_exception(error)
+    except InvalidStateError:  # the user has ended it
+        pass
+    except BaseException:  # a callback raised it; the standard library itself logs only Exceptions
+        logger.exception("percore: a callback of %r raised", future)
+
+
+def _end_as_theirs(error: BaseException) -> None:
+    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback."""
+    seen = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        cause = error.__cause__
+        if type(cause) is RemoteTraceback:
+            suppress = error.__suppress_context__
+            error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
+            error.__suppress_context__ = suppress
+            return
+        if cause is None:
+            return
+        error = cause

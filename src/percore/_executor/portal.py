@@ -1,0 +1,324 @@
+"""The portal of an executor: an event loop in a thread of its own, which makes calls for futures of the standard library.
+
+Guarantees:
+    A submitting thread appends to the inbox and wakes the loop unless a wake-up is already due. It takes no lock and never blocks,
+    except that the first `submit` starts the thread.
+    Every accepted future ends, even if the workers, this thread or the interpreter end first.
+
+The inbox needs no lock. A thread first appends and then checks whether a wake-up is due; the loop first clears that mark and then
+empties the inbox. In every interleaving, either the loop sees the item or the thread finds the mark cleared and wakes the loop.
+After the end, a thread finds the phase OVER and ends the remaining futures itself. Each item is popped once.
+
+The phases are those of `ExecutorLife`. Each has one way out: `look` makes the only decision, and the workers are closed in one
+place. Each event sets a mark, and the same steps follow in every phase:
+
+    event                                     mark      what follows
+    shutdown, collected                       SHUT      calls that wait here are cancelled, if asked for; `look`
+    kill_workers, terminate_workers           KILLED    workers get the signal and are not replaced; calls that no worker has begun
+                                                        end with the last worker; `look`
+    a death in a pool, a failed initializer   BROKEN    every call ends; the supervisor kills its workers; `look`
+
+The supervisor reports each end of a call or worker to its one `Closing`. It also reports ended calls to the `Jobs` and, in a pool,
+deaths of workers to the portal (`on_death`).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from percore._calls.functions import Function
+from percore._common.system import uvloop_wanted
+from percore._executor.jobs import Jobs, Request, begins, resolve
+from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
+from percore._runner.assembly import MODULES, Assembly
+from percore._supervisor.pool_worker import PoolWorker
+
+if TYPE_CHECKING:
+    from percore._supervisor.supervisor import Supervisor
+
+logger: Final = logging.getLogger("percore")
+
+_portals: Final[set["Portal"]] = set()
+"""The portals whose threads run."""
+
+_start_lock = threading.RLock()
+"""Held while an executor's thread is started. Reentrant: a `__del__` that runs meanwhile in this thread may submit."""
+
+_numbers: Final = itertools.count()
+_OVER: Final = ExecutorPhase.OVER
+is_interpreter_ending = False
+
+
+class Portal:
+    """Makes the calls of an executor in a thread. Unless noted, call methods only from the loop's thread."""
+
+    def __init__(self, assemble: Callable[[asyncio.AbstractEventLoop], Assembly], *, is_pool: bool) -> None:
+        """`assemble`: makes the workers' supervisor in the loop. `is_pool`: the death of one worker breaks the executor."""
+        self.life = ExecutorLife()
+        self._assemble: Callable[[asyncio.AbstractEventLoop], Assembly] | None = assemble
+        self._is_pool = is_pool
+        self._pid: int | None = None
+        """The process that uses the portal. None: not used yet, so a fork may still use its copy."""
+        self.thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._inbox: deque[Request] = deque()
+        self._is_due = False
+        self.jobs: Jobs | None = None
+        """None until the first workers have been launched."""
+        self._has_launched = threading.Event()
+        self._asked: list[Callable[[], None]] = []
+        """Requests made before the workers were launched."""
+        self._settled: asyncio.Future[None]
+
+    # From any thread
+
+    def check(self) -> None:
+        """Check that the executor takes calls.
+
+        Raises:
+            BrokenProcessPool: the executor is broken: a worker could not be started, or it died and is not replaced.
+            RuntimeError: the executor is shut down, the interpreter is ending, or this is a fork of the process that uses it.
+        """
+        if self.life.marks:
+            raise self.life.refusal()
+        if is_interpreter_ending:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        if self._pid is not None and self._pid != os.getpid():
+            raise RuntimeError("this executor was used before a fork and works only in the process that used it; make a new one")
+
+    def _is_of_another_process(self) -> bool:
+        return self._pid is not None and self._pid != os.getpid()
+
+    def submit(self, request: Request) -> None:
+        """Accept a call. Its future always ends."""
+        if self.thread is None:
+            self._start()
+        self._inbox.append(request)
+        if not self._is_due:
+            self._is_due = True
+            self._wake(self._take)
+        if self.life.phase is _OVER:
+            self._empty_inbox()
+
+    def wait_launched(self) -> None:
+        """Wait until the processes of the first workers have been started, whether or not they are ready."""
+        self._has_launched.wait()
+
+    def shut(self, *, cancel: bool = False) -> None:
+        """Take no more calls, finish the accepted ones, and end. `cancel`: cancel the calls that wait instead."""
+        if self._is_of_another_process():  # the thread does not exist here
+            self.life.marks.add(Mark.SHUT)
+            return
+        with _start_lock:
+            self.life.marks.add(Mark.SHUT)
+            if self.thread is not None:
+                self._wake(lambda: self._shut(cancel))
+
+    def kill(self, signum: int) -> None:
+        """Shut down, cancel the waiting calls, and send all workers this signal. They are not replaced."""
+        self.shut(cancel=True)
+        if self.thread is not None and os.getpid() == self._pid:
+            self._wake(lambda: self._kill(signum))
+
+    def join(self) -> None:
+        """Wait until the thread has ended. Return at once in that thread itself, and in a fork."""
+        thread = self.thread
+        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
+            thread.join()
+
+    def release(self) -> None:
+        """Shut down because the executor was garbage-collected. May be called from any thread, at any point of its code."""
+        if Mark.SHUT not in self.life.marks and not self._is_of_another_process():
+            self.life.marks.add(Mark.SHUT)
+            if self.thread is not None:
+                self._wake(lambda: self._shut(False))
+
+    def forget(self, function: Function) -> None:
+        """Forget a held function that no call needs any more. May be called from any thread, at any point of its code."""
+        jobs = self.jobs
+        if jobs is not None and os.getpid() == self._pid:
+            self._wake(lambda: jobs.supervisor.functions.retire(function, ()))  # (): each call references its Held, so none is left
+
+    def _start(self) -> None:
+        with _start_lock:
+            if self.thread is not None:
+                return
+            self.check()
+            self._pid = os.getpid()
+            loop = _new_loop()
+            # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
+            thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
+            self._loop = loop
+            _portals.add(self)
+            try:
+                thread.start()
+            except BaseException:
+                _portals.discard(self)
+                loop.close()
+                raise
+            self.thread = thread
+
+    def _wake(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the portal is over
+            self._loop.call_soon_threadsafe(callback)
+
+    def _empty_inbox(self) -> None:
+        """End the calls that were submitted after the end, since the loop no longer reads the inbox."""
+        while True:
+            try:
+                future, *_ = self._inbox.popleft()
+            except IndexError:
+                return
+            if begins(future):
+                resolve(future, None, self.life.last_word())
+
+    # The thread
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.life.advance(ExecutorEvent.USE)
+        try:
+            for name in MODULES:
+                import_module(name)
+            asyncio.set_event_loop(loop)
+            loop.run_until_complete(self._main())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except BaseException as error:  # a bug in percore: every future must end all the same
+            logger.exception("percore: the thread of an executor failed")
+            self.life.break_off(f"its thread failed: {error!r}", error)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+            self._has_launched.set()
+            self.life.advance(ExecutorEvent.END)
+            if self.jobs is not None:
+                self.jobs.end()
+            self._empty_inbox()
+            _portals.discard(self)
+
+    async def _main(self) -> None:
+        loop = self._loop
+        assemble, self._assemble = self._assemble, None  # it refers to the user's initializer and initargs
+        assert assemble is not None
+        try:
+            assembly = assemble(loop)
+        except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
+            self._fail(error)
+            return
+        starting = loop.create_task(assembly.supervisor.pool.start(), name="percore-start")
+        loop.call_soon(self._launched, assembly.supervisor)  # runs after the first step of `starting`, which starts the processes
+        try:
+            await starting
+        except Exception as error:  # StartupFailed
+            await assembly.aclose(grace=0)
+            self._fail(error)
+            return
+        self.life.advance(ExecutorEvent.READY)
+        self._settled = loop.create_future()
+        self.look()
+        await self._settled
+        await assembly.aclose(grace=0 if self.life.text else None)
+
+    def _fail(self, error: Exception) -> None:
+        """End, because the workers could not be started."""
+        self.break_off(str(error), error)
+        self.life.advance(ExecutorEvent.FAIL)
+
+    def _launched(self, supervisor: "Supervisor") -> None:
+        self._has_launched.set()
+        self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
+        if self._is_pool:
+            supervisor.on_death = self._died
+        self._take()
+        while self._asked:
+            self._asked.pop(0)()
+
+    def _take(self) -> None:
+        self._is_due = False
+        # Otherwise `_launched` will take the calls, or the end of the thread will end them.
+        if self.jobs is not None and self.life.phase in (ExecutorPhase.STARTING, ExecutorPhase.RUNNING):
+            self.jobs.take(self._inbox)
+
+    # Ending
+
+    def look(self) -> None:
+        """Begin closing if there is nothing left to wait for."""
+        if self.life.phase is not ExecutorPhase.RUNNING:
+            return
+        assert self.jobs is not None
+        broken = self.jobs.supervisor.phase.broken
+        if broken is not None and not self.life.text:
+            self.break_off(str(broken), broken)  # which looks again
+        elif self.life.may_settle(is_idle=not self._inbox and self.jobs.is_idle()):
+            self.life.advance(ExecutorEvent.SETTLE)
+            self._settled.set_result(None)
+
+    def _shut(self, cancel: bool) -> None:
+        if self.jobs is None:
+            self._asked.append(lambda: self._shut(cancel))
+            return
+        self._take()
+        if cancel:
+            self.jobs.cancel_waiting()
+        self.look()
+
+    def _kill(self, signum: int) -> None:
+        if self.jobs is None:
+            self._asked.append(lambda: self._kill(signum))
+            return
+        self.life.marks.add(Mark.KILLED)
+        self.jobs.supervisor.signal_all(signum)  # calls that no worker has begun end with the last worker
+
+    def _died(self, member: PoolWorker, exitcode: int | None, was_ready: bool) -> None:
+        """Break the executor: a worker of a pool has died. During the start, one that was not ready yet is left to the start."""
+        if was_ready or self.life.phase is not ExecutorPhase.STARTING:
+            self.break_off(ABRUPTLY, None)
+
+    def break_off(self, text: str, cause: BaseException | None) -> None:
+        """Take no more calls, end every call that was handed over, and kill all workers."""
+        if not self.life.break_off(text, cause):
+            return
+        if self.jobs is not None:
+            self.jobs.supervisor.refuse_calls()
+            self.jobs.fail_running()
+            self._loop.call_soon(self.jobs.supervisor.kill_all)
+        self.look()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if uvloop_wanted():
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+def _at_exit() -> None:
+    """Shut down every executor when the interpreter ends, and wait until its accepted calls are finished."""
+    global is_interpreter_ending
+    is_interpreter_ending = True
+    portals = list(_portals)
+    for portal in portals:
+        portal.shut()
+    for portal in portals:
+        portal.join()
+
+
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined]  # as concurrent.futures does: before threads are joined
+
+
+def _forget_all() -> None:
+    """Start anew in a fork: the portals' threads do not exist there, and one of them may have held the lock."""
+    global _start_lock
+    _start_lock = threading.RLock()
+    _portals.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,153 @@
+"""Map: the results of one function over many inputs, as a list or as a stream."""
+
+import warnings
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from types import AsyncGeneratorType, TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
+
+from percore._calls.functions import kind_of
+from percore._common.options import check_plain
+from percore._map.inputs import Inputs
+from percore._map.rows import Spec
+from percore._map.run import MapRun
+from percore._supervisor.supervisor import Supervisor
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Map(Generic[T_co]):
+    """The results of `runner.map`: `await` it for a list, or iterate it with `async for`. Use it once, in one of these ways.
+
+    It is lazy: it pulls nothing from the inputs before it is used. While it is iterated, at most `window` items are pulled whose
+    results have not been returned yet. To stop early, leave an `async with` block around the map, call `aclose()`, or drop the last
+    reference to the map. Each of these cancels the calls that are not done and closes the generators among the inputs.
+
+    A map is an async iterator: `anext` returns the next result, and `async for` continues where `anext` or a `break` stopped. A
+    `break` alone therefore does not end a map that a variable still refers to: use `async with` or `aclose()`.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        fn: Callable[..., Any],
+        iterables: tuple[Iterable[Any] | AsyncIterable[Any], ...],
+        spec: Spec,
+        check: Callable[[], None],
+    ) -> None:
+        """`check` raises if the map cannot be used: from another event loop or thread, or after the runner was closed."""
+        kind_of(fn)
+        if not iterables:
+            raise TypeError("map needs at least one iterable")
+        for source in iterables:
+            if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
+                raise TypeError(f"map needs iterables, not {source!r}")
+        if spec.key is not None:
+            if not callable(spec.key):
+                raise TypeError(f"key must be a function of the arguments, such as key=host_of, not {spec.key!r}")
+            check_plain("key", spec.key)
+        if spec.window is not None and (isinstance(spec.window, bool) or not isinstance(spec.window, int)):
+            raise TypeError(f"window must be a whole number, not {spec.window!r}")
+        if spec.window is not None and spec.window < 1:
+            raise ValueError(f"window must be at least 1, not {spec.window}")
+        self._supervisor = supervisor
+        self._check = check
+        self._fn = fn
+        self._inputs = Inputs(iterables)
+        self._spec = spec
+        self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
+        self._run: MapRun | None = None
+        self._stream: AsyncGeneratorType[T_co, None] | None = None
+        self._is_used = self._is_closed = False
+
+    # Using it
+
+    def __await__(self) -> Generator[Any, None, list[T_co]]:
+        return self.collect().__await__()
+
+    async def collect(self) -> list[T_co]:
+        """Return all results as a list, in the order of the inputs. With `ordered=False`, in the order in which they came.
+
+        If cancelled, it cancels the calls that are not done.
+
+        Raises:
+            RuntimeError: the map was used before, or this is not the runner's event loop and thread.
+            RunnerClosed: the runner is closed, or was closed before all inputs were done.
+            RunnerBroken: percore has given up starting workers.
+            Exception: the first error that any call raises, unless `return_exceptions` is set; or the error of an input.
+        """
+        self._use()
+        return await self._start().collect()
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Return the iterator over the results. It is always the same one.
+
+        Raises:
+            RuntimeError: the map has ended or was awaited, or this is not the runner's event loop and thread.
+            RunnerClosed: the runner is closed.
+            RunnerBroken: percore has given up starting workers.
+        """
+        stream = self._stream
+        if stream is None or self._is_closed or stream.ag_frame is None:
+            self._use()
+            self._stream = stream = cast(AsyncGeneratorType[T_co, None], self._start().stream())
+        return stream
+
+    def __anext__(self) -> Awaitable[T_co]:
+        """Return the next result.
+
+        Raises:
+            StopAsyncIteration: no results are left.
+            RuntimeError, RunnerClosed, RunnerBroken: on the first use of the map, as in `__aiter__`.
+            Exception: as in `collect`; with `ordered=True` an error is raised at the place of its result.
+        """
+        return anext(self._stream or aiter(self))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel the calls that are not done, and close the generators among the inputs. Idempotent.
+
+        Any iteration in progress stops, including one in another task.
+        """
+        self._is_used = self._is_closed = True
+        if self._run is not None:
+            await self._run.close()
+        stream = self._stream
+        if stream is not None and not stream.ag_running:  # a stream that is running in another task ends by itself
+            await stream.aclose()  # now, to release the results it holds; the loop would do so later
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __bool__(self) -> bool:
+        return True
+
+    if not TYPE_CHECKING:  # type checkers should not take a map for a sequence; at run time the error says how to use it
+
+        def __getitem__(self, _: object) -> NoReturn:
+            # `for` calls this, too. With an __iter__ the map would count as an Iterable, and it is not one.
+            raise TypeError("a map is asynchronous: iterate it with `async for`, or `await` it for a list")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_used", True):
+            warnings.warn(
+                "a map was never used: `await` it, or iterate it with `async for`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _use(self) -> None:
+        if self._is_used:
+            raise RuntimeError("a map is used once; call runner.map(...) again for another round")
+        self._is_used = True
+        self._check()
+
+    def _start(self) -> MapRun:
+        self._run = MapRun(self._supervisor, self._fn, self._inputs, self._spec, self._context)
+        return self._run

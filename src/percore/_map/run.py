@@ -1,0 +1,125 @@
+"""A map under way: it hands the results over as a list or as a stream. The feeder submits the items, `InFlight` has them."""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
+
+from percore._common.log import Faults
+from percore._map.feeder import Feeder
+from percore._map.in_flight import InFlight
+from percore._map.inputs import Inputs
+from percore._map.results import AsTheyCome, Failure, Listed, Ordered, Results
+from percore._map.rows import Spec
+from percore._scheduler.map_life import MapEvent, MapLife
+from percore._supervisor.supervisor import Supervisor
+
+_STEP: Final = 12
+
+
+class MapRun:
+    """One run of a map, from the request of its first result to its closing."""
+
+    def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec, context: Any) -> None:
+        self._supervisor = supervisor
+        self._fn = fn
+        self._inputs = inputs
+        self._spec = spec
+        self._context = context
+        self._life = MapLife()
+        self._parts: tuple[InFlight, Feeder] | None = None
+
+    async def collect(self) -> list[Any]:
+        """Run the map to its end and return all results. A map that is closed meanwhile returns an empty list.
+
+        Raises:
+            BaseException: the first error of an item, or the error of an input.
+        """
+        life, results = self._life, Listed(ordered=self._spec.ordered)
+        items = self._begin(results)
+        if items is None:
+            return []
+        try:
+            while life.gives and not items.is_over():
+                await items.wait()
+            life.check()
+            return results.values if not life.is_closed else []
+        finally:
+            await self.close()
+
+    async def stream(self) -> AsyncGenerator[Any]:
+        """Yield the results one by one."""
+        life, spec = self._life, self._spec
+        results: Results = Ordered() if spec.ordered else AsTheyCome()
+        items = self._begin(results)
+        if items is None:
+            return
+        ready = results.ready
+        try:
+            while life.gives:
+                if not ready:
+                    if items.is_over():
+                        break
+                    await items.wait()
+                    continue
+                values, size = ready.popleft()
+                # Count each result if the user has set a window, or if results take memory. Otherwise count them by the dozen,
+                # with the last result of each dozen.
+                step = 1 if spec.window is not None or size else _STEP
+                kept = 0
+                for value in values:
+                    kept += 1
+                    if kept >= step:
+                        items.hand_over(kept, size)
+                        kept = 0
+                    if type(value) is Failure:
+                        raise value.error
+                    yield value
+                    if not life.gives:
+                        break
+                items.hand_over(kept, size)
+            if not life.is_closed:
+                life.check()
+        finally:
+            await self.close()
+
+    def _begin(self, results: Results) -> InFlight | None:
+        """Hold the function and start the feeder. Return None if the map is closed.
+
+        `collect` and `stream` call this when the first result is requested, since from then on they are sure to close the map.
+        """
+        supervisor, inputs, spec, life = self._supervisor, self._inputs, self._spec, self._life
+        if life.is_closed:  # closed before the first result was requested
+            return None
+        function = supervisor.functions.hold(self._fn)
+        try:
+            inputs.open()
+        except BaseException:
+            supervisor.functions.retire(function, ())
+            raise
+        if life.is_closed:  # user code run by `hold` or `open` has closed the map
+            supervisor.functions.retire(function, ())
+            return None
+        items = InFlight(supervisor, function, spec, self._context, results, life)
+        feeder = Feeder(supervisor, inputs, items, spec, life)
+        self._parts = items, feeder
+        supervisor.dispatch.open(items.queue)
+        supervisor.enders.add(feeder.end)
+        feeder.begin()
+        return items
+
+    async def close(self) -> None:
+        """Cancel the items under way and close the generators among the inputs. The map yields no more results. Idempotent.
+
+        If cancelled, it has cancelled the items all the same and still closes the generators, but the feeder may not have ended.
+        """
+        if self._life.is_closed:
+            return
+        self._life.advance(MapEvent.CLOSE)
+        if self._parts is None:  # the map has not begun
+            return
+        items, feeder = self._parts
+        items.wake()
+        self._supervisor.enders.discard(feeder.end)
+        faults = Faults("a map was closed")
+        items.close(faults)
+        faults.finish()
+        await feeder.close()

@@ -1,0 +1,273 @@
+"""The seam between the supervisor and the engines that run its workers, in one file of protocols.
+
+An engine starts workers, carries messages and keeps payloads, and reports when a worker has ended. It makes no decisions. The
+supervisor knows of a worker only what is written here: not where it runs, and not how its bytes travel.
+
+    Engine ── starts ──▶ Worker ── has ──▶ Channel      messages in order, each exactly once, until the channel breaks
+       └────── has ────▶ Store                          payloads: pickled once, kept until discarded, named by a number
+
+The body of a call is a tuple of values that `Store.passes`, a pickle as bytes, or a parcel: the number of a pickle in the store.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
+
+    from percore._monitor.usage import Usage
+    from percore._protocol.messages import Body, Message, Payload
+
+# Payloads
+
+
+class Received(Protocol):
+    """A payload that has arrived. It can be unpickled once.
+
+    Attributes:
+        size: the size of the payload in bytes.
+        is_leased: whether objects of this process use the payload's memory after `load`. Then `Channel.release` is not called: the
+            channel releases the payload itself when the last of these objects has gone.
+    """
+
+    size: int
+    is_leased: bool
+
+    def load(self, loads: Callable[[Any], Any] = ..., /) -> Any:
+        """Unpickle the payload and return the object. `loads` unpickles payloads without buffers.
+
+        Raises:
+            BaseException: any exception that the user's code raises in unpickling.
+        """
+
+
+class ObjectPickler(Protocol):
+    """A pickler, for one object."""
+
+    def payload(self, obj: object) -> Payload:
+        """Pickle `obj`. Return the bytes if they fit into a message, else the parcel, which the caller must discard.
+
+        Raises:
+            PayloadTooLarge: the pickle exceeds the limit of the runner.
+            PicklingError, AttributeError, TypeError: the object cannot be pickled.
+            BaseException: any exception of the user code that pickling runs.
+        """
+
+
+class Store(Protocol):
+    """Keeps what is too large for a message until it is discarded. One store serves all workers of a runner.
+
+    Attributes:
+        most_shared: how many objects may be shared at a time.
+        in_use: how many parcels it keeps.
+    """
+
+    most_shared: int
+    in_use: int
+
+    def passes(self, args: tuple[object, ...], /) -> bool:
+        """Whether these arguments may be sent as they are."""
+
+    def pickler(self) -> ObjectPickler:
+        """Return a pickler for the next object."""
+
+    def pickled(self, obj: object) -> bytes:
+        """Pickle `obj` into bytes of any size. Raises as `ObjectPickler.payload`."""
+
+    def can_pickle(self, obj: object) -> bool:
+        """Whether `ObjectPickler.payload` could pickle `obj`. This keeps nothing."""
+
+    def is_placed(self, parcel: int) -> bool:
+        """Whether `Channel.send_parcel` can send this parcel now, without waiting for room."""
+
+    def size(self, parcel: int) -> int:
+        """Return the size of a parcel in bytes."""
+
+    def discard(self, parcel: int) -> None:
+        """Release a parcel. Workers that still use it keep what they need of it."""
+
+    def share(self, obj: object, waiter: asyncio.Future[int]) -> None:
+        """Keep an object where every worker can read it, and end `waiter` in the loop with its parcel or with the error.
+
+        If `waiter` is done by then, keep nothing.
+        """
+
+    def load(self, parcel: int, ended: Callable[[], None], /) -> Received:
+        """Read a shared object in this process, read-only. The loop calls `ended` when the last view of it is gone."""
+
+
+# Messages
+
+
+class Sent(Protocol):
+    """Counts, in bytes or in messages, of everything sent, and of how much the peer has reported to have read."""
+
+    written: int
+    acknowledged: int
+
+
+class Got(Protocol):
+    """A count, in bytes or in messages, of everything read."""
+
+    read: int
+
+
+class Ticket(Protocol):
+    """The owner of a parcel that is being sent."""
+
+    def is_wanted(self) -> bool:
+        """Whether the parcel still has to be sent."""
+
+    def stored(self, parcel: int) -> bool:
+        """Take over the parcel that is about to be sent, which replaces the one given to `send_parcel` and may be the same.
+
+        Return False if it is no longer wanted; the channel then discards it and sends nothing.
+        """
+
+
+class Channel(Protocol):
+    """The supervisor's side of a channel to one worker. Only the loop's thread uses it.
+
+    Attributes:
+        is_open: whether it receives.
+        waits_since: while the worker has unread messages, the time (`time.monotonic`) since which it has read nothing.
+    """
+
+    is_open: bool
+    waits_since: float
+
+    @property
+    def tx(self) -> Sent:
+        """Counts of what was sent. If both are equal, the worker has read everything."""
+
+    @property
+    def rx(self) -> Got:
+        """The count of what was received."""
+
+    @property
+    def own(self) -> Mapping[int, Callable[[int, Any], None]]:
+        """Handlers by op of the messages by which the worker's side of the channel speaks to this side."""
+
+    def open(
+        self,
+        on_frame: Callable[[list[Message]], None],
+        on_broken: Callable[[BaseException], None],
+        on_batch: Callable[[], None],
+    ) -> None:
+        """Begin to receive.
+
+        The channel calls `on_frame` with messages, until a call stops the channel; `on_broken` with the exception if the channel
+        breaks; and `on_batch` after everything that arrived together was delivered, and when the worker has read what it was sent.
+        """
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message, at the end of this iteration of the loop or earlier."""
+
+    def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
+        """Send a message whose body is a parcel, now or when there is room for it. Later messages may overtake it."""
+
+    def load(self, payload: Payload, /) -> Received:
+        """Read a payload that the worker has sent.
+
+        Raises:
+            BrokenFrame: there is no such payload.
+        """
+
+    def release(self, payload: Payload) -> None:
+        """Tell the worker that a payload it has sent is not needed any more."""
+
+    def receive(self) -> None:
+        """Deliver everything that has arrived. Called for the last words of a worker that has ended."""
+
+    def has_read(self) -> bool:
+        """Whether the worker has read everything sent. If not, `on_batch` is called when it has."""
+
+    def lag(self) -> float:
+        """Seconds the worker took to read the last message, or, if it has not yet, at least the time since then."""
+
+
+# Workers
+
+
+class Fate(NamedTuple):
+    """How far a call has come in its worker.
+
+    Attributes:
+        begun: whether it has begun. None: nobody can tell; then it counts as begun.
+        age: seconds since it began; None if it has not, or if nobody can tell.
+        items: for a batch, how many of its items have begun.
+    """
+
+    begun: bool | None
+    age: float | None = None
+    items: int = 0
+
+
+UNBEGUN = Fate(begun=False)
+
+
+class Exit(NamedTuple):
+    """The end of a worker.
+
+    Attributes:
+        code: its exit code, as subprocess defines it; None if unknown.
+        place_lost: whether the worker ended because the place where it ran was lost. Such an end is no failed start.
+    """
+
+    code: int | None
+    place_lost: bool = False
+
+
+class Worker(Protocol):
+    """A running worker."""
+
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process id where the worker runs. None: unknown yet, or the worker is no process."""
+
+    def ready(self, told: Body) -> None:
+        """Note that the worker has reported that it is ready. `told`: the body of the message."""
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal. Once the worker has ended, do nothing."""
+
+    def fate(self, place: int, call_id: int) -> Fate:
+        """Return how far a call has come. Call it before `close`.
+
+        While the worker lives, the answer may be out of date: use it for statistics, not for decisions.
+        """
+
+    def close(self) -> None:
+        """Release the channel and everything else that belongs to this worker. Idempotent."""
+
+
+class Engine(Protocol):
+    """Starts workers.
+
+    Attributes:
+        store: the store of all its workers.
+    """
+
+    @property
+    def store(self) -> Store: ...
+
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Worker:
+        """Start a worker and return at once. The worker reports that it is ready by a message.
+
+        The engine calls `on_exit` once, from the loop and never during this call, when the worker has ended.
+
+        Raises:
+            OSError: the worker could not be started; nothing is left behind.
+        """
+
+    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
+        """Return what this process, the engine's own processes and these workers use. Each worker comes with its role."""
+
+    async def aclose(self) -> None:
+        """Release the store and everything that the workers shared. All workers must have ended and been closed."""

@@ -1,0 +1,89 @@
+"""Shared: the handle of an object in shared memory.
+
+The handle delegates to a Source: `_calls.shared_objects` implements it for the supervisor, `_worker/shared_objects` for a worker.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """The object behind a handle, in one process."""
+
+    def value(self) -> T_co:
+        """Return the object."""
+
+    def close(self) -> None:
+        """Close the object: no call gets it any more."""
+
+    def travel(self) -> int:
+        """Return the object's number, by which the handle is pickled."""
+
+    def left(self) -> None:
+        """The handle was garbage collected. This may happen in any thread, between any two operations."""
+
+
+class Shared(Generic[T_co]):
+    """A handle of a read-only object that all workers of a runner share. `await runner.share(obj)` returns it.
+
+    Pass the handle to calls, anywhere inside their arguments, and read its `.value` in them. A pickled handle takes a few bytes.
+    The memory is freed after `close()` or after the last reference to the handle is gone, as soon as no call uses the object.
+    Closing the runner frees it too.
+    """
+
+    __slots__ = ("__weakref__", "_source")
+
+    def __init__(self, source: Source[T_co]) -> None:
+        self._source = source
+
+    @property
+    def value(self) -> T_co:
+        """The object. Do not change it: later calls in the same worker would see the change, and other workers would not.
+
+        The first access in a process unpickles the object; later ones return the same object. Buffers of 64 KiB and more (numpy
+        arrays and the like) are read-only and share the same physical pages in all processes. Nothing protects other parts, such
+        as a dict: to change one, make a copy first.
+
+        Raises:
+            RuntimeError: the object or its runner was closed.
+            Exception: any error from unpickling the object.
+        """
+        return self._source.value()
+
+    def close(self) -> None:
+        """Free the object as soon as no call uses it. Calls to which it was already passed can still use it. Idempotent.
+
+        Raises:
+            RuntimeError: called in a worker, or from another thread than the runner's.
+        """
+        self._source.close()
+
+    def __del__(self) -> None:
+        source = getattr(self, "_source", None)
+        if source is not None:
+            source.left()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrive, (self._source.travel(),)
+
+    def __repr__(self) -> str:
+        return f"<percore.Shared {self._source}>"
+
+
+sides: Final[list[Callable[[int], Shared[Any] | None]]] = []
+"""Functions that look up a handle by number: the supervisor's, and in a worker the worker's. `arrive` tries each."""
+
+
+def arrive(number: int) -> Shared[Any]:
+    """Return the handle for a pickled number. Unpickling a Shared calls this.
+
+    Raises:
+        RuntimeError: the object was closed meanwhile, or belongs to another program.
+    """
+    for side in sides:
+        handle = side(number)
+        if handle is not None:
+            return handle
+    raise RuntimeError("the shared object was closed, or belongs to another program")

@@ -1,0 +1,349 @@
+"""Runner, the asyncio interface of percore. Importing this module is cheap."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from percore._common.errors import RunnerClosed
+from percore._common.options import RUNNER_ADVICE, RunnerOptions, advising, grace_of
+from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop, warm_up
+from percore._runner.verbs import Options, Verbs
+from percore._worker import context
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Hashable, Iterable
+    from contextvars import ContextVar
+    from types import TracebackType
+
+    from percore._calls.policy import Backoff, RetryOn
+    from percore._common.options import Lifespan, StartMethod
+    from percore._monitor.statistics import Statistics
+    from percore._monitor.usage import Usage
+    from percore._protocol.shared import Shared
+    from percore._supervisor.supervisor import Supervisor
+
+T = TypeVar("T")
+
+_NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
+_ADVICE = {
+    _NEW: "the runner is not started: use `async with percore.Runner() as runner`, or `await runner.start()` first",
+    _STARTING: "the runner is still starting: make calls when `await runner.start()` has returned",
+    _CLOSING: "the runner is closing and takes no new calls",
+    _CLOSED: "the runner is closed; make a new one",
+}
+_NO_LOOP = (
+    "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), "
+    'or with anyio.run(main, backend="asyncio"). It does not run under trio'
+)
+
+
+class Runner(Verbs):
+    """Run coroutine functions and plain functions on every CPU, in one worker process per CPU.
+
+    Each worker has an event loop for coroutine functions and a thread pool for plain functions.
+
+        async with percore.Runner(lifespan=http) as runner:
+            sizes = await runner.map(fetch, urls)
+
+    A runner belongs to the event loop in which it was started. `async with` starts the runner and closes it: gracefully when the
+    body ends normally, with `grace=0` when the body raises.
+
+    Args:
+        workers: number of worker processes. Default: the CPUs available to this process, by CPU affinity and cgroup quota.
+        lifespan: a function without arguments that returns an async or plain context manager. Each worker calls it once. The
+            worker enters the context manager in its event loop before the first call and exits it after the last one. Calls get
+            the value it yields from `percore.state()`. Tasks that the lifespan starts run until it exits. Tasks that calls have
+            left running are cancelled before that.
+        concurrency: how many coroutines a worker runs at once.
+        threads: size of each worker's thread pool for plain functions. Default: min(32, CPUs + 4).
+        loop_factory: a function that creates a worker's event loop. Default: uvloop if it is installed, otherwise asyncio's loop.
+        start_method: "forkserver" (the default on Linux 5.3 and newer) or "spawn" (the default elsewhere).
+        max_message: the largest pickled message, in bytes. A call that needs a larger one fails with PayloadTooLarge.
+        start_timeout: how many seconds a worker may take to become ready.
+        kill_after: how many seconds a worker may take to end after it was asked to, or after its start failed. Then percore kills
+            it. For a worker that drains, the time counts from the end of its last call.
+        max_tasks_per_worker: how many calls a worker begins before percore replaces it. Broadcasts do not count. The replacement
+            starts ahead of time; if it is not ready in time, calls wait. Default: no limit.
+        retries: how many more times to attempt a call whose worker died. See `options` for retries of other errors.
+        per_key: how many calls with the same key run at once, over all workers. Default: as many as one worker can run.
+        contextvars: module-level ContextVars. A call sees in its worker the values that they had at `submit`; a call of a map
+            sees those they had when the map was created. Together they may take 100,000 bytes when pickled; above that the call
+            fails with PayloadTooLarge.
+        thread_initializer: a plain function that each pool thread calls before its first call. If it raises, that call fails with
+            the exception, and the thread's next call runs it again.
+        max_pending: how many calls may be pending, that is accepted and not done. At the limit `run` and maps wait, and `submit`
+            raises RunnerFull. Default: no limit.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+
+    _make_engine: ClassVar[EngineFactory | None] = None
+    """Makes the engine. None: processes."""
+
+    @advising("Runner", RUNNER_ADVICE)
+    def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
+        self,
+        workers: int | None = None,
+        *,
+        lifespan: Lifespan | None = None,
+        concurrency: int = 100,
+        threads: int | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        start_method: StartMethod | None = None,
+        max_tasks_per_worker: int | None = None,
+        retries: int = 0,
+        per_key: int | None = None,
+        contextvars: Iterable[ContextVar[Any]] = (),
+        thread_initializer: Callable[[], object] | None = None,
+        max_pending: int | None = None,
+        max_message: int = 2**30,
+        start_timeout: float = 60.0,
+        kill_after: float = 5.0,
+    ) -> None:
+        self._options = RunnerOptions.checked(
+            workers=workers,
+            lifespan=lifespan,
+            concurrency=concurrency,
+            threads=threads,
+            loop_factory=loop_factory,
+            start_method=start_method,
+            max_message=max_message,
+            start_timeout=start_timeout,
+            kill_after=kill_after,
+            max_tasks_per_worker=max_tasks_per_worker,
+            retries=retries,
+            per_key=per_key,
+            contextvars=contextvars,
+            thread_initializer=thread_initializer,
+            max_pending=max_pending,
+        )
+        if self._options.contextvars:
+            from percore._calls.context_variables import references
+
+            references(self._options.contextvars)
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop
+        self._supervisor: Supervisor
+        self._assembly: Assembly | None = None
+        self._phase = _NEW
+
+    # Start and close
+
+    async def start(self) -> None:
+        """Start all workers and wait until every one is ready.
+
+        If cancelled, the runner is closed as by `aclose(grace=0)`.
+
+        Raises:
+            StartupFailed: a worker could not be started, raised in its lifespan or its imports, died, or was not ready within
+                `start_timeout`. The other workers are stopped. percore does not retry a first start.
+            RunnerClosed: another task closed the runner meanwhile.
+            RuntimeError: the runner was started before, or was created before a fork; or no asyncio event loop is running (as under
+                trio); or the caller is a worker that is importing the user's script.
+            OSError: there is not enough memory for even one message of `max_message` bytes.
+            Exception: any error from pickling `lifespan` or `loop_factory`.
+        """
+        context.check_start()
+        if self._state != _NEW:
+            raise RuntimeError(f"a runner can be started once; this one is {self._state}")
+        if os.getpid() != self._pid:
+            raise RuntimeError("this runner was made before a fork; make a new one in the new process")
+        loop = running_loop()
+        if loop is None:  # for example under trio, which runs coroutines without an asyncio loop
+            raise RuntimeError(_NO_LOOP)
+        self._loop = loop
+        self._phase = _STARTING
+        try:
+            early = warm_up(self._options) if self._make_engine is None else None
+            try:
+                await import_modules()
+                if self._phase == _CLOSED:  # another task closed the runner meanwhile
+                    raise RunnerClosed("the runner was closed while it started")
+                self._assembly = Assembly(loop, self._options, self._make_engine)
+            finally:
+                if early is not None:
+                    await early.aclose()  # by now the engine has its own reference to the fork server
+            self._supervisor = self._assembly.supervisor
+            await self._supervisor.pool.start()
+        except BaseException:
+            await self.aclose(grace=0)
+            raise
+        if self._phase is not _STARTING:  # 1. the last worker is ready  2. another task closes  3. this task wakes
+            await self.aclose()
+            raise RunnerClosed("the runner was closed while it started")
+        self._phase = _OPEN
+
+    @property
+    def _state(self) -> str:
+        return _CLOSED if self._assembly is not None and self._assembly.is_closed else self._phase
+
+    async def aclose(self, *, grace: float | None = None) -> None:
+        """Close the runner: refuse new calls, let accepted calls finish, then end the workers.
+
+        Each worker exits its lifespan before it ends. All futures are done when this method returns. It is idempotent: a second
+        caller waits for the same close, and a smaller `grace` shortens it.
+
+        If cancelled, it kills all workers at once, reaps them, and then raises CancelledError.
+
+        Args:
+            grace: how many seconds accepted calls may take to end. None: no limit. After that, percore withdraws the calls that
+                have not begun and cancels the others; `kill_after` seconds later it kills the workers that are left. All these
+                calls end with RunnerClosed.
+
+        Raises:
+            TypeError, ValueError: `grace` is not a number of seconds. The runner stays as it was.
+            RuntimeError: called from another event loop or thread, or after a fork.
+        """
+        grace = grace_of(grace)
+        if self._assembly is None:
+            self._phase = _CLOSED
+        elif not self._assembly.is_closed:
+            self._assembly.check_caller()
+            self._phase = _CLOSING
+            await self._assembly.aclose(grace)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and os.getpid() != self._pid:  # a forked child is ending, for example by sys.exit
+            return
+        await self.aclose(grace=None if kind is None else 0)
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", _CLOSED) in (_STARTING, _OPEN, _CLOSING) and os.getpid() == self._pid:
+            warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
+            if self._assembly is not None:
+                self._assembly.supervisor.abandon()
+
+    def __repr__(self) -> str:
+        return f"<percore.Runner workers={self._options.workers} {self._state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a Runner cannot be pickled: it belongs to the process and the loop that started it. Instead of giving it to a call, "
+            "make the calls here, and give the results of one to the next"
+        )
+
+    # Call options. The calls themselves are in Verbs.
+
+    def options(
+        self,
+        *,
+        key: Hashable | None = None,
+        retries: int | None = None,
+        retry_on: RetryOn | None = None,
+        backoff: Backoff = 0.0,
+        timeout: float | None = None,
+    ) -> Options:
+        """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
+
+        Args:
+            key: a hashable value. Calls with equal keys are never on two workers at once, and at most `per_key` of them run at
+                once. For `submit` and `run`; a map takes a key function instead. The key's `__hash__` and `__eq__` are called
+                here and not later, so changing the key afterwards has no effect.
+            retries: how many more times to attempt a call that fails with an error selected by `retry_on`. Every attempt sends
+                the original pickled bytes. Default: the runner's `retries`.
+            retry_on: an exception class, a tuple of them, or a plain function that takes the error and returns whether to retry.
+                Default: WorkerDied. `retry_on` and `backoff` need retries, here or in the runner.
+            backoff: seconds to wait before the next attempt, or a plain function that returns them and takes the number of failed
+                attempts (1 after the first). A call that waits occupies no worker. It ends at once if it is cancelled or the runner
+                closes.
+            timeout: how many seconds one attempt may run, from its start in the worker. After that a coroutine is cancelled there
+                and ends with TimeoutError, as under `asyncio.timeout`. A plain function cannot be stopped: its caller gets
+                TimeoutError, its thread stays busy until the function returns, and the next attempt begins only after that.
+
+        Raises:
+            TypeError, ValueError: an option is invalid.
+            Exception: any error from the key's `__hash__` or `__eq__`.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
+        """
+        self._check_open()
+        supervisor = self._supervisor
+        policy = supervisor.policy_of(
+            key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout, inherited=supervisor.options.retries
+        )
+        if key is not None:
+            policy.key = supervisor.dispatch.names.of(key)
+        return Options(supervisor, policy, self._check_open)
+
+    # Shared objects
+
+    async def share(self, obj: T) -> Shared[T]:
+        """Put an object into shared memory once, for all workers, and return a handle to it.
+
+        Pass the handle to calls and read its `.value` in them. percore pickles the object once, in a thread; each worker that reads
+        the value unpickles it once. Buffers of 64 KiB and more (numpy arrays, Arrow tables and the like) are read-only and share
+        the same physical pages in all workers, including replacements.
+
+        The memory is freed after `close()` or after the last reference to the handle is gone, as soon as no call uses the object.
+        Closing the runner frees it too.
+
+        If cancelled, the thread finishes pickling and discards the result.
+
+        Raises:
+            PayloadTooLarge: the pickled object is larger than `max_message`.
+            MemoryError: there is not enough memory.
+            RuntimeError: too many objects are shared already; or called from another event loop or thread, or after a fork.
+            RunnerClosed: the runner is not started, is closing or closed, or was closed meanwhile.
+            RunnerBroken: as in `submit`.
+            TypeError: the object contains a Shared.
+            Exception: any error from pickling the object.
+        """
+        self._check_open()
+        return await self._supervisor.shares.share(obj)
+
+    # Statistics and usage
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the runner's counters.
+
+        It is cheap and makes no system calls. Any thread may call it, for example the thread of a metrics server.
+
+        Raises:
+            RunnerClosed: the runner is not started or is closed.
+            RuntimeError: called after a fork.
+        """
+        assembly = self._open_assembly()
+        assembly.check_process()
+        from percore._supervisor.snapshot import snapshot
+
+        return snapshot(assembly.supervisor, is_here=assembly.is_here)
+
+    async def usage(self) -> Usage:
+        """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.
+
+        A thread reads them from the system. All runners of this process share one fork server.
+
+        If cancelled, it returns at once; the thread ends by itself when its reading is complete.
+
+        Raises:
+            RunnerClosed: the runner is not started or is closed.
+            RuntimeError: called from another event loop or thread, or after a fork.
+        """
+        assembly = self._open_assembly()
+        assembly.check_caller()
+        return await assembly.usage()
+
+    # Checks
+
+    def _check_open(self) -> None:
+        if self._phase is not _OPEN:
+            raise RunnerClosed(_ADVICE[self._state])
+        if running_loop() is not self._loop:
+            self._open_assembly().check_caller()
+        if self._supervisor.phase.broken is not None:
+            raise self._supervisor.phase.refusal()
+
+    def _open_assembly(self) -> Assembly:
+        assembly = self._assembly
+        if assembly is None or assembly.is_closed:
+            raise RunnerClosed(_ADVICE[self._state])
+        return assembly

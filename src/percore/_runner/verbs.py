@@ -1,0 +1,156 @@
+"""submit, run and broadcast: the methods that make calls, which Runner and the view returned by `options` share."""
+
+from __future__ import annotations
+
+from asyncio import CancelledError, Future
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+from percore._runner.map_verbs import MapVerbs
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable
+
+    from percore._calls.calls import Call
+    from percore._calls.functions import Function
+    from percore._calls.policy import Policy
+    from percore._supervisor.supervisor import Supervisor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Verbs(MapVerbs):
+    """Run functions in workers."""
+
+    __slots__ = ()
+
+    # One call
+
+    @overload
+    def submit(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
+    @overload
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]: ...
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        """Submit one call and return its future. Never blocks.
+
+        percore pickles the arguments now, so the call does not see later changes to them. The caller may await the future or
+        discard it: percore holds it until it is done. Cancelling the future withdraws a call that has not begun, and cancels one
+        that has begun in its worker.
+
+        Raises:
+            RunnerClosed: the runner is not started, is closing, or is closed.
+            RunnerBroken: percore has given up starting workers.
+            RunnerFull: `max_pending` calls are pending.
+            TypeError: `fn` is a coroutine or a generator function, or is not callable.
+            RuntimeError: called from another event loop or thread, or after a fork.
+        """
+        self._check_open()
+        supervisor = self._supervisor
+        function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
+        if supervisor.admission is not None:
+            supervisor.admission.enter_now()
+            return self._admitted(function, args, kwargs)
+        return supervisor.submission.submit(function, args, kwargs, self._policy or supervisor.policy)
+
+    @overload
+    async def run(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run one call in a worker and return its result.
+
+        If cancelled, it raises CancelledError at once. A call that has not begun never runs. A coroutine that has begun is
+        cancelled in its worker; its `finally` blocks run to their end, and it counts as running until then. A plain function
+        that has begun runs to its end in its thread. percore drops the outcome.
+
+        Raises:
+            WorkerDied: the worker died after the call had begun and no attempt is left, or no worker is left to run the call.
+            RemoteError: the function raised something that cannot be sent back as itself, or its result cannot be pickled or
+                unpickled.
+            PayloadTooLarge: the pickled arguments or the pickled result are larger than `max_message`.
+            TimeoutError: the call ran for longer than `timeout`.
+            Exception: any exception of the function. Its `__cause__` chain ends with the worker's traceback.
+            RunnerClosed, RunnerBroken, TypeError, RuntimeError: as in `submit`.
+        """
+        self._check_open()
+        supervisor = self._supervisor
+        function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
+        if supervisor.admission is not None:
+            await supervisor.admission.enter()
+            try:
+                self._check_open()
+            except BaseException:
+                supervisor.admission.leave()
+                raise
+            return await self._admitted(function, args, kwargs)
+        call = supervisor.submission.run(function, args, kwargs, self._policy or supervisor.policy)
+        try:
+            return await (call if isinstance(call, Future) else call.future)
+        except CancelledError:
+            if not isinstance(call, Future):
+                supervisor.withdraw(call)
+            raise
+        finally:
+            del call  # it holds the error, whose traceback holds this frame: a cycle that would keep the callers' locals alive
+
+    def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Submit a call that the admission has counted. It leaves the admission when it is done."""
+        admission = self._supervisor.admission
+        assert admission is not None
+        try:
+            call = self._supervisor.submission.submit(function, args, kwargs, self._policy or self._supervisor.policy)
+        except BaseException:
+            admission.leave()
+            raise
+        call.add_done_callback(admission.left)
+        return call
+
+    @overload
+    async def broadcast(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    @overload
+    async def broadcast(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    async def broadcast(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run one call in each ready worker, and return the results in the order of the workers' indices.
+
+        The calls run in addition to the workers' other calls and do not wait for a free place. Workers that start later do not
+        get the call: put per-worker setup in the lifespan. percore never retries a broadcast, even if the runner has `retries`. A
+        worker with 16 unanswered broadcasts gets the next one after it has answered one of them; the other workers get it at once.
+
+        If cancelled, each worker's call is cancelled as in `run`.
+
+        Raises:
+            WorkerDied: a worker died or ended before its call was done; `started` says whether the call had begun.
+            Exception: the first failure, as in `run`. The other calls are cancelled.
+            TypeError: the view has a key, retries, retry_on or backoff; or as in `submit`.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
+        """
+        policy = None if self._policy is None else self._policy.for_broadcast()
+        self._check_open()
+        supervisor = self._supervisor
+        function = supervisor.functions.of(fn)
+        return await supervisor.broadcast(function, args, kwargs, policy)
+
+
+for _verb in (Verbs.submit, Verbs.run, Verbs.broadcast):
+    _verb.__qualname__ = f"Runner.{_verb.__name__}"  # the name in Python's own messages about wrong arguments
+
+
+class Options(Verbs):
+    """A view of a runner whose calls have a key, retries or a timeout. `runner.options(...)` creates it, at little cost."""
+
+    __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
+
+    def __init__(self, supervisor: Supervisor, policy: Policy, check: Callable[[], None]) -> None:
+        self._supervisor = supervisor
+        self._policy = policy
+        self._check_open = check  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return f"<percore.Options {self._policy}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner. Instead of "
+            "giving it to a call, make the calls here, and give the results of one to the next"
+        )

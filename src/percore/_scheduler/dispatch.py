@@ -1,0 +1,566 @@
+"""Decides which worker gets which call, and when. Pure decisions: the supervisor sends the calls and receives the outcomes.
+
+Places are counted by kind, so a coroutine never waits behind plain calls that need a thread, and a plain call never waits behind
+coroutines. A worker has a free place when it can begin the call at once.
+
+If no worker has a free place, plain calls are queued ahead in the workers, so that no thread waits for a round trip. Coroutines are
+not queued ahead, since a worker starts a coroutine as soon as it reads the message. Calls are queued ahead in groups: a worker gets
+more only when it has room for as many as it has threads. Every message wakes the worker's loop, which is expensive while its
+threads compete for the interpreter.
+
+A worker that has not read its latest messages is busy or blocked. The longer it reads nothing, the less it is preferred; after a
+while it gets no calls as long as another worker has room. The other workers do not take over its whole share: beyond their own
+share, they get another call only after they have read everything sent to them. Otherwise a burst of CPU-bound coroutines would go
+to one worker.
+
+Each map has a queue, and the single calls of each kind have one. The queues take turns: a queue waits at most for the calls that
+the workers already hold and for one call or batch of every other queue.
+
+When a worker runs out of calls while another still holds some that have not begun, the supervisor asks the other to return them.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from operator import itemgetter
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from percore._protocol.messages import Kind
+from percore._scheduler.batching import Batches
+from percore._scheduler.key_names import Names
+from percore._scheduler.keys import Keys, Lanes, purge
+
+AHEAD: Final = 4
+"""Plain calls queued ahead in a worker, per thread. With 2, the measured throughput was 0.91 to 0.96 of that with 4."""
+
+BESIDE: Final = 16
+"""Additional room in every worker, for broadcasts."""
+
+BLOCKED: Final = 5
+"""Steps of silence after which a worker counts as blocked instead of busy: 80 ms."""
+
+_AHEAD_LAST: Final = 1 << 32
+"""Added to the weight of a worker without a free place: more than any load and silence together."""
+
+ROOM_OF_NONE: Final = 1 << 40
+"""Added to the load of a worker that may begin no more calls. It then has no free place, even when calls end there."""
+
+_FEW: Final = 4
+"""Up to this many workers, comparing all of them is as fast as remembering the last choice."""
+_NOWHERE: Final = (-1, sys.maxsize)
+
+
+class Queued(Protocol):
+    """A call or a batch, as the dispatch sees it."""
+
+    kind: int
+
+    @property
+    def key(self) -> Hashable | None: ...
+
+    def done(self) -> bool:
+        """Whether the call ended while it waited, because it was cancelled."""
+
+    @property
+    def size(self) -> int:
+        """Number of items; 1 for a call."""
+
+
+class Seat(Protocol):
+    """A ready worker, as the dispatch sees it."""
+
+    index: int
+
+    load: list[int]
+    """Places taken, by kind."""
+
+    tickets: int
+    """Calls that the worker may still begin. At 0, `load` includes `ROOM_OF_NONE`."""
+
+    @property
+    def items(self) -> int:
+        """Plain calls sent and not ended. Each item of a batch counts."""
+
+    recalling: bool
+    """Whether the worker was asked to return calls and has not answered yet."""
+
+    def silence(self) -> int:
+        """How long the worker has left messages unread, in coarse steps; 0 if that is too short to matter."""
+
+    def has_read(self) -> bool:
+        """Whether the worker has read every message. If not, the supervisor looks for calls to send once it has."""
+
+
+C = TypeVar("C", bound=Queued)
+S = TypeVar("S", bound=Seat)
+
+
+class Recall(NamedTuple, Generic[S]):
+    """Ask `seat` for up to `wanted` calls that have not begun."""
+
+    seat: S
+    wanted: int
+
+
+class Queue(Lanes[C, S]):
+    """The waiting calls of one map, or the single calls of one kind: calls, calls with keys, and items for batches."""
+
+    __slots__ = ("batches", "calls", "ended", "is_listed", "kind", "lanes_first")
+
+    def __init__(self, kind: int, batches: Batches[C] | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.batches = batches
+        self.calls: deque[C] = deque()
+        self.ended = 0
+        self.is_listed = False
+        self.lanes_first = False
+
+    def __len__(self) -> int:
+        """Number of waiting calls and items, including cancelled calls without keys."""
+        return len(self.calls) + self.count + (0 if self.batches is None else len(self.batches))
+
+
+def room_of(concurrency: int, threads: int) -> int:
+    """Return how many calls of all kinds one worker may hold at once."""
+    return concurrency + threads * (1 + AHEAD) + BESIDE
+
+
+def places_for(room: int) -> int:
+    """Return the number of start marks of a worker with this room: a power of two, so that the place follows from a call's id.
+
+    It exceeds the room: a garbage collection between choosing a worker and sending the call may run a `__del__` that takes the
+    place.
+    """
+    return 1 << room.bit_length()
+
+
+class Dispatch(Generic[C, S]):
+    """The waiting calls, and the workers that may take them."""
+
+    def __init__(self, concurrency: int, threads: int, per_key: int | None = None) -> None:
+        self._places = (concurrency, threads)
+        self._room = (concurrency, threads * (1 + AHEAD))
+        self._low = (concurrency - 1, threads * AHEAD)
+        """By kind: calls that a worker may still hold when `fill` sends it more."""
+        self.room = room_of(concurrency, threads)
+        self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
+        self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
+        self._maps: dict[Queue[C, S], None] = {}
+        self._is_ahead = False
+        self.times_ahead = 0
+        """How often calls were queued ahead. A recall stores this count to tell whether more were queued ahead since."""
+        self.keys: Keys[C, S] = Keys(per_key)
+        self.names = Names()
+        """Maps users' keys to names, which are the keys of calls here."""
+        self._barren: dict[S, int] = {}
+        """Workers that had no calls to return: the value of `times_ahead` when each was asked."""
+        self.seats: list[S] = []
+        self._least = [_NOWHERE, _NOWHERE]
+        """By kind: the load of the least loaded worker, and the index in `seats` at which to look for workers with that load.
+
+        Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
+        self._is_one_behind = False
+        """Whether the last full comparison met a worker that had room and unread messages."""
+        self._beyond: dict[S, int] = {}
+        """Calls that a worker got in place of a blocked one since it last had read everything."""
+        self._pick = self._pick_of_few
+
+    # Workers
+
+    def seat(self, seat: S) -> None:
+        """Add a worker, which takes calls from now on."""
+        self.seats.append(seat)
+        self._seated()
+
+    def lowered(self) -> None:
+        """Note that the load of a worker has fallen."""
+        least = self._least
+        least[0] = least[1] = _NOWHERE
+
+    def unseat(self, seat: S) -> None:
+        """Remove a worker, which takes no more calls. Does nothing if the worker was not added or is already removed."""
+        if seat in self.seats:
+            self.seats.remove(seat)
+            self._beyond.pop(seat, None)
+            self._barren.pop(seat, None)
+            self._seated()
+
+    def expel(self, seat: S) -> None:
+        """Remove a worker after `unseat` has failed halfway."""
+        while seat in self.seats:
+            self.seats.remove(seat)
+        self._seated()
+
+    def _seated(self) -> None:
+        self.lowered()
+        self._pick = self._pick_of_many if len(self.seats) > _FEW else self._pick_of_few
+        for queue in self.keys.seated(self.seats):
+            self._list(queue)
+
+    def is_settled(self) -> bool:
+        """Whether all calls with keys have moved to their workers since the workers last changed. If not, call `settle`."""
+        return self.keys.is_settled()
+
+    def settle(self) -> None:
+        """Move some of the calls with keys to their workers, in less than a millisecond."""
+        for queue in self.keys.settle():
+            self._list(queue)
+
+    def room_for(self, kind: int) -> int:
+        """Return how many calls of this kind one worker may hold at once, including those queued ahead."""
+        return self._room[kind]
+
+    # Queues
+
+    def open(self, queue: Queue[C, S]) -> None:
+        """Add the queue of a map."""
+        self._maps[queue] = None
+
+    def close(self, queue: Queue[C, S]) -> None:
+        """Remove the queue of a map, with all calls in it. The map must have ended these calls before."""
+        self._maps.pop(queue, None)
+        self.keys.forget(queue)
+        if queue.is_listed:
+            queue.is_listed = False
+            self._turns[queue.kind].remove(queue)
+
+    def waiting(self) -> int:
+        """Return the number of waiting calls, without cancelled ones."""
+        return sum(len(queue) - queue.ended for queue in (*self.singles, *self._maps))
+
+    def _list(self, queue: Lanes[C, S]) -> None:
+        if isinstance(queue, Queue) and not queue.is_listed:
+            queue.is_listed = True
+            self._turns[queue.kind].append(queue)
+
+    # Calls
+
+    def submitted(self, call: C, queue: Queue[C, S] | None = None) -> S | None:
+        """Take a new call. Return the worker to send it to now, or None if the call waits.
+
+        Args:
+            call: the new call.
+            queue: the queue of the call's map; None for a single call.
+        """
+        kind = call.kind
+        home = self.singles[kind] if queue is None else queue
+        if call.key is not None:
+            return self._submitted_keyed(call, home)
+        if not home.calls:
+            turns = self._turns[kind]
+            # Calls with keys do not hold this call up: they may wait for one worker while others have room.
+            if not turns or not any(waiting.calls or waiting.batches for waiting in tuple(turns)):
+                seats = self.seats
+                if len(seats) == 1 and seats[0].load[kind] < self._places[kind]:
+                    return seats[0]
+                seat = self._pick(kind)
+                if seat is not None:
+                    if seat.load[kind] >= self._places[kind]:
+                        self._note_ahead()
+                    return seat
+        home.calls.append(call)
+        if not home.is_listed:
+            self._list(home)
+        return None
+
+    def _submitted_keyed(self, call: C, queue: Queue[C, S]) -> S | None:
+        seat = self.keys.submitted(call, queue, self._places[call.kind])
+        if seat is None and queue.by_seat and not queue.is_listed:
+            self._list(queue)
+        return seat
+
+    def appended(self, queue: Queue[C, S]) -> None:
+        """Let a queue take turns after items for batches were appended to it."""
+        self._list(queue)
+
+    def returned(self, calls: Iterable[tuple[C, Queue[C, S] | None]]) -> None:
+        """Put calls that were sent and have not begun back at the head of their queues, in the given order."""
+        for call, queue in reversed(list(calls)):
+            home = self.singles[call.kind] if queue is None else queue
+            if call.key is None:
+                home.calls.appendleft(call)
+                self._list(home)
+            else:
+                self.keys.returned(call, home)
+                if home.by_seat:
+                    self._list(home)
+
+    def untaken(self, call: C, queue: Queue[C, S] | None) -> None:
+        """Put back a call that was taken and not sent, because its worker refused it or an error followed."""
+        self.returned([(call, queue)])
+        if call.key is not None:
+            self.left(call)
+
+    def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
+        """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
+        home = self.singles[call.kind] if queue is None else queue
+        if call.key is None:
+            home.ended += 1
+            purge(home)
+        else:
+            self.keys.cancelled(call.key, home)
+
+    def remove(self, call: C, queue: Queue[C, S] | None = None) -> None:
+        """Remove a call from its queue, if it waits there. Slow (it searches the queue); used after errors of percore itself."""
+        home = self.singles[call.kind] if queue is None else queue
+        if call.key is not None:
+            self.keys.remove(call, home)
+        elif call in home.calls:
+            home.calls.remove(call)
+
+    def left(self, call: C) -> None:
+        """Note that a call with a key has ended, or left its worker, after it was sent."""
+        for queue in self.keys.ended(call.key):
+            self._list(queue)
+
+    def gave_nothing(self, seat: S, asked_at: int) -> None:
+        """Note that a worker had no calls to return. It is not asked again until more calls are queued ahead.
+
+        Args:
+            seat: the worker.
+            asked_at: `times_ahead` when it was asked. Its answer does not cover calls queued ahead since then.
+        """
+        if seat in self.seats:
+            self._barren[seat] = asked_at
+
+    def _note_ahead(self) -> None:
+        self._is_ahead = True
+        self.times_ahead += 1
+
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to decide: no call waits that could be sent, and none is queued ahead."""
+        return not (self._turns[0] or self._turns[1] or self._is_ahead or self.keys.strays)
+
+    def fill(self, kind: int) -> Iterator[tuple[C, S]]:
+        """Yield the calls of this kind that can be sent now, in order, each with its worker.
+
+        The caller must send each call before it asks for the next one.
+        """
+        turns = self._turns[kind]
+        low = self._low[kind]
+        if not turns or all(seat.load[kind] > low for seat in self.seats):
+            return
+        if len(turns) == 1:  # one queue: no other takes turns with it
+            queue = turns[0]
+            if queue.by_seat:
+                if not queue.calls and not queue.batches:
+                    yield from self._fill_lanes(queue, kind)
+            elif (seat := self._only(kind)) is not None:  # usually after an outcome
+                calls, load, places = queue.calls, seat.load, self._places[kind]
+                while calls and load[kind] < places:
+                    call = calls.popleft()
+                    if queue.ended and call.done():
+                        queue.ended -= 1
+                    else:
+                        yield call, seat
+        while (following := self.next(kind)) is not None:
+            yield following
+
+    def _only(self, kind: int) -> S | None:
+        """Return the only worker with a free place; None if there are several or none."""
+        places = self._places[kind]
+        free = [seat for seat in self.seats if seat.load[kind] < places]
+        return free[0] if len(free) == 1 else None
+
+    def _fill_lanes(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
+        """Fill the free places of the workers with the calls whose keys belong to them. There is no worker to choose."""
+        places = self._places[kind]
+        take = self.keys.take
+        for seat in list(queue.by_seat):
+            load = seat.load
+            while load[kind] < places and (call := take(queue, seat)) is not None:
+                yield call, seat
+
+    def next(self, kind: int) -> tuple[C, S] | None:
+        """Return the next call of this kind that can be sent, and its worker; None if there is none."""
+        turns = self._turns[kind]
+        if not turns:
+            return None
+        seat = self._pick(kind)
+        if seat is None and not any(queue.by_seat for queue in tuple(turns)):
+            return None
+        for _ in range(len(turns)):
+            if not turns:
+                break
+            # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
+            queue = turns.popleft()
+            queue.is_listed = False
+            found = None
+            try:
+                try:
+                    found = self._from(queue, seat)
+                finally:
+                    if queue.calls or queue.batches or queue.by_seat:
+                        self._list(queue)
+                if found is not None and found[1].load[kind] >= self._places[kind]:
+                    self._note_ahead()
+            except BaseException:
+                self._list(queue)
+                if found is not None:
+                    self.untaken(found[0], queue)
+                raise
+            if found is not None:
+                return found
+        return None
+
+    def _from(self, queue: Queue[C, S], seat: S | None) -> tuple[C, S] | None:
+        """Take one call from this queue, alternating between calls with keys and other calls.
+
+        `seat` is the worker for a call without a key; None: no worker has room for one.
+        """
+        found = None
+        if seat is None:
+            found = self._from_lanes(queue)
+            queue.lanes_first &= found is None
+            return found
+        if queue.by_seat and queue.lanes_first:
+            found = self._from_lanes(queue)
+            queue.lanes_first = False
+        if found is None:
+            found = self._from_calls(queue, seat)
+            queue.lanes_first = True
+        if found is None and queue.by_seat:
+            found = self._from_lanes(queue)
+        return found
+
+    def _from_calls(self, queue: Queue[C, S], seat: S) -> tuple[C, S] | None:
+        calls = queue.calls
+        purge(queue)  # before a call is taken, which an error would lose
+        while calls:
+            call = calls.popleft()
+            if not call.done():
+                return call, seat
+            queue.ended -= 1
+        if queue.batches:
+            batch = queue.batches.pop(len(self.seats), seat.tickets)
+            if batch.size > 1:  # as `_note_ahead`, whose error would lose the batch
+                self._is_ahead = True
+                self.times_ahead += 1
+            return batch, seat
+        return None
+
+    def _from_lanes(self, queue: Queue[C, S]) -> tuple[C, S] | None:
+        kind = queue.kind
+        for seat in list(queue.by_seat):
+            if seat.load[kind] < self._room[kind]:
+                call = self.keys.take(queue, seat)
+                if call is not None:
+                    if seat in queue.by_seat:  # let the workers take turns, too
+                        queue.by_seat[seat] = queue.by_seat.pop(seat)
+                    return call, seat
+        return None
+
+    def withdraw(self) -> list[C]:
+        """Remove all waiting calls and return them, without cancelled ones."""
+        calls: list[C] = []
+        for queue in (*self.singles, *self._maps):
+            while queue.calls:
+                call = queue.calls.popleft()
+                if call.done():
+                    queue.ended -= 1
+                else:
+                    calls.append(call)
+            calls += self.keys.forget(queue)
+            while queue.batches:
+                calls.append(queue.batches.pop(1))
+        return calls
+
+    def is_dry(self) -> bool:
+        """Whether plain calls are queued ahead and none waits here."""
+        return self._is_ahead and not any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))
+
+    def recall(self) -> Recall[S] | None:
+        """Decide which worker to ask for plain calls that have not begun.
+
+        None unless a worker has a free thread, no plain call waits here, and a worker may hold surplus calls.
+        """
+        kind = Kind.THREAD
+        if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in tuple(self._turns[kind])):
+            return None
+        threads = self._places[kind]
+        free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)
+        fullest = self._fullest(threads)
+        if free <= 0 or fullest is None:
+            return None
+        surplus = fullest.items - min(threads, fullest.load[kind])
+        return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
+
+    def _fullest(self, threads: int) -> S | None:
+        """Return the fullest worker that may have calls to return; None if there is none, or if one is about to answer.
+
+        A silent worker does not answer soon, so the others are asked first, even while its answer is outstanding.
+        """
+        loads = [(seat, seat.items) for seat in self.seats]
+        full = [
+            (seat, items)
+            for seat, items in loads
+            if items > min(threads, seat.load[Kind.THREAD]) and self._barren.get(seat) != self.times_ahead
+        ]
+        self._is_ahead = bool(full)
+        awake = [(seat, items) for seat, items in full if not seat.silence()]
+        if any(seat.recalling for seat, _ in awake):
+            return None
+        rest = awake or [(seat, items) for seat, items in full if not seat.recalling]
+        return max(rest, key=itemgetter(1))[0] if rest else None
+
+    def _pick_of_few(self, kind: int) -> S | None:
+        """Return the least loaded worker with a free place, or else with room to queue ahead; None if the call should wait.
+
+        Each step of silence weighs as much as one call. A CPU-bound coroutine keeps its worker silent, so the load is the better
+        measure and silence only adds to it.
+        """
+        places, room = self._places[kind], self._room[kind]
+        best: S | None = None
+        least, step = sys.maxsize, 0
+        is_one_behind = False
+        for seat in self.seats:
+            load = seat.load[kind]
+            if load < room and load < least:
+                weight = load
+                silence = seat.silence()
+                if silence:
+                    is_one_behind = True
+                    weight += silence
+                elif not load:  # no other worker can be better
+                    return seat
+                if load >= places:
+                    weight += _AHEAD_LAST
+                if weight < least:
+                    best, least, step = seat, weight, silence
+        self._is_one_behind = is_one_behind
+        return best if step < BLOCKED else self._pick_beside(best, kind)
+
+    def _pick_beside(self, blocked: S | None, kind: int) -> S | None:
+        """Return another worker in place of a blocked one, or the blocked one itself if no other has room.
+
+        If the blocked worker has a free place, other workers are considered only for their free places, not for queueing ahead.
+        Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
+        call yet, the call waits: None.
+        """
+        places, room = self._places[kind], self._room[kind]
+        level = places if blocked is not None and blocked.load[kind] < places else room
+        others = [seat for seat in self.seats if seat.load[kind] < level and seat.silence() < BLOCKED]
+        for seat in sorted(others, key=lambda seat: seat.load[kind] + seat.silence()):
+            beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
+            if beyond <= seat.load[kind] // 4:
+                self._beyond[seat] = beyond + 1
+                return seat
+        return None if others else blocked
+
+    def _pick_of_many(self, kind: int) -> S | None:
+        """As `_pick_of_few`, but remember the least load and where the next worker with that load may be."""
+        seats = self.seats
+        least, start = self._least[kind]
+        for index in range(start, len(seats)):
+            seat = seats[index]
+            if seat.load[kind] == least:
+                if seat.silence():
+                    break
+                self._least[kind] = least, index
+                return seat
+        best = self._pick_of_few(kind)
+        # A worker with unread messages may have a smaller load, and may read again at any moment.
+        is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
+        self._least[kind] = (best.load[kind], 0) if is_known else _NOWHERE  # type: ignore[union-attr]
+        return best

@@ -1,0 +1,375 @@
+"""Keys: the calls of one key are never on two workers at once, and only a limited number of them run at once.
+
+Rendezvous hashing assigns each key to a worker: of the live workers, the one whose hash together with the key is highest. Keys
+therefore spread evenly, and when a worker leaves or joins, only its own keys move. A key stays with its worker while calls of the
+key are under way, even if that worker takes no more calls. The waiting calls of the key move to another worker once the last call
+under way has ended.
+
+The waiting calls of one key in one queue form a lane. Each queue lists the lanes from which a call may be sent, by the worker of
+the key. The lanes of one list take turns, so ten thousand calls of one key do not delay the calls of other keys.
+
+When the workers change, any key may have a new worker. A key that is used is assigned again at once. Listed lanes are listed again
+in pieces, so that fifty thousand waiting keys do not block the event loop: each call of `settle` does one piece.
+
+An idle key has no running and no waiting calls. It is kept for its next call, with its lanes, because creating both again costs
+more than a call. At most `KEPT` idle keys are kept, or as many as there are other keys, whichever is more.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from percore._scheduler.key_names import Name
+
+_WORD: Final = (1 << 64) - 1
+_FEW: Final = 64
+KEPT: Final = 1024
+"""Number of idle keys that are always kept."""
+
+PIECE: Final = 256
+"""Lanes that one call of `settle` lists again: less than a millisecond of work."""
+
+
+class Keyed(Protocol):
+    """A call with a key, as `Keys` sees it."""
+
+    kind: int
+
+    @property
+    def key(self) -> Any: ...
+
+    def done(self) -> bool: ...
+
+
+class Place(Protocol):
+    """A worker, as `Keys` sees it."""
+
+    index: int
+
+    load: list[int]
+    """Places taken, by kind."""
+
+
+C = TypeVar("C", bound=Keyed)
+S = TypeVar("S", bound=Place)
+
+
+def weight(key_hash: int, index: int) -> int:
+    """Return the rendezvous weight of a key and a worker's index.
+
+    The weights are spread evenly over 64 bits (the finaliser of splitmix64, Steele et al. 2014).
+    """
+    z = (key_hash + (index + 1) * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+class Key(Generic[C, S]):
+    """A key that has, or had, calls waiting or under way."""
+
+    __slots__ = ("is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
+
+    def __init__(self, name: Hashable, seat: S | None, at: int) -> None:
+        self.name = name
+        self.seat = seat
+        self.is_seated = self.is_home = seat is not None
+        """`is_seated`: the key's worker takes calls. `is_home`: that worker is the one the hash assigns. If the key is not at
+        home, its calls under way had begun before the workers changed."""
+        self.round = at
+        """The number of changes of the workers at the time `is_seated` and `is_home` were set."""
+        self.running = 0
+        self.is_noted = False
+        """Whether the key is in the list from which idle keys are dropped."""
+        self.lanes: dict[Any, Lane[C, S]] = {}
+
+    def is_idle(self) -> bool:
+        """Whether no call of this key is under way and none waits."""
+        return not self.running and not any(lane.calls for lane in self.lanes.values())
+
+
+class Waiting(Protocol[C]):
+    """A queue or a lane: its waiting calls, and how many of them are cancelled (`ended`)."""
+
+    calls: deque[C]
+    ended: int
+
+
+def purge(waiting: Waiting[C]) -> None:
+    """Drop the cancelled calls once they are more than half of all waiting calls, and more than 64.
+
+    The deque is changed in place: dropping a call may start a garbage collection, and a `__del__` may submit or cancel calls.
+    """
+    if waiting.ended <= _FEW or waiting.ended * 2 <= len(waiting.calls):
+        return
+    for _ in range(len(waiting.calls)):
+        if not waiting.calls:
+            break
+        call = waiting.calls.popleft()
+        if call.done():
+            waiting.ended -= 1
+        else:
+            waiting.calls.append(call)
+
+
+class Lane(Generic[C, S]):
+    """The waiting calls of one key in one queue."""
+
+    __slots__ = ("calls", "ended", "is_listed", "key", "queue")
+
+    def __init__(self, key: Key[C, S], queue: "Lanes[C, S]") -> None:
+        self.key = key
+        self.queue = queue
+        self.calls: deque[C] = deque()
+        self.ended = 0
+        self.is_listed = False
+
+
+class Lanes(Generic[C, S]):
+    """The lanes of one queue. `by_seat` lists, for each worker, the lanes from which a call may be sent."""
+
+    __slots__ = ("by_seat", "count", "lanes")
+
+    def __init__(self) -> None:
+        self.by_seat: defaultdict[S, deque[Lane[C, S]]] = defaultdict(deque)
+        self.count = 0
+        """Calls in all lanes, listed or not, without cancelled calls."""
+        self.lanes: dict[Hashable, Lane[C, S]] = {}
+
+
+class Keys(Generic[C, S]):
+    """The keys of a runner: those with calls waiting or under way, and some idle ones."""
+
+    def __init__(self, limit: int | None) -> None:
+        """`limit`: how many calls of one key may be under way at once; None: no limit."""
+        self._limit = _WORD if limit is None else limit
+        self._keys: dict[Hashable, Key[C, S]] = {}
+        self._noted: deque[Key[C, S]] = deque()
+        """All idle keys, and some that were idle once."""
+        self._seats: list[S] = []
+        self._round = 0
+        self._queues: dict[Lanes[C, S], None] = {}
+        """The queues that have lanes."""
+        self.strays: deque[Lane[C, S]] = deque()
+        """Lanes that `settle` has to list again. They count as listed."""
+
+    def __len__(self) -> int:
+        """Number of keys with calls waiting or under way."""
+        return sum(not key.is_idle() for key in self._keys.values())
+
+    def _home(self, name: Hashable) -> S | None:
+        seats = self._seats
+        if len(seats) < 2:
+            return seats[0] if seats else None
+        key_hash = name.key_hash if isinstance(name, Name) else hash(name)
+        return max(seats, key=lambda seat: weight(key_hash, seat.index))
+
+    def _place(self, key: Key[C, S]) -> None:
+        """Assign the key again after the workers have changed. It moves only if none of its calls is under way."""
+        home = self._home(key.name)
+        if not key.running:
+            key.seat = home
+        key.is_seated = key.seat in self._seats
+        key.is_home = key.is_seated and key.seat is home
+        key.round = self._round
+
+    def _lane(self, name: Hashable, queue: Lanes[C, S]) -> Lane[C, S]:
+        """Return the lane of this key in this queue. Use it at once: when user code runs, it may drop an idle key."""
+        while True:
+            try:
+                return queue.lanes[name]
+            except KeyError:
+                self._enter(name, queue)
+
+    def _enter(self, name: Hashable, queue: Lanes[C, S]) -> None:
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys.setdefault(name, Key(name, self._home(name), self._round))
+        queue.lanes[name] = key.lanes.setdefault(queue, Lane(key, queue))
+        self._queues[queue] = None
+
+    def _note(self, key: Key[C, S]) -> None:
+        """Note a key that may have become idle. If there are many idle keys, drop those that became idle first."""
+        if key.is_noted or not key.is_idle():
+            return
+        key.is_noted = True
+        noted = self._noted
+        noted.append(key)
+        # About one key is removed for each one appended, so a single call never does much work.
+        while len(noted) > KEPT and 2 * len(noted) > len(self._keys):
+            oldest = noted.popleft()
+            oldest.is_noted = False
+            if oldest.is_idle():
+                self._drop(oldest)
+
+    def _drop(self, key: Key[C, S]) -> None:
+        self._keys.pop(key.name, None)
+        for queue in list(key.lanes):
+            queue.lanes.pop(key.name, None)
+
+    def submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
+        """Take a new call. Return the worker to send it to now, and count the call as under way; None if the call waits.
+
+        Calls of the same key in other queues do not delay it, since they may be of another kind. `places`: how many calls of this
+        kind a worker can run at once.
+        """
+        name = call.key
+        try:
+            lane = queue.lanes[name]
+        except KeyError:
+            lane = self._lane(name, queue)
+        if lane.key.round != self._round:
+            self._place(lane.key)
+            lane = self._lane(name, queue)
+        # No user code may run from here until the key has a call: it could drop the key.
+        key = lane.key
+        calls = lane.calls
+        may_go = key.is_seated and key.running < self._limit
+        if may_go and (not calls or len(calls) == lane.ended) and key.seat.load[call.kind] < places:  # type: ignore[union-attr]
+            key.running += 1
+            return key.seat
+        calls.append(call)
+        queue.count += 1
+        if not lane.is_listed:
+            self._list(lane)
+        return None
+
+    def returned(self, call: C, queue: Lanes[C, S]) -> None:
+        """Put back a call that was sent and has not begun, before the other calls of its key in its queue."""
+        lane = self._lane(call.key, queue)
+        lane.calls.appendleft(call)
+        queue.count += 1
+        if lane.key.round != self._round:
+            self._place(lane.key)
+        self._list(lane)
+
+    def _list(self, lane: Lane[C, S]) -> bool:
+        """List a lane with waiting calls, if one of them may be sent. Return whether the lane is listed now."""
+        key = lane.key
+        if lane.is_listed or key.running >= self._limit:
+            return lane.is_listed
+        if key.is_seated:
+            lane.is_listed = True
+            lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # a seated key has a worker
+        elif not key.running:  # there is no worker: the lane is listed when one is added
+            lane.is_listed = True
+            self.strays.append(lane)
+            return False
+        return lane.is_listed
+
+    def take(self, queue: Lanes[C, S], seat: S) -> C | None:
+        """Take the queue's next call for this worker and count it as under way. Return None if there is none."""
+        lanes = queue.by_seat.get(seat)
+        while lanes:
+            lane = lanes.popleft()
+            lane.is_listed = False
+            key = lane.key
+            if key.running >= self._limit:
+                continue
+            calls = lane.calls
+            while calls:
+                call = calls.popleft()
+                if call.done():
+                    lane.ended -= 1
+                    continue
+                queue.count -= 1
+                key.running += 1
+                if calls and key.running < self._limit:
+                    lane.is_listed = True
+                    lanes.append(lane)
+                return call
+            self._note(key)
+        queue.by_seat.pop(seat, None)
+        return None
+
+    def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
+        """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
+        lane = queue.lanes[name]
+        lane.ended += 1
+        queue.count -= 1
+        purge(lane)
+        if not lane.calls:
+            self._note(lane.key)
+
+    def remove(self, call: C, queue: Lanes[C, S]) -> None:
+        """Remove a call from this queue. Does nothing if it does not wait there."""
+        key = self._keys.get(call.key)
+        lane = None if key is None else key.lanes.get(queue)
+        if lane is not None and call in lane.calls:
+            lane.calls.remove(call)
+            queue.count -= 1
+
+    def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
+        """Note that a call of this key is no longer under way. Return the queues from which a call may be sent now."""
+        key = self._keys[name]
+        if key.round != self._round:
+            self._place(key)
+        running = key.running
+        key.running = running - 1
+        if key.is_home or (key.is_seated and (running > 1 or not key.is_idle())):
+            if running < self._limit:  # its lanes are listed already
+                if running == 1 and not key.is_noted:
+                    self._note(key)
+                return ()
+        elif key.is_seated:
+            self._drop(key)  # its next call assigns it again
+            return ()
+        elif running > 1:
+            return ()
+        else:
+            key.seat = self._home(name)
+            key.is_seated = key.is_home = key.seat is not None
+        listed = [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
+        if running == 1:
+            self._note(key)
+        return listed
+
+    def forget(self, queue: Lanes[C, S]) -> list[C]:
+        """Remove all waiting calls from this queue and return those that are not cancelled. The queue may be used again."""
+        calls: list[C] = []
+        lanes = list(queue.lanes.values())
+        queue.lanes.clear()
+        queue.by_seat.clear()
+        queue.count = 0
+        self._queues.pop(queue, None)
+        for lane in lanes:
+            lane.key.lanes.pop(queue, None)
+            waiting, lane.calls = lane.calls, deque()
+            calls += (call for call in waiting if not call.done())
+            self._note(lane.key)
+        return calls
+
+    def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
+        """Set the workers that take calls. Return the queues from which a call may be sent now.
+
+        Keys without calls under way move to their new workers. Only the first piece of the listed lanes is listed again here: call
+        `settle` until `is_settled` is true.
+        """
+        self._seats = list(seats)
+        self._round += 1
+        for queue in list(self._queues):
+            for lanes in list(queue.by_seat.values()):
+                self.strays.extend(lanes)
+            queue.by_seat.clear()
+        return self.settle()
+
+    def is_settled(self) -> bool:
+        """Whether `settle` has nothing to do until the workers change again."""
+        return not (self.strays and self._seats)
+
+    def settle(self) -> Iterable[Lanes[C, S]]:
+        """List the next piece of the lanes that have to be listed again. Return the queues from which a call may be sent now."""
+        listed: dict[Lanes[C, S], None] = {}
+        for _ in range(min(PIECE, len(self.strays)) if self._seats else 0):
+            if not self.strays:
+                break
+            lane = self.strays.popleft()
+            lane.is_listed = False
+            key = lane.key
+            if key.round != self._round:
+                self._place(key)
+            if not lane.calls:
+                self._note(key)
+            elif self._list(lane):
+                listed[lane.queue] = None
+        return listed

@@ -1,0 +1,275 @@
+"""Replacement: when a place in the pool gets another worker, when that worker takes over, and when the place is given up.
+
+    empty ──started──▶ served ──started──▶ followed
+      ▲ │                ▲ │                 │
+      │ └─▶ delayed      │ └─▶ served, delayed
+      └────── the current worker is gone, or is no longer used
+
+| event                               | the place gets another worker                                                  |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| the current worker died             | at once if it had begun a call, else after the delay given by the budget       |
+| it was asked to end from outside    | at once                                                                        |
+| it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
+| a worker could not start, or died before it took over | after the delay given by the budget                          |
+
+In each row, the next worker takes over at once if there is one. A place has at most one start scheduled. During the first start
+nothing is attempted twice. A runner that closes replaces workers only as far as its phase allows (`Replaces`).
+
+Invariant: a place without a current worker has a start scheduled, has failed for good, or belongs to a runner that closes or whose
+first start failed.
+"""
+
+from enum import Enum
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from percore._scheduler.lifecycle import IllegalEvent
+from percore._scheduler.phase import Replaces
+
+LIMIT: Final = 10
+"""Early deaths in a row after which a place is given up."""
+
+_FIRST_DELAY: Final = 0.1
+LONGEST_DELAY: Final = 5.0
+
+
+class RestartBudget:
+    """The number of early deaths in a row in one place: those of workers that had not begun any call.
+
+    The first replacement starts at once, the next ones after 0.1 · 2ⁿ seconds, at most 5.
+    """
+
+    __slots__ = ("deaths",)
+
+    def __init__(self) -> None:
+        self.deaths = 0
+
+    def began(self) -> None:
+        """Reset the count, because the place's worker has begun a call."""
+        self.deaths = 0
+
+    def died(self) -> float | None:
+        """Count an early death. Return the seconds until the replacement starts, or None if the place is given up."""
+        self.deaths += 1
+        if self.deaths >= LIMIT:
+            return None
+        return 0.0 if self.deaths == 1 else min(LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self.deaths - 2))
+
+
+class Occupancy(Enum):
+    """The states of a place, as in the diagram above."""
+
+    EMPTY = "empty"
+    """It has no worker and gets none: the runner has not started, closes, or its first start failed."""
+
+    DELAYED = "delayed"
+    """It has no worker. One starts after a delay."""
+
+    SERVED = "served"
+    SERVED_DELAYED = "served, delayed"
+    """It has a worker. The next one starts after a delay."""
+
+    FOLLOWED = "followed"
+    """It has a worker, and the next one starts or is ready."""
+
+    FAILED = "failed"
+    """It was given up."""
+
+
+class Change(Enum):
+    """A change of a place's workers or starts."""
+
+    STARTED = "started"
+    LEFT = "left"
+    """The current worker is gone, or no longer used."""
+
+    NEXT_LEFT = "next left"
+    DELAYED = "delayed"
+    FORGOT = "forgot"
+    """The delay is over, or the delayed start was dropped."""
+
+    FAILED = "failed"
+
+
+_TABLE: Final[dict[Occupancy, dict[Change, Occupancy]]] = {
+    Occupancy.EMPTY: {
+        Change.STARTED: Occupancy.SERVED,
+        Change.DELAYED: Occupancy.DELAYED,
+        Change.FORGOT: Occupancy.EMPTY,
+        Change.FAILED: Occupancy.FAILED,
+    },
+    Occupancy.DELAYED: {Change.FORGOT: Occupancy.EMPTY},
+    Occupancy.SERVED: {
+        Change.STARTED: Occupancy.FOLLOWED,
+        Change.LEFT: Occupancy.EMPTY,
+        Change.DELAYED: Occupancy.SERVED_DELAYED,
+        Change.FORGOT: Occupancy.SERVED,
+        Change.FAILED: Occupancy.FAILED,
+    },
+    Occupancy.SERVED_DELAYED: {Change.FORGOT: Occupancy.SERVED, Change.LEFT: Occupancy.DELAYED},
+    Occupancy.FOLLOWED: {Change.LEFT: Occupancy.SERVED, Change.NEXT_LEFT: Occupancy.SERVED, Change.FORGOT: Occupancy.FOLLOWED},
+    Occupancy.FAILED: {Change.FORGOT: Occupancy.FAILED},
+}
+
+
+class Serving(Protocol):
+    """A worker, as its place sees it."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it may begin no more calls."""
+
+
+class Act(Enum):
+    """What the pool has to do."""
+
+    NOTHING = "nothing"
+    START = "start"
+    START_LATER = "start later"
+    """Start a worker after `Decision.delay` seconds, never at once."""
+
+    TAKE_OVER = "take over"
+    """The current worker is another one now. It gets calls once it is ready, and the old one gets no more."""
+
+    GIVE_UP = "give up"
+    """Give the place up, and retire the worker that was the current one, if any."""
+
+    FAIL_START = "fail start"
+    """The first start of the runner fails."""
+
+
+class Decision(NamedTuple):
+    """What the pool has to do, and after how many seconds."""
+
+    act: Act
+    delay: float = 0.0
+
+
+_NOTHING: Final = Decision(Act.NOTHING)
+
+W = TypeVar("W", bound=Serving)
+
+
+class Replacement(Generic[W]):
+    """The workers of one place, and the decisions about the next one. The pool carries the decisions out at once."""
+
+    def __init__(self) -> None:
+        self.state = Occupancy.EMPTY
+        self.current: W | None = None
+        self.next: W | None = None
+        """The replacement of the current worker. It starts, or is ready and takes over later."""
+        self.budget = RestartBudget()
+        self.restarts = 0
+        """Workers replaced so far."""
+
+    def _change(self, change: Change) -> None:
+        following = _TABLE[self.state].get(change)
+        if following is None:
+            raise IllegalEvent(f"{change.value} in a place that is {self.state.value}")
+        self.state = following
+
+    # Workers
+
+    def started(self, worker: W) -> None:
+        """A worker was started. It is the current one if the place had none, else the next one."""
+        self._change(Change.STARTED)
+        if self.current is None:
+            self.current = worker
+        else:
+            self.next = worker
+
+    def ready(self, worker: W) -> Decision:
+        """The next worker is ready: it takes over, or waits until the current one may begin no more calls."""
+        current = self.current
+        if self.next is not worker or (current is not None and current.is_ready and not current.is_spent):
+            return _NOTHING
+        return self._take_over()
+
+    def _take_over(self) -> Decision:
+        self._change(Change.LEFT)
+        self.current, self.next = self.next, None
+        return Decision(Act.TAKE_OVER)
+
+    def low(self, rule: Replaces, *, has_waiting: bool) -> Decision:
+        """The current worker may begin few more calls, or none. `has_waiting`: whether calls wait for a worker."""
+        current, following = self.current, self.next
+        assert current is not None
+        if self.state is Occupancy.FOLLOWED:
+            assert following is not None
+            return self._take_over() if following.is_ready and current.is_spent else _NOTHING
+        if self.state is not Occupancy.SERVED:
+            return _NOTHING
+        if rule is Replaces.ALL or (rule is Replaces.SPENT and current.is_spent and has_waiting):
+            self.restarts += 1
+            return Decision(Act.START)
+        return _NOTHING
+
+    def asked_to_end(self, worker: W, rule: Replaces) -> Decision:
+        """Something outside percore asked a worker to end, and it gets no more calls."""
+        if worker is not self.current or rule is not Replaces.ALL:
+            return _NOTHING
+        if self.state is Occupancy.FOLLOWED:
+            return self._take_over()
+        self._leave()
+        self.restarts += 1
+        return Decision(Act.START)
+
+    def _leave(self) -> None:
+        self._change(Change.LEFT)
+        self._change(Change.FORGOT)
+        self.current = None
+
+    def died(self, worker: W, rule: Replaces, *, began: bool, is_first: bool) -> Decision:
+        """A worker died.
+
+        Args:
+            worker: the dead worker.
+            rule: which workers get a replacement now.
+            began: whether it had begun a call, or was asked to end.
+            is_first: whether the runner is in its first start.
+        """
+        if worker is self.next:
+            self._change(Change.NEXT_LEFT)
+            self.next = None
+            return self.could_not_start(rule, is_first=is_first)
+        if worker is not self.current:
+            return _NOTHING
+        if self.state is Occupancy.FOLLOWED:
+            return self._take_over()
+        self._leave()
+        if is_first and (rule is not Replaces.ALL or not began):  # no other worker gets ready for it
+            return Decision(Act.FAIL_START)
+        if rule is not Replaces.ALL:
+            return _NOTHING
+        self.restarts += 1
+        return Decision(Act.START) if began else self.could_not_start(rule, is_first=is_first)
+
+    def could_not_start(self, rule: Replaces, *, is_first: bool) -> Decision:
+        """A worker could not be started, or died before it took over."""
+        if is_first:
+            return Decision(Act.FAIL_START)
+        is_spent = self.current is not None and self.current.is_spent
+        is_allowed = rule is Replaces.ALL or (rule is Replaces.SPENT and is_spent)
+        if not is_allowed or self.state not in (Occupancy.EMPTY, Occupancy.SERVED):
+            return _NOTHING
+        delay = self.budget.died()
+        if delay is None and self.state is Occupancy.SERVED and not is_spent:  # the current worker goes on; try later
+            self.budget.began()
+            delay = LONGEST_DELAY
+        if delay is None:
+            self._change(Change.FAILED)
+            self.current = None
+            return Decision(Act.GIVE_UP)
+        self._change(Change.DELAYED)
+        return Decision(Act.START_LATER, delay)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a start is delayed."""
+        return self.state in (Occupancy.DELAYED, Occupancy.SERVED_DELAYED)
+
+    def forget_delay(self) -> None:
+        """The delay is over, or the runner closes: no start is delayed any more."""
+        self._change(Change.FORGOT)

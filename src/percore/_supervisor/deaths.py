@@ -1,0 +1,148 @@
+"""Ends the calls of a dead worker: calls that had begun fail or are attempted again, the others go back to the queues."""
+
+from typing import TYPE_CHECKING
+
+from percore._calls.calls import PendingCall
+from percore._calls.items import Batch
+from percore._common.log import Faults
+from percore._common.worker_errors import WorkerDied
+from percore._protocol.interfaces import Fate
+from percore._protocol.messages import Kind
+from percore._supervisor.pool_worker import PoolWorker
+
+if TYPE_CHECKING:
+    from percore._supervisor.supervisor import Supervisor
+
+
+class Deaths:
+    """Ends the calls of dead workers."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+
+    def end_calls(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> bool:
+        """Fail or retry the calls that had begun, and queue the others again. Return whether any call had begun.
+
+        Each call is handled separately. If percore fails to handle one, that call ends with WorkerDied, caused by the failure.
+        """
+        has_begun = False
+        # A call stays with this worker until it is handled, because retry_on and backoff may cancel any of the calls.
+        for call in list(member.calls.values()):
+            with faults:
+                fate = member.fate(call)
+                has_begun |= fate.begun is not False
+                self._end(member, call, fate, exitcode, faults)
+            if faults.last is not None:
+                self._give_up(member, call, exitcode, faults)
+        self._return(member, exitcode, faults)
+        return has_begun
+
+    def _end(self, member: PoolWorker, call: PendingCall, fate: Fate, exitcode: int | None, faults: Faults) -> None:
+        if isinstance(call, Batch):
+            items = call.size if fate.begun is None else fate.items
+            self._lost_items(member, call, items, exitcode, fate.age, faults)
+        elif not call.done() and (fate.begun is not False or self._supervisor.phase.is_cut):
+            delay = self._lost(member, call, exitcode, fate.age)
+            member.take(call.call_id)
+            if delay is not None:
+                self._supervisor.retries.again(call, delay)
+
+    def _give_up(self, member: PoolWorker, call: PendingCall, exitcode: int | None, faults: Faults) -> None:
+        """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
+        fault = failure = faults.last
+        assert fault is not None
+        with faults:
+            failure = WorkerDied(member.pid, exitcode, call.function.name, why=member.killed_why)
+            failure.__cause__ = fault
+        self._supervisor.give_up(call, failure or fault, faults)
+
+    def _lost(self, member: PoolWorker, call: PendingCall, exitcode: int | None, age: float | None) -> float | None:
+        """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
+
+        `age`: seconds since the call began; None: unknown.
+        """
+        supervisor = self._supervisor
+        if supervisor.phase.is_cut:
+            supervisor.release(call)
+            call.cut_off()
+        else:
+            attempts = 1 if call.plan is None else call.plan.failed + 1
+            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts, why=member.killed_why)
+            death.__cause__ = member.failure
+            # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
+            # only ends the thread.
+            late = None if call.plan is None else call.plan.late
+            delay, error = supervisor.retries.next(call, death) if late is None else (None if call.is_dropped() else late, death)
+            if delay is not None and not call.done():
+                member.retried += 1
+                return delay
+            supervisor.release(call)
+            if not call.done():
+                call.set_exception(error)
+        member.done += 1
+        member.failed += 1
+        return None
+
+    def _lost_items(
+        self, member: PoolWorker, batch: Batch, items: int, exitcode: int | None, age: float | None, faults: Faults
+    ) -> None:
+        """As `_lost`, for the items of a batch: the first `items` had begun, the others go back to the queue."""
+        inner = Faults(faults.when)  # the caller reads `faults.last` for the batch as a whole
+        for index in batch.began(items):
+            item = batch.target(index)
+            batch.settle(index)
+            if item.done():
+                continue
+            renewed = item.renewed()
+            with inner:
+                delay = self._lost(member, renewed, exitcode, age)
+                if delay is not None and not item.done():
+                    self._supervisor.retries.again(renewed, delay)
+            if inner.last is not None:
+                self._give_up(member, renewed, exitcode, inner)
+        member.take(batch.call_id)
+        run = batch.rest(items)
+        if run is not None:
+            self._supervisor.put_back(batch.map, run)
+        inner.finish()
+
+    def _return(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> None:
+        """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
+        supervisor = self._supervisor
+        back: list[PendingCall] = []
+        for call in list(member.calls.values()):
+            with faults:
+                member.take(call.call_id)
+                back.append(call)
+            if faults.last is not None:
+                self._give_up(member, call, exitcode, faults)
+        supervisor.loose.update(back)  # the code that runs when one call ends may cancel the others
+        for call in back:
+            with faults:
+                self._refuse(member, call, exitcode)
+            if faults.last is not None:
+                self._give_up(member, call, exitcode, faults)
+        supervisor.loose.difference_update(back)
+        for call in reversed(back):  # each goes to the head of its queue, so the first one goes last
+            with faults:
+                if not call.done():
+                    supervisor.dispatch.returned([(call, call.queue)])
+            if faults.last is not None:
+                self._give_up(member, call, exitcode, faults)
+
+    def _refuse(self, member: PoolWorker, call: PendingCall, exitcode: int | None) -> None:
+        """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
+        if call.done():
+            self._supervisor.release(call)
+        elif self._is_hopeless() or call.kind == Kind.BESIDE:
+            self._supervisor.release(call)
+            attempts = 0 if call.plan is None else call.plan.failed
+            name, why = call.function.name, member.killed_why
+            death = WorkerDied(member.pid, exitcode, name, None, started=False, attempts=attempts, why=why)
+            death.__cause__ = member.failure
+            call.set_exception(death)
+
+    def _is_hopeless(self) -> bool:
+        """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""
+        supervisor = self._supervisor
+        return supervisor.phase.broken is not None or (supervisor.phase.is_closing and not supervisor.pool.is_expected())

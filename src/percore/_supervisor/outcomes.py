@@ -1,0 +1,394 @@
+"""Handlers for the messages of workers: they end calls, free places and report changes of a worker's state to the pool.
+
+The pool opens each channel with `Outcomes.receiver`. A call stays its worker's until it is done. So if anything breaks the channel
+before that, the call ends when the supervisor processes the worker's death.
+"""
+
+import marshal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
+from percore._calls.items import Batch
+from percore._common.errors import RemoteError, shown
+from percore._common.fault_points import POINTS, point
+from percore._protocol.messages import (
+    CANCELLED,
+    DRAINING,
+    ERROR,
+    FAILED,
+    FORGOTTEN,
+    ID_MASK,
+    ITEM_SHIFT,
+    READY,
+    RESULT,
+    RETURNED,
+    TIMED_OUT,
+    UNPICKLED,
+    UNREADY,
+    VALUE,
+    VALUES,
+    BrokenFrame,
+    Kind,
+    Message,
+    Payload,
+)
+from percore._scheduler.lifecycle import IllegalEvent
+from percore._serialization.exception_state import type_name_of
+from percore._serialization.exceptions import load_exception
+from percore._serialization.pickler import load
+from percore._supervisor.pool_worker import PoolWorker
+
+if TYPE_CHECKING:
+    from percore._supervisor.pool import WorkerSlot
+    from percore._supervisor.supervisor import Supervisor
+
+
+class Outcomes:
+    """Handles the messages of all workers of a supervisor."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+
+    def receiver(self, slot: "WorkerSlot", member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
+        """Return the function that the channel calls with the messages of one worker.
+
+        It raises for a message that no healthy worker sends. The channel then breaks, and the pool kills the worker.
+        """
+        handlers: dict[int, Callable[[int, Any], None]] = {
+            VALUE: lambda call_id, body: self._value(member, call_id, body),
+            VALUES: lambda call_id, body: self._values(member, call_id, body),
+            RESULT: lambda call_id, body: self._result(member, call_id, body),
+            ERROR: lambda call_id, body: self._error(member, call_id, body),
+            CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
+            RETURNED: lambda call_id, body: self._returned(member, call_id, body),
+            TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
+            UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
+            FORGOTTEN: lambda number, _: self._supervisor.shares.forgotten(member, number),
+            READY: lambda _, pid: self._ready(slot, member, pid),
+            UNREADY: lambda _, body: self._unready(member, body),
+            DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
+            FAILED: lambda _, body: self._failed(member, body),
+        }
+
+        channel = member.worker.channel
+        handlers |= channel.own
+        calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
+        left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
+
+        def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
+            for op, call_id, body in messages:
+                # The same as `_value` and `_result`, inlined: most outcomes take this path.
+                call = calls.get(call_id)
+                try:
+                    if (type(call) is Awaited or (type(call) is Planned and call.plan is None)) and (
+                        op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
+                    ):
+                        if op == RESULT and not call.future.done():
+                            try:
+                                body = load(body)
+                            except BaseException as error:
+                                self._not_loaded(member, call, error)
+                                if not channel.is_open:
+                                    return
+                                continue
+                        if not call.future.done():
+                            call.future.set_result(body)
+                        call.is_over = True
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        if call.key is not None:
+                            left(call)
+                        member.done += 1
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                        if op == VALUE:
+                            continue
+                    elif (
+                        op == VALUE
+                        and call is not None
+                        and (call.plan is None or call.plan.late is None)
+                        and call.body is not None  # not a batch
+                    ):
+                        if not call.done():
+                            call.set_result(body)
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        call.member = None
+                        if call.key is not None:
+                            left(call)
+                        member.done += 1
+                        if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
+                            self._supervisor.release(call)
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                    elif op in handlers:
+                        handlers[op](call_id, body)
+                    else:
+                        raise BrokenFrame(f"message {op} does not exist")
+                except (BrokenFrame, IllegalEvent):
+                    raise
+                except BaseException as error:
+                    self._isolate(member, call_id, call, error)
+                if not channel.is_open:  # user code, or a message sent because of it, closed the channel
+                    return
+            lowered()
+
+        return receive
+
+    def _isolate(self, member: PoolWorker, call_id: int, call: PendingCall | None, error: BaseException) -> None:
+        """End only this call: its message was valid, but handling the message raised this error. A batch ends its map.
+
+        Raises:
+            BaseException: `error` itself, if the message is not about a single call, or if the error is no Exception. It breaks
+                the channel.
+        """
+        batch = member.calls.get(call_id & ID_MASK)
+        if type(batch) is Batch:
+            batch.map.broke(error)  # results that the batch has counted may not have reached the map
+        elif call is not None and isinstance(error, Exception):
+            self._supervisor.failed_with(call, error)
+            return
+        raise error
+
+    def _ready(self, slot: "WorkerSlot", member: PoolWorker, pid: int) -> None:
+        member.worker.ready(pid)
+        self._supervisor.pool.ready(slot, member)
+
+    def _unready(self, member: PoolWorker, payload: Payload) -> None:
+        error = member.worker.channel.load(payload).load(load_exception)
+        self._supervisor.pool.unready(member, error, _text(error))
+
+    def _failed(self, member: PoolWorker, payload: Payload | None) -> None:
+        """The worker's lifespan failed. The first message has no payload, the second one carries the exception."""
+        self._supervisor.pool.failing(member)
+        if payload is not None:
+            error = member.worker.channel.load(payload).load(load_exception)
+            self._supervisor.pool.failed(member, error, _text(error))
+
+    def _unpickled(self, member: PoolWorker, call_id: int) -> None:
+        """The worker has read the arguments: free their slot, unless arrays use it or another attempt may need it."""
+        call = member.calls[call_id]
+        if call.plan is None or not call.plan.policy.retries:
+            self._supervisor.unpickled(call)
+
+    def _target(self, member: PoolWorker, call_id: int) -> Outcome:
+        """Return the call or the item of a batch that this outcome is for.
+
+        Raises:
+            KeyError, BrokenFrame: the worker has no such call or item.
+        """
+        return member.calls[call_id & ID_MASK].target((call_id >> ITEM_SHIFT) - 1)
+
+    # Outcomes of calls
+    def _value(self, member: PoolWorker, call_id: int, value: object) -> None:
+        target = self._target(member, call_id)
+        if self._is_late(member, target):
+            return
+        if not target.done():
+            target.set_result(value)
+        self._ended(member, target)
+
+    def _values(self, member: PoolWorker, call_id: int, body: bytes) -> None:
+        """Take the results of several items of a batch."""
+        batch = member.calls[call_id]
+        if type(batch) is not Batch:
+            raise BrokenFrame(f"results of batch {call_id}, which is none")
+        try:
+            first, seconds, results, pickled = marshal.loads(body)
+            count = len(results)
+        except (EOFError, ValueError, TypeError) as error:
+            raise BrokenFrame(f"results of a batch do not decode: {error}") from error
+        if batch.queue.batches is not None and count and seconds >= 0:
+            batch.queue.batches.cost.measured(count, seconds)
+        size = sum(len(results[place]) for place in pickled) if pickled else 0
+        failures = _load_all(results, pickled) if pickled else {}
+        batch.values(first, results, size, failures)
+        member.done += count
+        member.failed += len(failures)
+        member.shrink(count)
+        if not batch.outstanding:
+            member.take(call_id)
+        if POINTS:
+            point("supervisor.outcome.delivered")
+
+    def _result(self, member: PoolWorker, call_id: int, payload: Payload) -> None:
+        target = self._target(member, call_id)
+        if target.is_dropped():
+            target.drop()
+        if target.done():  # cancelled: do not run user code (unpickling) for a result that is dropped
+            member.worker.channel.release(payload)
+            self._ended(member, target)
+            return
+        if self._is_late(member, target):
+            member.worker.channel.release(payload)
+            return
+        result, failure, size, is_leased = _load(member, payload)
+        if not target.done():
+            if failure is None:
+                target.deliver(result, size)
+            else:
+                target.set_exception(_unloadable(failure))
+        if not is_leased:
+            member.worker.channel.release(payload)
+        self._ended(member, target, failed=failure is not None)
+        # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
+        if failure is not None and issubclass(type(failure), KeyboardInterrupt):
+            raise failure
+
+    def _not_loaded(self, member: PoolWorker, target: Outcome, error: BaseException) -> None:
+        """End a call whose result could not be unpickled."""
+        if not target.done():
+            target.set_exception(_unloadable(error))
+        self._ended(member, target, failed=True)
+        # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
+        if issubclass(type(error), KeyboardInterrupt):
+            raise error
+
+    def _error(self, member: PoolWorker, call_id: int, payload: Payload) -> None:
+        target = self._target(member, call_id)
+        channel = member.worker.channel
+        error = channel.load(payload).load(load_exception)
+        channel.release(payload)
+        if self._is_late(member, target):
+            return
+        if not target.done():
+            delay, error = self._supervisor.retries.next(target, error)
+            if not target.done():  # retry_on or backoff may have cancelled the call
+                if delay is not None:
+                    self._try_again(member, target, delay)
+                    return
+                target.set_exception(error)
+        self._ended(member, target, failed=True)
+
+    def _is_late(self, member: PoolWorker, target: Outcome) -> bool:
+        """Start the next attempt if this call timed out earlier and its thread has only now ended. Return whether it did."""
+        plan = target.plan
+        if plan is None or plan.late is None or target.done() or target.is_dropped():
+            return False
+        self._try_again(member, target, plan.late)
+        return True
+
+    def _try_again(self, member: PoolWorker, target: Outcome, delay: float) -> None:
+        member.retried += 1
+        call = target.renewed()
+        target.leave(member)
+        try:
+            self._supervisor.retries.again(call, delay)
+        except BaseException as error:
+            self._supervisor.failed_with(call, error)
+
+    def _timed_out(self, member: PoolWorker, call_id: int) -> None:
+        """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
+        call = member.calls.get(call_id)
+        if call is None or call.done() or call.plan is None:
+            return  # the call has ended meanwhile, or was cancelled
+        delay, error = self._supervisor.retries.next(call, TimeoutError())
+        if call.done():
+            return
+        if delay is None:
+            call.abandon(error)
+        else:
+            call.plan.late = delay
+
+    def _cancelled(self, member: PoolWorker, call_id: int) -> None:
+        target = self._target(member, call_id)
+        if not target.done():
+            # Its caller did not cancel it, or the future would be done. The runner's closing did.
+            target.cut_off()
+        self._ended(member, target)
+
+    def _returned(self, member: PoolWorker, call_id: int, count: int | None) -> None:
+        supervisor = self._supervisor
+        if call_id == 0:  # the end of the answer to a recall
+            member.recalling = False
+            if not member.gave_back:  # its calls may wait for payload slots; without this note it would be asked again for ever
+                supervisor.dispatch.gave_nothing(member, member.asked_at)
+            member.gave_back = False
+            return
+        member.gave_back = True
+        call = member.calls[call_id]
+        if type(call) is Batch:
+            self._returned_items(member, call, count)
+            return
+        member.take(call_id)
+        if call.kind != Kind.BESIDE:
+            member.unbegun(1)
+        if call.done():
+            supervisor.release(call)
+        elif not supervisor.phase.begins:
+            supervisor.refuse(call)
+        elif call.kind == Kind.BESIDE:
+            supervisor.unanswered(member, call)
+        else:
+            supervisor.dispatch.returned([(call, call.queue)])
+
+    def _returned_items(self, member: PoolWorker, batch: Batch, count: int | None) -> None:
+        if type(count) is not int:
+            raise BrokenFrame("a batch came back without a number of items")
+        run = batch.gave_back(count)
+        member.shrink(count)
+        member.unbegun(count)
+        if not batch.outstanding:
+            member.take(batch.call_id)
+        if run is not None:
+            self._supervisor.put_back(batch.map, run)
+
+    def _ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
+        target.leave(member)
+        self._supervisor.release(target)
+        member.done += 1
+        member.failed += failed
+        if POINTS:
+            point("supervisor.outcome.delivered")
+
+
+def _load(member: PoolWorker, payload: Payload) -> tuple[Any, BaseException | None, int, bool]:
+    """Unpickle a result. Runs user code.
+
+    Returns:
+        The result, the exception that unpickling raised (or None), the size of the pickle in bytes, and whether arrays in this
+        process use the payload's slot from now on.
+
+    Raises:
+        BrokenFrame: there is no such payload.
+    """
+    try:
+        if type(payload) is bytes and payload[-1:] == b".":  # most results: a small pickle without buffers
+            return load(payload), None, len(payload), False
+    except BaseException as error:  # any exception becomes the outcome of this call
+        return None, error, 0, False
+    received = member.worker.channel.load(payload)
+    try:
+        return received.load(), None, received.size, received.is_leased
+    except BaseException as error:  # as above
+        return None, error, received.size, received.is_leased
+
+
+def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
+    """Unpickle the results in these places of the list, and return the failures by place. Runs user code."""
+    failures: dict[int, Exception] = {}
+    for place in places:
+        try:
+            results[place] = load(results[place])
+        except KeyboardInterrupt:  # maybe the user's Ctrl-C: raise it, as for a single call
+            raise
+        except BaseException as error:
+            failures[place] = _unloadable(error)
+    return failures
+
+
+def _unloadable(error: BaseException) -> Exception:
+    """Return the exception for a caller whose result could not be unpickled in this process."""
+    failure = RemoteError(type_name_of(error), f"the result could not be unpickled here: {shown(error)}")
+    failure.__cause__ = error if issubclass(type(error), Exception) else None
+    return failure
+
+
+def _text(error: BaseException) -> str:
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None and cause.__cause__ is not cause:
+        cause = cause.__cause__
+    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"

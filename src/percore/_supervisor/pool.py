@@ -1,0 +1,453 @@
+"""The pool: starts workers in slots, replaces them and ends them.
+
+`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out.
+"""
+
+import logging
+import signal
+from typing import TYPE_CHECKING, NamedTuple
+
+from percore._calls.calls import PendingCall
+from percore._calls.items import Batch
+from percore._common.errors import RunnerClosed, shown
+from percore._common.fault_points import POINTS, point
+from percore._common.log import Faults, report
+from percore._common.worker_errors import RunnerBroken, StartupFailed, frozen_hint, how
+from percore._protocol.interfaces import Exit
+from percore._protocol.messages import DRAIN, FINISH
+from percore._scheduler.lifecycle import Deadline, Event, State
+from percore._scheduler.phase import Replaces
+from percore._scheduler.replacement import LIMIT, Act, Decision, Occupancy, Replacement
+from percore._serialization.exception_state import text_of
+from percore._supervisor.lifecycles import Lifecycles
+from percore._supervisor.limited_worker import LimitedWorker
+from percore._supervisor.outcomes import Outcomes
+from percore._supervisor.pool_worker import PoolWorker, Turn
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from percore._supervisor.supervisor import Supervisor
+
+
+class Past(NamedTuple):
+    """Counts of the dead workers of a slot, up to `generation`. A slot replaces it as a whole, because other threads read it."""
+
+    done: int = 0
+    failed: int = 0
+    retried: int = 0
+    generation: int = 0
+
+    def with_(self, member: PoolWorker) -> "Past":
+        """Return these counts with those of another dead worker added."""
+        done, failed, retried, _ = self
+        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
+
+
+class WorkerSlot(Replacement[PoolWorker]):
+    """A place in the pool: its workers, the decisions about the next one, and the history of its workers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.generation = 0
+        self.timer: asyncio.TimerHandle | None = None
+        """The timer of a delayed start; None if no start is delayed."""
+        self.past = Past()
+        self.failure: BaseException | None = None
+        """The error that the last dead worker reported, if it reported one."""
+
+    @property
+    def is_failed(self) -> bool:
+        return self.state is Occupancy.FAILED
+
+    def took(self, member: PoolWorker) -> None:
+        """Add the counts of a dead worker to those of the earlier ones. Twice is as once."""
+        if self.past.generation != member.generation:
+            self.past = self.past.with_(member)
+
+    def stop_timer(self) -> None:
+        """Drop the delayed start, if there is one."""
+        self.forget_delay()
+        self.look_timer()
+
+    def look_timer(self) -> None:
+        """Cancel the timer if no start is delayed any more."""
+        if self.timer is not None and not self.is_delayed:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Pool:
+    """The workers of one runner."""
+
+    def __init__(self, supervisor: "Supervisor", workers: int) -> None:
+        self.slots = [WorkerSlot(index) for index in range(workers)]
+        self.members = supervisor.members
+        self.low: set[LimitedWorker] = set()
+        """Workers near or at their limit of calls that have not been replaced yet."""
+        self._supervisor = supervisor
+        self._loop = supervisor.loop
+        self._options = supervisor.options
+        seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
+        self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
+        self._outcomes = Outcomes(supervisor)
+        self._turn = Turn(supervisor.loop)
+        self._starting: asyncio.Future[None] | None = None
+        self._last_report = ""
+
+    # Starting
+
+    async def start(self) -> None:
+        """Start every worker and wait until all are ready.
+
+        Raises:
+            StartupFailed: a worker could not be started, died, failed, or was not ready in time. The others run on, and the caller
+                must close the runner.
+        """
+        starting = self._starting = self._loop.create_future()
+        try:
+            for slot in self.slots:
+                self._spawn(slot)
+            await starting
+        finally:
+            self._starting = None
+
+    def _spawn(self, slot: WorkerSlot) -> None:
+        """Start a worker for the slot."""
+        slot.stop_timer()
+        slot.generation += 1
+        member: PoolWorker | None = None
+        try:
+            member = self._member(slot)
+            self._launch(slot, member)
+        except BaseException as error:  # after any exception, the slot must get another try
+            self._last_report = f"worker {slot.index} could not be started: {shown(error)}"
+            if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
+                member.worker.kill()
+            elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
+                self._could_not_start(slot, None)
+            if not isinstance(error, Exception):
+                raise
+            report(self._level(), "%s", self._last_report)
+            return
+        if POINTS:
+            point("supervisor.worker.started")
+
+    def _launch(self, slot: WorkerSlot, member: PoolWorker) -> None:
+        supervisor = self._supervisor
+        member.worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        self.members.add(member)  # at once: after any exception, only a member is killed
+        slot.started(member)
+        member.attach(member.worker, supervisor.shares)
+        self.lifecycles.look(member)
+        member.worker.channel.open(
+            self._outcomes.receiver(slot, member),
+            lambda error: self._broke(member, error),
+            supervisor.advance,
+        )
+
+    def _member(self, slot: WorkerSlot) -> PoolWorker:
+        dispatch, limit = self._supervisor.dispatch, self._options.max_tasks_per_worker
+        if limit is None:
+            return PoolWorker(slot.index, slot.generation, dispatch, self._turn)
+        return LimitedWorker(slot.index, slot.generation, dispatch, self._turn, limit, self._is_low, self._take_back)
+
+    def _overdue(self, member: PoolWorker) -> None:
+        if member.deadline is Deadline.START:
+            self._kill(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
+            return
+        is_failed = member.life.state is State.FAILED
+        failing = "its lifespan failed" if member.was_ready else "its start failed"
+        why = failing if is_failed else "it was asked to end and had no call left"
+        self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
+
+    def ready(self, slot: WorkerSlot, member: PoolWorker) -> None:
+        """A worker has entered its lifespan. If it does not wait to take over, it gets calls from now on."""
+        if self.lifecycles.advance(member, Event.READY) is not State.READY:
+            return
+        member.was_ready = True
+        old = slot.current
+        takes_over = slot.ready(member).act is Act.TAKE_OVER
+        self._seat(slot)
+        if POINTS:
+            point("supervisor.worker.ready")
+        if takes_over and old is not None:
+            self._retire(old)
+        if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
+            self._starting.set_result(None)
+            self._starting = None  # now: a worker that dies before `start` continues must be replaced
+
+    def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
+        """A worker's start failed with this error, and the worker is about to end. `text`: the error as the log shows it."""
+        self.lifecycles.advance(member, Event.FAIL)
+        self._last_report, member.failure = text, error
+        if self._starting is not None and not self._starting.done():
+            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {text_of(error)}")
+            failure.__cause__ = error
+            self._starting.set_exception(failure)
+        else:
+            report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
+
+    def failing(self, member: PoolWorker) -> None:
+        """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
+        self.lifecycles.advance(member, Event.FAIL)
+        self._supervisor.dispatch.unseat(member)
+
+    def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
+        """Note and log the error by which a worker's lifespan failed. `text`: the error as the log shows it."""
+        self._last_report, member.failure = text, error
+        report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
+
+    # Taking over
+
+    def _is_low(self, member: LimitedWorker) -> None:
+        """A worker may begin few more calls, or none: let the next `relieve` replace it."""
+        if member not in self.low or member.is_spent:
+            self.low.add(member)
+            self._loop.call_soon(self._supervisor.advance)  # deferred: the worker may be sending
+
+    def _take_back(self, call: PendingCall) -> None:
+        """Queue a call again whose worker may not begin it."""
+        if isinstance(call, Batch):
+            call.map.left(call)
+            self._supervisor.put_back(call.map, call.run)
+        else:
+            self._supervisor.dispatch.untaken(call, call.queue)
+
+    def relieve(self) -> None:
+        """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
+        supervisor, rule = self._supervisor, self._supervisor.phase.replaces
+        if self._starting is not None or supervisor.phase.is_cut:
+            return
+        for member in list(self.low):
+            slot = self.slots[member.index]
+            if slot.current is not member or not member.is_ready:
+                self.low.discard(member)
+                continue
+            decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and supervisor.waiting() > 0)
+            if decision.act is Act.START:
+                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
+            self._carry_out(slot, decision, member)
+
+    def _carry_out(self, slot: WorkerSlot, decision: Decision, old: PoolWorker | None, exitcode: int | None = None) -> None:
+        """Do what was decided about a slot. `old`: its current worker before the decision."""
+        slot.look_timer()
+        act, delay = decision
+        if act is Act.START:
+            self._spawn(slot)
+        elif act is Act.START_LATER:
+            if slot.timer is not None:
+                slot.timer.cancel()  # the new delay takes the place of an earlier one
+            slot.timer = self._loop.call_later(delay, self._spawn, slot)
+        elif act is Act.TAKE_OVER:
+            self._seat(slot)
+            if old is not None:
+                self._retire(old)
+        elif act is Act.GIVE_UP:
+            if old is not None:
+                self._retire(old)  # it is at its limit and will not be replaced
+            self._give_up(slot, exitcode)
+        elif act is Act.FAIL_START:
+            self._fail_start(StartupFailed(self._last_report))
+
+    def _could_not_start(self, slot: WorkerSlot, exitcode: int | None) -> None:
+        old = slot.current
+        decision = slot.could_not_start(self._supervisor.phase.replaces, is_first=self._starting is not None)
+        self._carry_out(slot, decision, old, exitcode)
+
+    def _fail_start(self, error: Exception) -> None:
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(error)
+
+    def _seat(self, slot: WorkerSlot) -> None:
+        """Let the current worker get calls, if it is ready and does not get them yet."""
+        if slot.current is not None and slot.current.is_ready and slot.current not in self._supervisor.dispatch.seats:
+            self._supervisor.dispatch.seat(slot.current)
+
+    def _retire(self, member: PoolWorker) -> None:
+        self._supervisor.dispatch.unseat(member)
+        if member.life.state is State.READY:
+            self.lifecycles.advance(member, Event.DRAIN)
+            member.worker.channel.send(DRAIN, 0, None)
+
+    def draining(self, slot: WorkerSlot, member: PoolWorker) -> None:
+        """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
+        self.lifecycles.advance(member, Event.DRAIN)
+        self._supervisor.dispatch.unseat(member)
+        if POINTS:
+            point("supervisor.worker.draining")
+        decision = slot.asked_to_end(member, self._supervisor.phase.replaces)
+        if decision.act is Act.START:
+            report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
+        self._carry_out(slot, decision, member)
+
+    # Deaths
+
+    def _broke(self, member: PoolWorker, error: BaseException) -> None:
+        member.is_interrupted = isinstance(error, KeyboardInterrupt)
+        self._kill(member, f"its channel broke: {shown(error)}")
+
+    def _kill(self, member: PoolWorker, why: str) -> None:
+        if not member.life.is_gone:
+            member.killed_why = why
+            text = f"{_name(member)} was killed: {why}"
+            if member.life.state is State.STARTING:  # otherwise the last report may be the traceback of its lifespan
+                self._last_report = text
+            report(self._level(member), "%s", text)
+            member.worker.kill()
+
+    def _exited(self, slot: WorkerSlot, member: PoolWorker, end: Exit) -> None:
+        """The system has reported a worker's death. Receive its last messages, then end its calls and replace it.
+
+        After the death nothing writes to the worker's memory, so its messages and start marks can be read without races.
+        """
+        if member not in self.members:  # an exception interrupted its start before it was added
+            return
+        faults = Faults(f"the calls of worker {slot.index} were ended and the worker was replaced")
+        with faults:
+            if POINTS:
+                point("supervisor.worker.exited")
+            member.worker.channel.receive()
+        self._bury(slot, member, end, faults)
+        faults.finish()  # raises a KeyboardInterrupt only now, when no call of the dead worker is left
+
+    def _bury(self, slot: WorkerSlot, member: PoolWorker, end: Exit, faults: Faults) -> None:
+        """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
+        supervisor, exitcode = self._supervisor, end.code
+        state = member.life.state
+        faults.surely(lambda: self._is_gone(member))
+        with faults:
+            supervisor.dispatch.unseat(member)
+        if faults.last is not None:
+            with faults:
+                supervisor.dispatch.expel(member)
+        # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
+        began = supervisor.deaths.end_calls(member, exitcode, faults)
+        began = began or member.done > 0 or member.retried > 0 or end.place_lost
+        with faults:
+            supervisor.shares.buried(member)
+        faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
+        self.members.discard(member)
+        slot.failure = member.failure
+        with faults:
+            if began:
+                slot.budget.began()
+        faults.surely(member.worker.close)
+        with faults:
+            self._report_death(member, state, exitcode)
+        # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
+        is_first, began = self._starting is not None, began or state is State.DRAINING
+        decision = slot.died(member, supervisor.phase.replaces, began=began, is_first=is_first)
+        with faults:
+            self._succeed(slot, member, decision, exitcode)
+        if faults.last is not None:
+            with faults:
+                self._succeed_despite(slot, exitcode)
+        with faults:
+            supervisor.advance()
+
+    def _is_gone(self, member: PoolWorker) -> None:
+        if not member.life.is_gone:
+            self.lifecycles.advance(member, Event.EXIT)
+
+    def _report_death(self, member: PoolWorker, state: State, exitcode: int | None) -> None:
+        if POINTS:
+            point("supervisor.worker.buried")
+        if state in (State.STARTING, State.READY):
+            # `_kill` has reported it already if percore killed the worker.
+            level = logging.DEBUG if member.killed_why else self._level(member)
+            report(level, "%s died %s", _name(member), how(exitcode))
+        on_death = self._supervisor.on_death
+        is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
+        if on_death is not None and not self._supervisor.phase.is_closing and not is_asked_for:
+            on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
+
+    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision, exitcode: int | None) -> None:
+        """Carry out what was decided about the slot of a dead worker."""
+        if decision.act is not Act.FAIL_START:
+            self._carry_out(slot, decision, member, exitcode)
+        elif self._supervisor.phase.is_closing:
+            self._fail_start(RunnerClosed("the runner was closed while it started"))
+        elif member.killed_why:
+            self._fail_start(StartupFailed(f"worker {slot.index} was killed: {member.killed_why}"))
+        else:
+            reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
+            error = StartupFailed(reason, self._last_report)
+            error.__cause__ = slot.failure
+            self._fail_start(error)
+
+    def _succeed_despite(self, slot: WorkerSlot, exitcode: int | None) -> None:
+        """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
+        self._seat(slot)
+        if slot.is_failed:
+            self._give_up(slot, exitcode)
+        elif slot.current is None and slot.timer is None:
+            slot.forget_delay()
+            self._could_not_start(slot, exitcode)
+
+    def _give_up(self, slot: WorkerSlot, exitcode: int | None) -> None:
+        """Break the runner if no slot is left that could get a worker."""
+        if not all(other.is_failed for other in self.slots):
+            report(
+                logging.WARNING,
+                "worker %d died %d times in a row before it began a call; the runner goes on without it%s",
+                slot.index,
+                LIMIT,
+                f". The last report:\n{self._last_report}" if self._last_report else "",
+            )
+        elif self._supervisor.phase.broken is None:
+            error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            error.__cause__ = slot.failure
+            report(logging.ERROR, "%s", error)
+            self._supervisor.fail(error)
+
+    def _level(self, member: PoolWorker | None = None) -> int:
+        """Return the log level for a death: DEBUG if it is expected, else WARNING.
+
+        It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
+        During the first start, StartupFailed reports the death.
+        """
+        is_expected = (
+            self._supervisor.phase.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
+        )
+        return logging.DEBUG if is_expected else logging.WARNING
+
+    # Ending
+
+    def finish(self) -> None:
+        """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
+        faults = Faults("workers were asked to end")
+        for member in list(self.members):
+            with faults:
+                self._finish(member)
+        faults.finish()
+
+    def _finish(self, member: PoolWorker) -> None:
+        if member.life.state is State.STARTING:
+            member.worker.kill()
+        elif member.life.state not in (State.FINISHING, State.FAILED):
+            member.worker.channel.send(FINISH, 0, None)
+        self.lifecycles.advance(member, Event.FINISH)
+
+    def stop_timers(self) -> None:
+        """Cancel all delayed starts."""
+        for slot in self.slots:
+            slot.stop_timer()
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to every worker, SIGKILL by default. The exits of the workers that it ends are reported later."""
+        faults = Faults("workers were sent a signal")
+        for member in list(self.members):
+            with faults:
+                member.worker.kill(signum)
+        faults.finish()
+
+    def is_expected(self) -> bool:
+        """Return whether any worker is starting or ready."""
+        return any(member.life.state in (State.STARTING, State.READY) for member in self.members)
+
+
+def _name(member: PoolWorker) -> str:
+    """Return the worker's name for log messages. A worker whose process never started has no pid."""
+    return f"worker {member.index}" + ("" if member.pid is None else f" (pid {member.pid})")

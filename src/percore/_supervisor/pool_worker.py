@@ -1,0 +1,303 @@
+"""One worker as the supervisor sees it: its state, the calls it holds and its counts.
+
+The pool creates a member for each worker it starts. Each call in `PoolWorker.calls` holds one place in the worker until the worker
+reports an outcome, hands the call back or dies.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable
+from math import frexp
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._calls.calls import PendingCall
+from percore._calls.functions import Function
+from percore._protocol.messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
+from percore._scheduler.dispatch import Dispatch, places_for
+from percore._scheduler.lifecycle import Deadline, Life, State
+
+if TYPE_CHECKING:
+    from percore._calls.shared_objects import Shares
+    from percore._protocol.interfaces import Fate, Sent, Worker
+    from percore._protocol.messages import Body
+
+
+_LATE: Final = 0.005
+"""Seconds after which a worker that has messages but reads none counts as behind. Reading takes far less."""
+
+_LATENESS: Final = 1.0
+"""Seconds of lateness of a timer from which on the loop must have been stopped, or blocked by user code."""
+
+
+class Turn:
+    """The time of the current iteration of the loop: read once, then the same until the iteration ends.
+
+    The loop reads the workers' messages between iterations only, so a long iteration must not make workers look silent.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._time: float | None = None
+
+    def time(self) -> float:
+        """Return `loop.time()` as of the first request in this iteration."""
+        if self._time is None:
+            self._time = self.loop.time()
+            self.loop.call_soon(self._end)
+        return self._time
+
+    def _end(self) -> None:
+        self._time = None
+
+
+class DeadlineTimer:
+    """A timer for a deadline after which a worker is killed. Time in which this process itself did not run does not count.
+
+    Calls `callback` once after `seconds`, unless it is cancelled before.
+
+    If the loop runs the timer late, the worker was probably stopped as well, or the loop has not read the worker's messages yet.
+    The timer then starts again with the same time, once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._callback = callback
+        self._timer = loop.call_later(seconds, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() - self._timer.when() < _LATENESS:
+            self._callback()
+        else:
+            self._timer = self._loop.call_later(self._seconds, self._callback)
+
+
+class PoolWorker:
+    """One worker of a pool slot, from its start to its end."""
+
+    tickets = sys.maxsize
+    """Number of calls that the worker may still begin."""
+
+    def __init__(self, index: int, generation: int, dispatch: "Dispatch[Any, PoolWorker]", turn: "Turn") -> None:
+        self.index = index
+        self.generation = generation
+        self.life = Life()
+        self.worker: Worker
+        self._tx: Sent
+        self.tell: Callable[[int, int, Body], None]
+        """Sends a message to the worker: op, id, body. Bound once, in `attach`, since every call uses it."""
+        self.calls: dict[int, PendingCall] = {}
+        self.parked: set[int] = set()
+        """Ids of calls whose arguments wait for room in the store. The worker has not been sent these calls yet."""
+        self.defined: set[int] = set()
+        self.load = [0, 0, 0]
+        self._batched = 0
+        self.recalling = self.gave_back = False
+        self.asked_at = 0
+        self.done = 0
+        self.failed = 0
+        self.retried = 0
+        self._left, self._lowered = dispatch.left, dispatch.lowered
+        self._turn = turn
+        self.started_at = turn.loop.time()
+        self.killed_why = ""
+        self.was_ready = False
+        self.failure: BaseException | None = None
+        """The error by which the worker's start or lifespan failed."""
+        self.is_interrupted = False
+        self.deadline: Deadline | None = None
+        self.timer: DeadlineTimer | None = None
+        """The timer of `deadline`; None if no deadline runs."""
+        # A call id combines a place (id % stride) with a use count (id // stride). So the id gives the place of the call's start
+        # mark, and an id repeats only after 2**48 / stride uses of one place.
+        self.stride = places_for(dispatch.room)
+        self.free = [place + self.stride for place in reversed(range(self.stride))]
+
+    @property
+    def pid(self) -> int | None:
+        return self.worker.pid
+
+    def attach(self, worker: "Worker", shares: "Shares") -> None:
+        """Attach the worker that the engine has started."""
+        self._shares, self._holders = shares, shares.held
+        self.worker = worker
+        self._tx = worker.channel.tx
+        self.tell = worker.channel.send
+
+    def silence(self) -> int:
+        """Return how long the worker has had messages but read none, in coarse steps; 0 if that is negligible.
+
+        From 1 on, the worker's loop may be blocked. Each step is twice as long as the previous one. So two workers that are about
+        equally late get the same step, and the less loaded one gets the next call.
+        """
+        tx = self._tx
+        if tx.written == tx.acknowledged:
+            return 0
+        seconds = self._turn.time() - self.worker.channel.waits_since
+        if seconds <= 0:  # sent after this iteration's time was taken: the loop cannot have read an answer yet
+            return 0
+        return max(0, frexp(seconds / _LATE)[1])
+
+    def has_read(self) -> bool:
+        """Return whether the worker has read all it was sent. If not, the channel calls `Supervisor.advance` once it has."""
+        return self.worker.channel.has_read()
+
+    @property
+    def items(self) -> int:
+        """Number of plain calls sent and not ended. Each item of a batch counts."""
+        return self.load[Kind.THREAD] + self._batched
+
+    def send(self, call: PendingCall) -> None:
+        """Send a call or a batch. The worker must have a free place."""
+        number = call.function.number
+        if number not in self.defined:
+            number = self._define(call.function)
+        call_id = self.free.pop()
+        if call_id > ID_MASK:  # the bits above ID_MASK hold the numbers of items
+            call_id = call_id % self.stride + self.stride
+        call.call_id = call_id
+        call.member = self
+        self.calls[call_id] = call
+        self.load[call.kind] += 1
+        body = call.body
+        if body is None:
+            self._batched += call.size - 1
+        if call.plan is not None and call.plan.terms is not None:
+            self.tell(TERMS, call_id, call.plan.terms)
+        if type(body) is tuple:
+            self.tell(number, call_id, body)
+        elif body is None:
+            self.tell(BATCH, call_id, call.message())
+        else:
+            if self._holders and call in self._holders:
+                self._shares.introduce(self, call)
+            if type(body) is int:
+                self.parked.add(call_id)
+                self.worker.channel.send_parcel(number, call_id, body, _Parked(self, call))
+            else:
+                self.tell(number, call_id, body)
+
+    def ask_back(self, wanted: int, times_ahead: int) -> None:
+        """Ask the worker to hand back up to `wanted` plain calls that have not begun.
+
+        Calls with a key stay, since their key is bound to this worker. `times_ahead`: `Dispatch.times_ahead` at this moment.
+        """
+        self.recalling = True
+        self.asked_at = times_ahead
+        calls = self.calls.items()
+        stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
+        self.tell(RECALL, wanted, array("I", stay).tobytes())
+
+    def shrink(self, items: int) -> None:
+        """Note that this many items of a batch have ended or were handed back."""
+        self._batched -= items
+
+    def _define(self, function: Function) -> int:
+        """Return the op that calls the function.
+
+        A function with a number is sent to the worker first. One without a number travels with each call, under an op of its kind.
+        """
+        if not function.number:
+            return ONCE_OPS[function.kind]
+        if function in self._holders:
+            self._shares.introduce(self, function)
+        self.defined.add(function.number)
+        self.tell(DEFINE, function.number, (function.kind, function.payload))
+        return function.number
+
+    def take(self, call_id: int) -> PendingCall:
+        """Remove and return the call of that id, and free its place. The worker is done with the call.
+
+        Raises:
+            KeyError: the worker has no such call.
+        """
+        call = self.calls.pop(call_id)
+        if call_id in self.parked:
+            self.parked.discard(call_id)
+            if call.plan is not None and call.plan.terms is not None:
+                self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
+        self.free.append(call_id + self.stride)
+        self.load[call.kind] -= 1
+        self._lowered()
+        call.member = None
+        left = call.left()
+        self._batched -= left
+        if call.key is not None:
+            self._left(call)
+        return call
+
+    def give_up(self, call: PendingCall) -> None:
+        """Remove a call that the worker may not have been sent, and withdraw the terms sent for it."""
+        if call.plan is not None and call.plan.terms is not None and call.call_id not in self.parked:
+            self.tell(TERMS, call.call_id, None)
+        self.take(call.call_id)
+
+    def fate(self, call: PendingCall) -> "Fate":
+        """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
+        return self.worker.fate(call.call_id % self.stride, call.call_id)
+
+    def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
+        """Return the numbers of running calls and of calls queued ahead, as far as the supervisor knows.
+
+        If the worker has not read all messages (its loop is busy or blocked), the worker is asked for the fate of each call.
+        `may_look`: whether the caller may do so. Without a GIL, only the loop's thread may.
+        """
+        if may_look and (self.parked or not self.has_read()):
+            ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
+            try:
+                running = sum(self.worker.fate(call_id % self.stride, call_id).begun is not False for call_id in ids)
+            except ValueError:  # the worker died, and the loop's thread closed it during this call
+                return 0, 0
+            return running, max(0, len(self.calls) - running) + self._batched
+        tasks, plain = self._held()
+        running = tasks + self.load[Kind.BESIDE] + min(threads, plain)
+        return running, max(0, plain - threads) + self._batched
+
+    def _held(self) -> tuple[int, int]:
+        """Return the numbers of coroutine calls and of plain calls (a batch counts once) in the worker."""
+        return self.load[Kind.TASK], self.load[Kind.THREAD]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the worker has been sent all the calls it may begin."""
+        return False
+
+    def unbegun(self, calls: int) -> None:
+        """Note that the worker handed back this many calls that it had not begun."""
+
+    def stop_timer(self) -> None:
+        """Stop the running deadline, if any. Idempotent."""
+        self.deadline = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.life.state is State.READY
+
+
+class _Parked:
+    """The channel's ticket for a call whose arguments are a parcel. The worker has not been sent the call yet."""
+
+    __slots__ = ("_call", "_call_id", "_member")
+
+    def __init__(self, member: PoolWorker, call: PendingCall) -> None:
+        self._member = member
+        self._call = call
+        self._call_id = call.call_id
+
+    def is_wanted(self) -> bool:
+        return self._call_id in self._member.parked
+
+    def stored(self, parcel: int) -> bool:
+        parked = self._member.parked
+        if self._call_id not in parked:  # a `__del__`, run by a garbage collection during the storing, cancelled the call
+            return False
+        self._call.body = parcel
+        parked.discard(self._call_id)
+        return True

@@ -1,0 +1,60 @@
+"""Reads the statistics of a runner from its supervisor, its pool and its workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from percore._monitor.statistics import Statistics, WorkerStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from percore._supervisor.pool import WorkerSlot
+    from percore._supervisor.supervisor import Supervisor
+
+_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+
+
+def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
+    """Return the statistics of a runner. `is_here`: whether this is the thread of its loop; any thread may call this."""
+    may_look = is_here or _has_gil()
+    workers = tuple(_of_slot(supervisor, slot, may_look) for slot in supervisor.slots)
+    return Statistics(
+        running=sum(worker.running for worker in workers),
+        queued=sum(worker.queued for worker in workers) + supervisor.waiting(),
+        done=sum(worker.done for worker in workers),
+        failed=sum(worker.failed for worker in workers),
+        retried=sum(worker.retried for worker in workers),
+        restarts=sum(worker.restarts for worker in workers),
+        workers=workers,
+    )
+
+
+def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> WorkerStatistics:
+    # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from the
+    # members; so read both again until slot.past is unchanged.
+    past, members = slot.past, tuple(supervisor.members)
+    while past is not slot.past:
+        past, members = slot.past, tuple(supervisor.members)
+    member = slot.current
+    # A worker that drains counts together with its replacement.
+    members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
+    counts = [other.statistics(supervisor.options.threads, may_look=may_look) for other in members]
+    channel = None if member is None else member.worker.channel
+    return WorkerStatistics(
+        index=slot.index,
+        generation=slot.generation,
+        pid=None if member is None else member.pid,
+        state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
+        running=sum(running for running, _ in counts),
+        queued=sum(queued for _, queued in counts),
+        done=past.done + sum(other.done for other in members),
+        failed=past.failed + sum(other.failed for other in members),
+        retried=past.retried + sum(other.retried for other in members),
+        started_at=None if member is None else member.started_at,
+        loop_lag=None if channel is None else channel.lag(),
+        bytes_in=0 if channel is None else channel.tx.written,
+        bytes_out=0 if channel is None else channel.rx.read,
+        restarts=slot.restarts,
+    )

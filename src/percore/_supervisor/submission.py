@@ -1,0 +1,190 @@
+"""The intake of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
+
+`Submission.submit` takes the calls of `Runner.submit`, of broadcasts, of the executor and of runners with `max_pending`.
+`Submission.run` takes the other calls of `Runner.run`. Maps create their own items.
+"""
+
+import asyncio
+from asyncio import Future
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from percore._calls.calls import Awaited, Call, Planned
+from percore._calls.functions import Function
+from percore._calls.policy import DEFAULT, CallPlan, Policy
+from percore._calls.shared_objects import Share
+from percore._common.errors import as_error
+from percore._common.fault_points import POINTS, point
+from percore._protocol.messages import Kind, Payload
+
+if TYPE_CHECKING:
+    from percore._supervisor.pool_worker import PoolWorker
+    from percore._supervisor.supervisor import Supervisor
+
+
+class Submission:
+    """Accepts the single calls of a runner. Pickling runs user code."""
+
+    def __init__(self, supervisor: "Supervisor") -> None:
+        self._supervisor = supervisor
+        self._loop: asyncio.AbstractEventLoop = supervisor.loop
+        self._dispatch = supervisor.dispatch
+        self._functions = supervisor.functions
+        self._contexts = supervisor.contexts
+        self._shares = supervisor.shares
+        self._is_placed = supervisor.store.is_placed
+        self._passes = supervisor.store.passes
+
+    def submit(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | None = None,
+        member: "PoolWorker | None" = None,
+        call: Call | None = None,
+    ) -> Call:
+        """Accept a call and return its future. A pickling error becomes the future's exception.
+
+        Args:
+            function: the function to call.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            policy: the call's options; None: the defaults.
+            member: the worker that must run the call, outside its limits (a broadcast); None: any worker.
+            call: the call object that takes the outcome; None: a new future of this loop.
+
+        Raises:
+            RunnerBroken: no worker can be started any more.
+            KeyboardInterrupt: pickling raised it; the call was not accepted.
+        """
+        if self._supervisor.phase.broken is not None:
+            raise self._supervisor.phase.refusal()
+        call = Call(loop=self._loop) if call is None else call
+        body: tuple[Any, ...] | Payload = args
+        met: Sequence[Share] = ()
+        if kwargs or not function.number or not self._passes(args):
+            try:
+                body, met = self._functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                return self._unpicklable(call, function, error)
+        return self._accept(call, function, body, met, policy, member)
+
+    def run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
+    ) -> Awaited | Call:
+        """As `submit`, for `Runner.run`.
+
+        Returns:
+            Either an `Awaited`, whose `future` the caller awaits and for which it must call `Supervisor.withdraw` if the await is
+            cancelled, or a `Call`, which is a future itself: it holds a slot, a context or shared objects until it ends, or has
+            ended already.
+
+        Raises:
+            RunnerBroken, KeyboardInterrupt: as `submit`.
+        """
+        if self._contexts is not None or not function.number:
+            return self.submit(function, args, kwargs, policy)
+        supervisor = self._supervisor
+        if supervisor.phase.broken is not None:
+            raise supervisor.phase.refusal()
+        body: tuple[Any, ...] | Payload = args
+        if kwargs or not self._passes(args):
+            try:
+                body, met = self._functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                return self._unpicklable(Call(loop=self._loop), function, error)
+            # Pickling has run user code, which may have closed the runner.
+            if met or type(body) is int or not supervisor.phase.accepts:
+                return self._accept(Call(loop=self._loop), function, body, met, policy)
+        if policy is None:
+            call = Awaited()
+        else:
+            call = Planned()
+            call.policy = policy
+            call.key = policy.key
+            call.plan = None if policy.timeout is None else CallPlan(policy)
+        call.future = Future(loop=self._loop)
+        call.function = function
+        call.kind = function.kind
+        call.body = body
+        call.member = None
+        call.is_over = False
+        if POINTS:
+            point("supervisor.call.pickled")
+        member = None
+        try:  # as `Supervisor.accept`: the fastest way in makes no call for it
+            member = self._dispatch.submitted(call)
+            if member is not None:
+                member.send(call)
+        except BaseException as error:
+            supervisor.failed_with(call, error, member)
+        return call
+
+    def _accept(
+        self,
+        call: Call,
+        function: Function,
+        body: tuple[Any, ...] | Payload,
+        met: Sequence[Share],
+        policy: Policy | None,
+        member: "PoolWorker | None" = None,
+    ) -> Call:
+        """Set up a call whose arguments are ready, and send or queue it, or refuse it. Return the call."""
+        supervisor = self._supervisor
+        call.owner = supervisor
+        call.function = function
+        call.kind = function.kind if member is None else Kind.BESIDE
+        call.body = body
+        call.member = call.key = call.plan = None
+        if met:
+            self._shares.hold(call, met)
+        # A plain call with arguments that pass as they are has nothing to prepare, and no user code has run that could have closed
+        # the runner.
+        if (
+            policy is not None or type(body) is not tuple or self._contexts is not None or member is not None
+        ) and not self._prepare(call, policy, member):
+            supervisor.release(call)
+            return call
+        if POINTS:
+            point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
+        if member is not None:
+            supervisor.broadcasts.submit(call, member)
+            return call
+        try:  # as `Supervisor.accept`, which would make `submit` 3 % slower
+            member = self._dispatch.submitted(call)
+            if member is not None:
+                member.send(call)
+        except BaseException as error:
+            supervisor.failed_with(call, error)
+        return call
+
+    def _prepare(self, call: Call, policy: Policy | None, member: "PoolWorker | None") -> bool:
+        """Set the call's key and plan. Return False if the call has ended instead."""
+        if policy is not None:
+            call.key = policy.key
+        try:
+            context = None if self._contexts is None else self._contexts.capture()
+        except BaseException as error:
+            self._supervisor.release(call)
+            _ = self._unpicklable(call, call.function, error)
+            return False
+        if context is not None or member is not None or (policy is not None and policy.needs_plan):
+            call.plan = CallPlan(policy or DEFAULT, context, is_beside=member is not None)
+        # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
+        if not self._supervisor.phase.accepts:
+            self._supervisor.refuse(call)
+            return False
+        if member is not None and member not in self._dispatch.seats:
+            self._supervisor.unanswered(member, call)
+            return False
+        return True
+
+    @staticmethod
+    def _unpicklable(call: Call, function: Function, error: BaseException) -> Call:
+        """End the call with an error of pickling. A KeyboardInterrupt may be the user's Ctrl-C: raise it instead."""
+        if issubclass(type(error), KeyboardInterrupt):
+            raise error
+        call.function = function
+        call.set_exception(as_error(error, "pickling"))
+        return call

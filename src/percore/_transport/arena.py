@@ -1,0 +1,133 @@
+"""The arena: the store of an engine whose workers map the supervisor's memory.
+
+A parcel of the arena is a number. It is positive for a pickle in a slot. It is negative for a large pickle that found no free slot:
+that one stays in private bytes until it is sent, and then waits for a slot.
+"""
+
+import asyncio
+import threading
+from contextlib import suppress
+from itertools import count
+from typing import cast
+
+from percore._common.errors import as_error
+from percore._common.fault_points import POINTS, point
+from percore._protocol.codec import is_inline
+from percore._protocol.messages import Payload
+from percore._serialization.advice import Nowhere, unsendable
+from percore._serialization.pickler import CANNOT, dump
+from percore._transport.exports import Endings
+from percore._transport.leases import Leases
+from percore._transport.memory import Memory
+from percore._transport.payload_picklers import PayloadPicklers
+from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, Sink, SlotWriter
+
+
+class Arena(SlotWriter):
+    """Implements `Store` over slots that all workers can read."""
+
+    def __init__(
+        self, memory: Memory, slot_size: int, limit: int, loop: asyncio.AbstractEventLoop, *, main_by_value: bool = False
+    ) -> None:
+        """As for `SlotWriter`. Call this in the thread of `loop`."""
+        super().__init__(memory, slot_size, limit)
+        self._loop = loop
+        self._main_by_value = main_by_value
+        self._private: dict[int, bytes] = {}
+        self._numbers = count(-1, -1)
+        self.passes = is_inline
+        # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
+        # could occupy all slots, and a call that is due before them could not be sent.
+        self.pickler = PayloadPicklers(self, main_by_value=main_by_value, sparing=True).take
+        self.most_shared = self.count // 4
+        self.load = Leases(self.reader(), Endings(loop), 0).receive_shared
+
+    # Parcels
+
+    def kept(self, data: bytes) -> Payload:
+        """Return the payload for a pickle outside of the slots. If it is too large for a message, it becomes a parcel."""
+        if len(data) <= INLINE_LIMIT:
+            return data
+        parcel = next(self._numbers)
+        self._private[parcel] = data
+        return parcel
+
+    def is_placed(self, parcel: int) -> bool:
+        return parcel >= 0
+
+    def place(self, parcel: int) -> int | None:
+        """Return the parcel in a slot: this one, or a new one for a private pickle. None if no slot is free for it."""
+        if parcel >= 0:
+            return parcel
+        placed = self.store(self._private[parcel])
+        if placed is not None:
+            self._private.pop(parcel, None)
+            if POINTS:
+                point("supervisor.slot.filled")
+        return placed
+
+    def size(self, parcel: int) -> int:
+        return len(self._private[parcel]) if parcel < 0 else parcel >> SLOT_BITS
+
+    def discard(self, payload: Payload) -> None:
+        if isinstance(payload, int) and payload < 0:
+            self._private.pop(payload, None)
+        else:
+            super().discard(payload)
+
+    # Pickles of other kinds
+
+    def pickled(self, obj: object) -> bytes:
+        sink = Sink(self, private=True)
+        dump(obj, sink, main_by_value=self._main_by_value)
+        return cast("bytes", sink.payload())
+
+    def can_pickle(self, obj: object) -> bool:
+        nowhere = Nowhere()
+        try:
+            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
+        except Exception:
+            return False
+        return True
+
+    # Shared objects
+
+    def share(self, obj: object, waiter: "asyncio.Future[int]") -> None:
+        # Not in the loop's default executor: the user may have filled it with calls that never end.
+        threading.Thread(target=self._share, args=(obj, waiter), name="percore-share", daemon=True).start()
+
+    def _share(self, obj: object, waiter: "asyncio.Future[int]") -> None:
+        """Pickle the object. Runs in a thread."""
+        sink = Sink(self)
+        try:
+            dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
+            pickled: Payload | BaseException = sink.payload()
+        except CANNOT as error:
+            pickled = unsendable("share(): the object", obj, error)
+        except BaseException as error:
+            pickled = error
+        del obj, sink
+        with suppress(RuntimeError):  # the loop was closed, so no task can be waiting
+            self._loop.call_soon_threadsafe(self._shared, waiter, pickled)
+
+    def _shared(self, waiter: "asyncio.Future[int]", pickled: Payload | BaseException) -> None:
+        if waiter.done():  # share() was cancelled or refused
+            if not isinstance(pickled, BaseException):
+                self.discard(pickled)
+            return
+        if isinstance(pickled, BaseException):
+            waiter.set_exception(as_error(pickled, "pickling"))
+            return
+        # Calls refer to the object, so it has to be in a slot: if it has none, because it is small or none was free, wait for one.
+        parcel = self.store(pickled) if isinstance(pickled, bytes) else self.place(pickled)
+        if parcel is None:
+            self.wait(lambda: self._share_later(waiter, pickled))
+        elif waiter.done():  # a `__del__`, run by a garbage collection, has cancelled it
+            self.discard(parcel)
+        else:
+            waiter.set_result(parcel)
+
+    def _share_later(self, waiter: "asyncio.Future[int]", pickled: Payload) -> bool:
+        """Try again. Runs in the thread that gave a slot back."""
+        self._loop.call_soon_threadsafe(self._shared, waiter, pickled)
+        return False

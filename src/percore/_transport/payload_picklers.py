@@ -1,0 +1,78 @@
+"""Payload picklers: reusable picklers that turn objects into payloads.
+
+Creating a pickler and its file takes longer than pickling a small object. So both are kept for the next object, but only after
+small pickles.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from percore._protocol.messages import Payload
+from percore._serialization.pickler import CANNOT, GLOBAL, PROTOCOL, FastPickler, finish, is_final
+from percore._transport.slots import Sink, SlotWriter
+
+if TYPE_CHECKING:
+    from pickle import Pickler
+
+_KEPT: Final = 16 << 10
+"""A pickler is kept after a pickle of at most this many bytes, because the memo table of a pickler never shrinks."""
+
+
+class PayloadPickler:
+    """A pickler and its file, for one object at a time. Code that pickles another object meanwhile needs another pickler."""
+
+    __slots__ = ("_idle", "_main_by_value", "_pickler", "sink")
+
+    def __init__(self, sink: Sink, idle: "list[PayloadPickler]", *, main_by_value: bool) -> None:
+        self.sink = sink
+        self._idle = idle
+        self._main_by_value = main_by_value
+        self._pickler: Pickler = FastPickler(sink, PROTOCOL, buffer_callback=sink.keep)
+
+    def payload(self, obj: object) -> Payload:
+        """Pickle `obj` and return the bytes, or the slot that holds them, which the caller must then discard.
+
+        Call this only once for each pickler that `PayloadPicklers.take` returns.
+
+        Raises:
+            PayloadTooLarge: the pickle exceeds the limit of the slots.
+            PicklingError, AttributeError, TypeError: neither pickle nor cloudpickle can pickle `obj`.
+            BaseException: any exception of the user code that pickling runs.
+        """
+        sink = self.sink
+        failed: type[Exception] | None = None
+        try:
+            self._pickler.dump(obj)
+        except CANNOT as error:
+            failed = type(error)
+        except BaseException:
+            sink.reset()
+            raise
+        else:
+            pickled = sink.head
+            if pickled is None or len(pickled) > _KEPT or sink.buffers:
+                pass
+            elif GLOBAL not in pickled or is_final(pickled, main_by_value=self._main_by_value):
+                sink.head = None
+                self._pickler.clear_memo()
+                self._idle.append(self)
+                return pickled
+        finish(obj, sink, failed, main_by_value=self._main_by_value, beside=sink)
+        return sink.payload()
+
+
+class PayloadPicklers:
+    """The picklers of one side of a runner. Any thread may use them."""
+
+    def __init__(self, slots: SlotWriter, *, main_by_value: bool, sparing: bool = False) -> None:
+        """With `sparing`, picklers take no slot while about half of the slots are in use (`SlotWriter.is_scarce`)."""
+        self._slots = slots
+        self._main_by_value = main_by_value
+        self._sparing = sparing
+        self._idle: list[PayloadPickler] = []
+
+    def take(self) -> PayloadPickler:
+        """Return an idle pickler, or a new one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return PayloadPickler(Sink(self._slots, sparing=self._sparing), self._idle, main_by_value=self._main_by_value)

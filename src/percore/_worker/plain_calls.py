@@ -1,0 +1,365 @@
+"""Plain functions in a worker: calls and batches on threads.
+
+When the supervisor recalls calls, the worker hands back calls that have not begun: waiting calls first, then parts of batches that
+take too long.
+
+A result is sent as soon as it exists, with one exception. While more than two calls per thread wait, the results of slow calls are
+collected, and a timer of the loop sends them. The supervisor then wakes up once for several results, and so does this loop for the
+calls that the supervisor sends in their place.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._common.fault_points import POINTS, point
+from percore._common.system import IS_FREE_THREADED
+from percore._protocol.codec import is_inline_value
+from percore._protocol.messages import RETURNED, TIMED_OUT, VALUE, Body
+from percore._transport.channel import Channel
+from percore._worker.answers import Answers, WorkerFunction
+from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
+from percore._worker.terms import Terms, Variables
+from percore._worker.threads import Threads
+
+if TYPE_CHECKING:
+    import asyncio
+
+MARK_WORDS: Final = 3
+"""64-bit words of a start mark: the call id, when it began (monotonic ns), how many of its items have begun."""
+
+SPLIT_AFTER: Final = 0.002
+"""Seconds that a batch may run before a recall takes items from it. Batches are sized to take one millisecond."""
+
+_KEEP_RESULTS: Final = 0.01
+"""Seconds that the result of a slow call may wait for other results. Sent alone, it would cost the supervisor a wake-up."""
+
+_SLOW_NS: Final = 20_000_000
+"""Nanoseconds after which a call counts as slow."""
+
+_LATE_NS: Final = 100_000_000
+"""Nanoseconds without a tick of the timer after which the loop counts as blocked. The threads then send results themselves."""
+
+_IDLE: Final = 1.0
+"""Seconds after which idle threads end, in a Python without a GIL.
+
+There, if one thread has created an object and another thread drops the last reference, the object is freed only when the first
+thread next runs. So a sleeping thread of the pool would keep alive what its calls created: large results, views of shared memory,
+shared objects. A thread that has ended keeps nothing alive.
+"""
+
+Item = tuple[WorkerFunction | None, Body, Terms | None]
+
+
+class Plain:
+    """Runs plain functions. The loop calls the methods, unless their docstring says otherwise."""
+
+    def __init__(  # noqa: PLR0913, PLR0917  # parts of one worker, put together in one place
+        self,
+        channel: Channel,
+        answers: Answers,
+        marks: memoryview,
+        threads: int,
+        initializer: Callable[[], Callable[[], object]] | None,
+        variables: Variables,
+        hand_over: Callable[[int, Any, float | None], None],
+    ) -> None:
+        """`initializer` unpickles and returns the user's thread initializer.
+
+        If a plain function returns an awaitable, its thread calls `hand_over(call_id, awaitable, deadline)`.
+        """
+        self._channel = channel
+        self._loop: asyncio.AbstractEventLoop = channel.loop
+        self._answers = answers
+        self._marks = marks
+        self._mask = len(marks) // MARK_WORDS - 1
+        self._initializer = initializer
+        self._variables = variables
+        self._hand_over = hand_over
+        self._thread = threading.local()
+        self._batches: dict[int, WorkerBatch] = {}
+        self._timers: dict[int, asyncio.TimerHandle | None] = {}
+        self._keeps_watch = False
+        self._keeps_results: asyncio.TimerHandle | None = None
+        self._sent_at = 0
+        self._enough = 2 * threads
+        self.threads = Threads(threads, self._run, copy_context())
+        self._idles: asyncio.TimerHandle | None = None
+        self._begun = 0
+        """How many calls the pool had begun at the last check for idle threads."""
+        if IS_FREE_THREADED:
+            self.threads.on_start = self._watch_idle
+
+    def put(self, call_id: int, item: Item | WorkerBatch) -> None:
+        """Queue a call or a batch.
+
+        Raises:
+            RuntimeError: the pool has no thread and cannot start one.
+        """
+        terms = item.terms if isinstance(item, WorkerBatch) else item[2]
+        if terms is not None and terms.is_beside:
+            self.threads.run_beside(call_id, item)
+        elif isinstance(item, WorkerBatch):
+            self._put_batch(call_id, item)
+        else:
+            self.threads.put(call_id, item)
+        if self._keeps_results is None:
+            self._keep_results()
+
+    def _watch_idle(self) -> None:
+        if self._idles is None:
+            self._idles = self._loop.call_later(_IDLE, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """End the idle threads if no call has begun since the last check, and check again later while threads are left."""
+        self._idles = None
+        before, self._begun = self._begun, self.threads.begun
+        if self._begun != before or self.threads.end_idle():
+            self._watch_idle()
+
+    def _keep_results(self) -> None:
+        """Set the timer that sends collected results, if enough calls wait here to keep the threads busy in the meantime."""
+        is_enough = len(self.threads.waiting) > self._enough
+        self._keeps_results = self._loop.call_later(_KEEP_RESULTS, self._send_results) if is_enough else None
+
+    def _send_results(self) -> None:
+        # Set the timer before the flush: if a thread still finds enough calls, its result is flushed here, or by the next timer.
+        self._keep_results()
+        self._sent_at = time.monotonic_ns()
+        self._channel.flush()
+
+    def _send_result(self, op: int, call_id: int, body: Body) -> None:
+        """Send the result of a call, or keep it for the timer if the call was slow. From a thread."""
+        waiting = self.threads.waiting
+        began = self._marks[(call_id & self._mask) * MARK_WORDS + 1]
+        if len(waiting) > self._enough and (now := time.monotonic_ns()) - began > _SLOW_NS:
+            self._channel.keep(op, call_id, body)
+            if len(waiting) > self._enough and now - self._sent_at < _LATE_NS:
+                return
+            self._sent_at = now
+            self._channel.flush()
+        else:
+            self._channel.send_from_thread(op, call_id, body)
+
+    def stop(self) -> None:
+        """Stop the timers and the threads. All results have been sent by then, or no call waits for them."""
+        if self._keeps_results is not None:
+            self._keeps_results.cancel()
+        if self._idles is not None:
+            self._idles.cancel()
+        self.threads.stop()
+
+    def _put_batch(self, call_id: int, batch: WorkerBatch) -> None:
+        # Register it first, so that `cancel` and `recall` reach the batch at all times, also while a thread begins it.
+        self._batches[call_id] = batch
+        try:
+            self.threads.put(call_id, batch)
+        except RuntimeError:
+            del self._batches[call_id]
+            raise
+        if not self._keeps_watch and batch.end > 1:  # the result of a single item is sent at once
+            self._keeps_watch = True
+            self._loop.call_later(KEEP, self._send_kept)
+
+    def _send_kept(self) -> None:
+        """Send results that wait behind a slow item. Their thread is busy with that item, so the loop does this."""
+        self._keeps_watch = False
+        for batch in list(self._batches.values()):
+            if batch.end > 1:
+                self._keeps_watch = True
+                if batch.results is not None:
+                    batch.results.flush_kept()
+        if self._keeps_watch:
+            self._loop.call_later(KEEP, self._send_kept)
+
+    def cancel(self, call_id: int, wanted: int | None) -> bool:
+        """Cancel a call that has not begun; of a batch, the items from `wanted` on. True if a whole call was cancelled."""
+        if wanted is None:
+            return self.threads.take_back(call_id) is not None
+        batch = self._batches.get(call_id)
+        if batch is None:
+            return False
+        if wanted == 0 and batch.begun_at is None:
+            # An empty batch must not begin: another call will soon have its id and the place of its start mark.
+            self._take_back(call_id)
+        elif count := batch.give_up(batch.end - wanted):
+            self._channel.send(RETURNED, call_id, count)
+        return False
+
+    # Handing back
+
+    def recall(self, count: int, stay: Collection[int]) -> None:
+        """Hand back about `count` calls that have not begun, except those in the places `stay`, then send RETURNED with id 0."""
+        if self._give_back(count, stay):
+            self._channel.send(RETURNED, 0, None)
+        else:
+            self._split(count)
+
+    def give_back_all(self) -> None:
+        """Hand back all calls and items that have not begun."""
+        for call_id in reversed(list(self.threads.waiting)):
+            self._take_back(call_id)
+        for call_id, batch in list(self._batches.items()):
+            if count := batch.give_up(batch.end):
+                self._channel.send(RETURNED, call_id, count)
+
+    def _give_back(self, most: int, stay: Collection[int] | None) -> int:
+        """Hand back up to `most` waiting calls, except those in the places `stay`. Return how many calls or items that were.
+
+        With `stay=None` hand back batches only: calls that came after the recall may have a key.
+        """
+        given = 0
+        # Leave the calls that free threads are about to begin. The supervisor would only send them back here and recall them again.
+        waiting = [item for item in list(self.threads.waiting.items()) if not self._is_beside(item[1])][self.threads.free() :]
+        for call_id, item in reversed(waiting):
+            if given >= most:
+                break
+            if type(item) is WorkerBatch if stay is None else call_id & self._mask not in stay:
+                given += self._take_back(call_id)
+        return given
+
+    def _is_beside(self, item: Item | WorkerBatch) -> bool:
+        return type(item) is tuple and item[2] is not None and item[2].is_beside
+
+    def _take_back(self, call_id: int) -> int:
+        """Hand back a call, or a whole batch. Return how many calls or items that were: 0 if it has begun."""
+        item = self.threads.take_back(call_id)
+        if item is None:
+            return 0
+        count = None
+        if type(item) is WorkerBatch:
+            count = len(item.items)
+            del self._batches[call_id]
+        self._channel.send(RETURNED, call_id, count)
+        return count or 1
+
+    def _split(self, most: int) -> None:
+        """Hand back half of the items that running batches have not begun, once the batches have run for `SPLIT_AFTER`."""
+        now, wait, given = time.perf_counter(), 0.0, 0
+        for call_id, batch in list(self._batches.items()):
+            age = 0.0 if batch.begun_at is None else now - batch.begun_at
+            if batch.items and age < SPLIT_AFTER:
+                wait = max(wait, SPLIT_AFTER - age)
+            elif count := batch.give_up((len(batch.items) + 1) // 2):
+                given += count
+                self._channel.send(RETURNED, call_id, count)
+        if wait and not given:
+            self._loop.call_later(wait, self._split_later, most)
+        else:
+            self._channel.send(RETURNED, 0, None)
+
+    def _split_later(self, most: int) -> None:
+        if self._give_back(most, None):
+            self._channel.send(RETURNED, 0, None)
+        else:
+            self._split(most)
+
+    # In a thread
+
+    def _run(self, call_id: int, item: Item | WorkerBatch) -> None:
+        """Run a call or a batch in this thread and answer it. Never raises."""
+        word = (call_id & self._mask) * MARK_WORDS
+        marks = self._marks
+        marks[word + 1] = time.monotonic_ns()
+        marks[word + 2] = 0
+        marks[word] = call_id  # last: this makes the mark valid
+        if POINTS:
+            point("worker.call.marked")
+        if isinstance(item, WorkerBatch):
+            item.begun_at = time.perf_counter()
+            try:
+                self._in_context(call_id, item.terms, self._run_items, call_id, item, word + 2)
+            finally:
+                del self._batches[call_id]
+            return
+        function, body, terms = item
+        if terms is None:
+            self._run_call(call_id, function, body, None)
+        else:
+            self._in_context(call_id, terms, self._run_call, call_id, function, body, terms.timeout)
+
+    def _in_context(self, call_id: int, terms: Terms | None, run: Callable[..., None], *args: Any) -> None:
+        if terms is None or terms.values is None:
+            run(*args)
+            return
+        try:
+            context = self._variables.context(terms.values)
+        except BaseException as error:
+            self._fail(call_id, args, error)
+            return
+        context.run(run, *args)
+
+    def _fail(self, call_id: int, args: tuple[Any, ...], error: BaseException) -> None:
+        """Answer a call, or all items of a batch, with an error that keeps them from running."""
+        if type(args[1]) is not WorkerBatch:
+            self._answers.error(call_id, error, self._channel.send_from_thread)
+            return
+        for index in range(len(args[1].items)):
+            try:
+                args[1].items.popleft()
+            except IndexError:  # the loop has taken the rest
+                return
+            self._marks[args[2]] = index + 1
+            self._answers.error(item_id(call_id, index), error, self._channel.send_from_thread)
+
+    def _initialize(self) -> None:
+        """Run the user's initializer before the first call of this thread. If it fails, the next call tries again."""
+        if self._initializer is not None and not getattr(self._thread, "is_ready", False):
+            self._initializer()()
+            self._thread.is_ready = True
+
+    def _run_call(self, call_id: int, function: WorkerFunction | None, body: Body, timeout: float | None) -> None:
+        send = self._channel.send_from_thread
+        if timeout is not None:
+            deadline = self._loop.time() + timeout
+            self._loop.call_soon_threadsafe(self._watch, call_id, deadline)
+        try:
+            self._initialize()
+            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            if POINTS:
+                point("worker.call.running")
+            result = fn(*args, **kwargs) if kwargs else fn(*args)
+            is_inline = is_inline_value(result)
+            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # may run code of a metaclass
+        except BaseException as error:
+            self._answers.error(call_id, error, send)
+        else:
+            if is_inline:
+                if POINTS:
+                    point("worker.outcome.ready")
+                self._send_result(VALUE, call_id, result)
+            elif is_awaitable:
+                self._hand_over(call_id, result, None if timeout is None else deadline)
+            else:
+                self._answers.result(call_id, result, self._send_result)
+        finally:
+            if timeout is not None:
+                self._loop.call_soon_threadsafe(self._unwatch, call_id)
+
+    def _run_items(self, call_id: int, batch: WorkerBatch, word: int) -> None:
+        function = batch.function
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            self._initialize()
+            return self._answers.function(function)(*args, **kwargs)
+
+        fn = late if function.fn is None or self._initializer is not None else function.fn
+        send = self._send_result if batch.end == 1 else self._channel.send_from_thread
+        results = BatchResults(call_id, self._answers, send, self._hand_over)
+        batch.run(results, fn, self._marks, word)
+
+    # Time
+
+    def _watch(self, call_id: int, deadline: float) -> None:
+        self._timers[call_id] = self._loop.call_at(deadline, self._expired, call_id)
+
+    def _unwatch(self, call_id: int) -> None:
+        timer = self._timers.pop(call_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _expired(self, call_id: int) -> None:
+        self._timers[call_id] = None
+        self._channel.send(TIMED_OUT, call_id, None)

@@ -1,0 +1,367 @@
+"""The server of a worker: it turns messages into tasks and calls on threads, and answers them.
+
+Invariants:
+
+- A call's start mark is set before its arguments are unpickled, because unpickling already runs user code.
+- On the loop, user code runs only in `_run`, in the methods of `Answers` and in `Variables.context`. Any exception that it raises,
+  including BaseException, becomes the outcome of its call.
+- Each call is answered exactly once.
+"""
+
+import asyncio
+import inspect
+import marshal
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from percore._common.fault_points import POINTS, point
+from percore._protocol.codec import is_inline_value
+from percore._protocol.messages import (
+    BATCH,
+    CANCEL,
+    CANCELLED,
+    DEFINE,
+    DRAIN,
+    DRAINING,
+    FINISH,
+    FORGET,
+    ID_MASK,
+    ONCE_TASK,
+    ONCE_THREAD,
+    RECALL,
+    RETURNED,
+    SHARE,
+    TERMS,
+    UNDEFINE,
+    VALUE,
+    Body,
+    Kind,
+    Message,
+    Payload,
+)
+from percore._transport.worker_side import WorkerSide
+from percore._worker.answers import Answers, WorkerFunction
+from percore._worker.batches import WorkerBatch, item_id
+from percore._worker.eager_tasks import task_starter
+from percore._worker.plain_calls import MARK_WORDS, Plain
+from percore._worker.shared_objects import WorkerShares
+from percore._worker.terms import Terms, Variables, within
+
+if TYPE_CHECKING:
+    from contextvars import Context
+    from types import CoroutineType
+
+TASK: Final = Kind.TASK
+
+
+def _is_unbegun(task: asyncio.Task[None]) -> bool:
+    return inspect.getcoroutinestate(cast("CoroutineType[Any, Any, None]", task.get_coro())) == inspect.CORO_CREATED
+
+
+class Server:
+    """Serves one channel. The loop calls the methods, unless their docstring says otherwise."""
+
+    def __init__(  # parts of one worker, put together in one place
+        self,
+        channel: WorkerSide,
+        marks: memoryview,
+        *,
+        threads: int,
+        thread_initializer: Callable[[], Callable[[], object]] | None = None,
+        contextvars: Sequence[tuple[str, str]] = (),
+        answers: Answers | None = None,
+    ) -> None:
+        """`marks` has MARK_WORDS words per place; the number of places is a power of two.
+
+        `thread_initializer` unpickles and returns the user's thread initializer. `answers` defaults to `Answers(channel)`.
+        """
+        self._channel = channel
+        self._loop = channel.loop
+        self._marks = marks
+        self._mask = len(marks) // MARK_WORDS - 1
+        assert not (self._mask + 1) & self._mask, "two calls at once could have one start mark"
+        self._functions: dict[int, WorkerFunction] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        self._handed_over: dict[int, tuple[Any, float | None]] = {}
+        self._terms: dict[int, Terms] = {}
+        self._variables = Variables(contextvars)
+        self.shares = WorkerShares(channel)
+        self._answers = Answers(channel) if answers is None else answers
+        self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
+        self._threads = self._plain.threads
+        self._start = task_starter(self._loop)
+        self._is_draining = self._is_abandoned = False
+        self._tickets: deque[None] = deque()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self._handlers: dict[int, Callable[[int, Any], None]] = {
+            DEFINE: self._define,
+            UNDEFINE: self._undefine,
+            CANCEL: self._cancel,
+            RECALL: self._recall,
+            FINISH: self._finish,
+            ONCE_TASK: self._once_task,
+            ONCE_THREAD: self._once_thread,
+            BATCH: self._batch,
+            TERMS: self._under,
+            DRAIN: lambda _, __: self.drain(),
+            FORGET: self.shares.forget,
+            SHARE: self.shares.meet,
+            **channel.own,
+        }
+
+    # Messages
+
+    def receive(self, messages: list[Message]) -> None:
+        """Handle the messages of a frame, up to one that ends the channel. Raises for messages that no supervisor sends."""
+        channel = self._channel
+        for op, call_id, body in messages:
+            if op > 0:
+                function = self._functions[op]
+                if function.kind == TASK:
+                    fn = function.fn
+                    if fn is None or type(body) is not tuple or self._is_draining or self._terms or POINTS:
+                        self._start_task(call_id, function, body)
+                    else:  # fast path of `_start_task`, which most calls take
+                        place = (call_id & self._mask) * MARK_WORDS
+                        marks = self._marks
+                        marks[place + 1] = monotonic_ns()
+                        marks[place] = call_id
+                        task = self._start(self._run(call_id, fn, body, None), function.name, None)
+                        if not task.done():
+                            self._tasks[call_id] = task
+                else:
+                    self._put_on_thread(call_id, function, body)
+            else:
+                self._handlers[op](call_id, body)
+            if not channel.is_open:
+                return
+
+    def limit(self, calls: int) -> None:
+        """Begin at most this many calls. This worker drains when the last of them begins. Call it before the worker serves."""
+        self._tickets.extend([None] * calls)
+        self._threads.may_begin = self._take_ticket
+        self.receive = self._receive_some  # type: ignore[method-assign]
+
+    def _receive_some(self, messages: list[Message]) -> None:
+        """Like `receive`, with a limit on calls."""
+        for message in messages:
+            op, call_id, body = message
+            is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
+            if is_task and not self._is_draining:
+                try:
+                    self._tickets.pop()
+                except IndexError:  # a thread has taken the last ticket, and `drain` is about to run
+                    self._channel.send(RETURNED, call_id, None)
+                    continue
+                self._start_task(call_id, self._functions[op] if op > 0 else None, body)
+                if not self._tickets:
+                    self.drain()
+            else:
+                Server.receive(self, [message])
+            if not self._channel.is_open:
+                return
+
+    def _take_ticket(self) -> bool:
+        """Return whether a call may begin. From the thread that is about to begin it."""
+        try:
+            self._tickets.pop()
+        except IndexError:  # `drain` is about to run and hands back the waiting calls
+            return False
+        if not self._tickets:
+            self._loop.call_soon_threadsafe(self.drain)
+        return True
+
+    def _mark(self, call_id: int) -> None:
+        """Set the start mark of a call. The id is written last: it makes the mark valid."""
+        place = (call_id & self._mask) * MARK_WORDS
+        self._marks[place + 1] = monotonic_ns()
+        self._marks[place] = call_id
+
+    def _define(self, number: int, body: tuple[int, Payload]) -> None:
+        kind, payload = body
+        self._functions[number] = WorkerFunction(kind, payload)
+
+    def _undefine(self, number: int, _body: None) -> None:
+        del self._functions[number]
+
+    def _once_task(self, call_id: int, body: Payload) -> None:
+        self._start_task(call_id, None, body)
+
+    def _once_thread(self, call_id: int, body: Payload) -> None:
+        self._put_on_thread(call_id, None, body)
+
+    def _batch(self, call_id: int, body: bytes) -> None:
+        number, bodies, is_bare = marshal.loads(body)
+        if type(bodies) is bytes:
+            bodies = marshal.loads(bodies)
+        if self._is_draining:
+            self._channel.send(RETURNED, call_id, len(bodies))
+            return
+        try:
+            self._plain.put(call_id, WorkerBatch(self._functions[number], bodies, is_bare, self._terms.pop(call_id, None)))
+        except RuntimeError as error:  # as in `_put_on_thread`
+            for index in range(len(bodies)):
+                self._answers.error(item_id(call_id, index), error, self._channel.send)
+
+    def _under(self, call_id: int, body: tuple[Any, ...] | None) -> None:
+        if body is None:
+            self._terms.pop(call_id, None)
+        else:
+            self._terms[call_id] = Terms(*body)
+
+    def _cancel(self, call_id: int, wanted: int | None) -> None:
+        if wanted is not None:
+            self._plain.cancel(call_id, wanted)
+            first = item_id(call_id, wanted)  # the ids of a batch's items ascend; items before `first` are still wanted
+            for task_id in [one for one in (*self._tasks, *self._handed_over) if one & ID_MASK == call_id and one >= first]:
+                self._cancel(task_id, None)
+            return
+        task = self._tasks.get(call_id)
+        if call_id in self._handed_over or (task is not None and _is_unbegun(task)):
+            # Its task is not created yet, or has not taken its first step. If cancelled now, it would end without an answer.
+            self._loop.call_soon(self._cancel, call_id, None)
+        elif task is not None:
+            self._cancelled.add(call_id)
+            task.cancel()
+        elif self._plain.cancel(call_id, None):
+            self._channel.send(CANCELLED, call_id, None)
+
+    def _recall(self, count: int, stay: bytes) -> None:
+        self._plain.recall(count, frozenset(memoryview(stay).cast("I")))
+
+    def _finish(self, _zero: int, _body: None) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+    def drain(self) -> None:
+        """Accept no more calls, hand back those that have not begun, and finish when the last running call has been answered."""
+        if self._is_draining or self.finished.done():
+            return
+        self._is_draining = True
+        if POINTS:
+            point("worker.draining")
+        # Messages that do not fit into the ring or a slot are sent when the supervisor has read. Look again after each batch.
+        self._channel.on_batch = self._look_soon
+        self._channel.send(DRAINING, 0, None)
+        self._plain.give_back_all()
+        self._threads.when_idle(lambda: self._loop.call_soon_threadsafe(self._look_drained))
+        self._look_soon()
+
+    def abandon(self) -> None:
+        """After the lifespan has failed: accept no more calls, hand back those that have not begun, and cancel running tasks.
+
+        The worker does not answer calls that end by this cancellation. The supervisor fails them when the worker ends.
+        """
+        self._is_draining = self._is_abandoned = True
+        self._plain.give_back_all()
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    def _look_soon(self) -> None:
+        self._loop.call_soon(self._look_drained)  # after the flush that ends this iteration
+
+    def _look_drained(self) -> None:
+        has_calls = self._tasks or self._handed_over or not self._threads.is_idle()
+        self._channel.flush()  # messages that were held back to share a wake-up, too
+        if not has_calls and self._channel.is_flushed():
+            self._finish(0, None)
+
+    def stop(self) -> None:
+        """Stop the threads and release the shared objects."""
+        self._plain.stop()
+        self.shares.stop()
+
+    def join(self) -> None:
+        """Wait until the stopped threads have ended."""
+        self._threads.join()
+
+    def own_tasks(self) -> set[asyncio.Task[Any]]:
+        """Return the tasks of the calls that still run."""
+        return set(self._tasks.values())
+
+    # Coroutine functions
+
+    def _start_task(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:
+        send = self._channel.send
+        terms = self._terms.pop(call_id, None) if self._terms else None
+        if self._is_draining:
+            send(RETURNED, call_id, None)
+            return
+        self._mark(call_id)
+        if POINTS:
+            point("worker.call.marked")
+        context: Context | None = None
+        try:
+            if terms is not None and terms.values is not None:
+                context = self._variables.context(terms.values)
+            fn, args, kwargs = self._answers.unpack(call_id, function, body, self._channel.send_later)
+            if terms is not None and terms.timeout is not None:
+                fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
+            run = self._run(call_id, fn, args, kwargs)
+        except BaseException as error:  # user code ran: any exception is the outcome of this call
+            self._answers.error(call_id, error, send)
+            return
+        # The task gets the name of its function if the function has a number. A unique name per call would cost too much.
+        task = self._start(run, "percore" if function is None else function.name, context)
+        if not task.done():
+            self._tasks[call_id] = task
+
+    async def _run(self, call_id: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        try:
+            if POINTS:
+                point("worker.call.running")
+            result = await (fn(*args, **kwargs) if kwargs else fn(*args))
+        except BaseException as error:
+            self._end_task(call_id, error)
+        else:
+            self._tasks.pop(call_id, None)
+            if self._cancelled:
+                self._cancelled.discard(call_id)
+            if POINTS:
+                self._answers.result(call_id, result, self._channel.send)
+            elif is_inline_value(result):
+                self._channel.send(VALUE, call_id, result)
+            else:
+                self._answers.pickled(call_id, result, self._channel.send)
+        if self._is_draining:
+            self._look_soon()
+
+    def _end_task(self, call_id: int, error: BaseException) -> None:
+        self._tasks.pop(call_id, None)
+        if self._is_abandoned and isinstance(error, asyncio.CancelledError):
+            return
+        if call_id in self._cancelled:
+            self._cancelled.discard(call_id)
+            if isinstance(error, asyncio.CancelledError):
+                self._channel.send(CANCELLED, call_id, None)
+                return
+        self._answers.error(call_id, error, self._channel.send)
+
+    # Plain functions
+
+    def _put_on_thread(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:
+        terms = self._terms.pop(call_id, None) if self._terms else None
+        if self._is_draining:
+            self._channel.send(RETURNED, call_id, None)
+            return
+        try:
+            self._plain.put(call_id, (function, body, terms))
+        except RuntimeError as error:  # the pool has no thread and cannot start one, as under a limit on processes
+            self._answers.error(call_id, error, self._channel.send)
+
+    def _hand_over(self, call_id: int, awaitable: Any, deadline: float | None) -> None:
+        """Await in the loop, until the deadline, what a plain function has returned. From the function's thread."""
+        self._handed_over[call_id] = awaitable, deadline  # before the thread ends the call, so that the loop always finds it
+        self._loop.call_soon_threadsafe(self._await, call_id)
+
+    def _await(self, call_id: int) -> None:
+        awaitable, deadline = self._handed_over.pop(call_id)
+
+        async def wait_for() -> Any:
+            async with asyncio.timeout_at(deadline):
+                return await awaitable
+
+        self._tasks[call_id] = self._loop.create_task(self._run(call_id, wait_for, (), None))

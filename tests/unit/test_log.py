@@ -1,0 +1,53 @@
+"""percore's own log records say who is speaking: unconfigured logging writes nothing but their text."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+import percore
+from percore._common.log import report
+
+SOURCE = Path(percore.__file__).parent
+
+
+def test_a_report_names_percore(caplog: pytest.LogCaptureFixture) -> None:
+    report(logging.WARNING, "worker %d died", 3)
+    (record,) = caplog.records
+    assert (record.name, record.getMessage()) == ("percore", "percore: worker 3 died")
+    assert record.pathname == __file__
+
+
+class Refuses(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("the log is full")
+
+
+def test_a_handler_that_raises_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = Refuses()
+    logging.getLogger("percore").addHandler(handler)
+    try:
+        report(logging.WARNING, "worker %d died", 3)
+    finally:
+        logging.getLogger("percore").removeHandler(handler)
+    assert "percore: worker %d died" in capsys.readouterr().err
+
+
+def _literals_logged() -> list[tuple[str, int, str]]:
+    """Each text that a module gives to its own `logger`, where that is percore's."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if 'logger: Final = logging.getLogger("percore")' in text:
+            for node in ast.walk(ast.parse(text)):
+                match node:
+                    case ast.Call(func=ast.Attribute(ast.Name("logger"), _), args=[ast.Constant(str(said)), *_]):
+                        found.append((path.name, node.lineno, said))
+    return found
+
+
+def test_everything_that_is_logged_names_percore() -> None:
+    logged = _literals_logged()
+    assert {name for name, _, _ in logged} >= {"lifespan.py", "log_forwarding.py", "portal.py", "jobs.py"}
+    assert [place for place in logged if not place[2].startswith("percore: ")] == []
