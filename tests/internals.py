@@ -4,9 +4,10 @@ A test needs this to kill a particular worker, to see that a call has left nothi
 one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from percore import Runner
+from percore import Map, Runner
 
 if TYPE_CHECKING:
     from percore._supervisor.pool_worker import PoolWorker
@@ -41,3 +42,52 @@ def arena_of(runner: Runner) -> Any:
 def slots_used(runner: Runner) -> int:
     """How many memory slots are taken by what is sent to workers."""
     return runner._supervisor.store.in_use
+
+
+@dataclass
+class Held:
+    """What a map that has begun holds at a moment.
+
+    Attributes:
+        pulled, ended, handed_over: how many items were, ever.
+        items: items that have not ended: they wait for a batch, are in a batch that was sent, or are under way singly.
+        inputs: inputs kept to give pairs.
+        admitted: items that count for `max_pending`.
+        inside: calls of anybody that count for it.
+        is_open: whether the dispatch has its queue, or the supervisor an end to call.
+    """
+
+    pulled: int
+    ended: int
+    handed_over: int
+    items: int
+    inputs: int
+    admitted: int
+    inside: int
+    is_open: bool
+
+
+def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
+    """What a map holds; None if it has not begun."""
+    run: Any = mapped._run
+    if run is None or run._parts is None:
+        return None
+    items, feeder = run._parts
+    window, supervisor = items.window, runner._supervisor
+    sent = sum(index < batch.wanted for batch in items._sent for index in batch.began(batch.size))
+    return Held(
+        window.pulled,
+        window.ended,
+        window.handed_over,
+        len(items.batches or ()) + len(items._alive) + sent,
+        len(items.given),
+        items.admitted,
+        supervisor.admission._inside if supervisor.admission is not None else 0,
+        items.queue in supervisor.dispatch._maps or feeder.end in supervisor.enders,
+    )
+
+
+def pulls(mapped: Map[Any]) -> bool:
+    """Whether a map still pulls inputs."""
+    run: Any = mapped._run
+    return bool(run._life.pulls)

@@ -225,6 +225,21 @@ async def test_aclose_while_another_task_iterates(make: MakeRunner, log: Log, ga
         assert runner.statistics().queued == 0
 
 
+async def test_a_list_that_is_closed_while_its_input_is_about_to_go_on_is_empty(make: MakeRunner) -> None:
+    async def numbers() -> AsyncIterator[int]:
+        while True:  # at every moment, the task that pulls is about to run before the one that collects
+            await asyncio.sleep(0)
+            yield 1
+
+    async with make() as runner:
+        mapped = runner.map(jobs.aecho, numbers())
+        collecting = asyncio.create_task(mapped.collect())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await mapped.aclose()
+        assert await collecting == []
+
+
 async def test_aclose_of_one_that_iterates_a_map_over_a_map(make: MakeRunner, log: Log, gate: Gate) -> None:
     source = Source()
     async with make() as runner:

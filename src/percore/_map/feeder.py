@@ -29,8 +29,11 @@ class Feeder:
 
     def __init__(self, supervisor: Supervisor, inputs: Inputs, items: InFlight, spec: Spec, life: MapLife) -> None:
         self._supervisor = supervisor
+        self._loop = supervisor.loop
+        self._admission = supervisor.admission
         self._inputs = inputs
         self._items = items
+        self._window = items.window
         self._life = life
         self._has_pairs = spec.pairs
         self._is_batched = is_batched = items.batches is not None
@@ -41,7 +44,7 @@ class Feeder:
     def begin(self) -> None:
         """Start the task."""
         self._life.advance(MapEvent.BEGIN)
-        self._task = self._supervisor.loop.create_task(self._feed(), name="percore-map")
+        self._task = self._loop.create_task(self._feed(), name="percore-map")
 
     def end(self) -> None:
         """Stop pulling, because the runner takes no more calls."""
@@ -69,8 +72,8 @@ class Feeder:
             await self._feed_until_end()
             self._send()
         except asyncio.CancelledError as error:
-            # The input raised it, or the map is being ended. In the second case `failure` is set already, or nothing reads it.
-            if life.failure is None:
+            # The input raised it, or the map is being ended: by `close`, or by `end`, which has set `failure`.
+            if not life.is_closed and life.failure is None:
                 life.failure = RuntimeError(f"the input raised {shown(error)}")
                 life.failure.__cause__ = error
         except Exception as error:  # an error of percore: those of the input arrive in `Pulled`
@@ -84,8 +87,7 @@ class Feeder:
             self._items.wake()
 
     async def _feed_until_end(self) -> None:
-        life, items, phase, loop = self._life, self._items, self._supervisor.phase, self._supervisor.loop
-        window = items.window
+        life, items, window, phase, loop = self._life, self._items, self._window, self._supervisor.phase, self._loop
         chunk = 1
         begun = loop.time()
         while life.pulls:
@@ -120,23 +122,22 @@ class Feeder:
                 begun = loop.time()
 
     async def _pull(self, most: int) -> Pulled:
-        supervisor, items, inputs = self._supervisor, self._items, self._inputs
-        admission = supervisor.admission
+        inputs, admission = self._inputs, self._admission
         if inputs.is_async:
             # Pull the row before entering: it may come from another map, which needs room itself, or take long to come.
-            self._pulled_at = supervisor.loop.time()
+            self._pulled_at = self._loop.time()
             pulled = await inputs.pull()
             if admission is not None and pulled.rows and self._life.pulls:
                 entered = await admission.enter()  # not in the line of `+=`, which would read the count before the wait
-                items.admitted += entered
+                self._items.admitted += entered
             return pulled
         if admission is not None:
             most = await admission.enter(most)
-            items.admitted += most
-        self._pulled_at = supervisor.loop.time()
+            self._items.admitted += most
+        self._pulled_at = self._loop.time()
         pulled = inputs.pull_now(most)
         if admission is not None and len(pulled.rows) < most and not self._life.is_closed:
-            items.leave(most - len(pulled.rows))
+            self._items.leave(most - len(pulled.rows))
         return pulled
 
     def _submit(self, rows: list[Any]) -> bool:
@@ -146,17 +147,16 @@ class Feeder:
         """
         if not rows:
             return True
-        items, life, supervisor = self._items, self._life, self._supervisor
-        number = items.window.pulled
+        number = self._window.pulled
         if self._has_pairs:
-            items.given.update(enumerate(rows, number))
+            self._items.given.update(enumerate(rows, number))
         taken = self._rows.submit(number, rows)
-        if self._is_batched and not life.is_closed:
-            supervisor.dispatch.appended(items.queue)
-            if self._inputs.is_async or supervisor.admission is not None:  # the next row may take long to come
+        if self._is_batched and not self._life.is_closed:
+            self._supervisor.dispatch.appended(self._items.queue)
+            if self._inputs.is_async or self._admission is not None:  # the next row may take long to come
                 self._send()
-        if taken < len(rows) and not life.is_closed:
-            items.leave(len(rows) - taken)
+        if taken < len(rows) and not self._life.is_closed:
+            self._items.leave(len(rows) - taken)
         return taken == len(rows)
 
     def _send(self) -> None:

@@ -90,8 +90,9 @@ class InFlight:
         _wake(self._result_waiter)
 
     def is_over(self) -> bool:
-        """Whether all items have ended and no more will come."""
-        return not self.life.pulls and self.window.ended == self.window.pulled
+        """Whether no more items will end for the map: it was stopped, or all items have ended and no more will come."""
+        life, window = self.life, self.window
+        return not life.pulls and (not life.gives or window.ended == window.pulled)
 
     def hand_over(self, count: int, size: float) -> None:
         """Count `count` results, of `size` bytes each, as handed over to the user."""
@@ -285,7 +286,7 @@ class InFlight:
             window.hand_over(size, count)
         if self.space_waiter is not None and window.is_worth_a_pull():
             _wake(self.space_waiter)
-        if not is_list or not self.life.gives or self.is_over():  # `collect` waits for the whole list
+        if not is_list or self.is_over():  # `collect` waits for the whole list
             _wake(self._result_waiter)
 
 

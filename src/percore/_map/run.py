@@ -38,7 +38,7 @@ class MapRun:
         if items is None:
             return []
         try:
-            while life.gives and not items.is_over():
+            while not items.is_over():
                 await items.wait()
             life.check()
             return results.values if not life.is_closed else []
