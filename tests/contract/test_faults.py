@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 import percore
-from percore._common import log as _faults
+from percore._common import log as log_module
 from percore._scheduler.windows import Cost
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool import Pool
@@ -165,7 +165,7 @@ def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch is of sixteen items, whatever they take."""
     monkeypatch.setattr(Cost, "batch", lambda _, waiting, __: min(16, waiting))
     # Without the exceptions, whose tracebacks would keep the memory of all the workers.
-    monkeypatch.setattr(_faults, "report", lambda *_, exc_info: None)
+    monkeypatch.setattr(log_module, "report", lambda *_, exc_info: None)
 
 
 def run(story: Story, strike: Strike, folder: Path) -> dict[str, Any]:

@@ -1398,7 +1398,7 @@ def _is_hit(at: int, per_key: int | None) -> bool:
     for seat in seats:
         dispatch.seat(seat)
     spared = {"done", "part", "untaken", "fill", "<genexpr>"}
-    strike = Strike(at, lambda code: "/_core/" in code.co_filename and code.co_name not in spared)
+    strike = Strike(at, lambda code: "/_scheduler/" in code.co_filename and code.co_name not in spared)
     sent: list[Unit] = []
     with contextlib.suppress(Fault):
         _hand_out(dispatch, sent, strike)

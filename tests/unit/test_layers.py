@@ -73,7 +73,10 @@ CIRCLES: dict[frozenset[str], str] = {
 # import, or of no use in a worker.
 WORKER = ("_worker", "_worker_process")
 PARENT = ("_monitor", "_scheduler", "_calls", "_supervisor", "_engines", "_map", "_runner", "_executor")
-PARENT_IN_COMMON = {"_common.log", "_common.options", "_common.worker_errors", "_protocol.interfaces"}
+PARENT_IN_COMMON = {
+    *("_common.log", "_common.options", "_common.worker_errors", "_protocol.interfaces"),
+    *("_transport.arena", "_transport.supervisor_side"),
+}
 
 # Modules of the standard library (and psutil) with which a module could do what its room must not: wait, look at the clock, touch
 # the system. A name stands for all below it; a room for all its modules.
@@ -84,12 +87,17 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
     "_protocol.codec": SYSTEM,
     "_transport.ring": SYSTEM,
     "_transport.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
-    **dict.fromkeys(("_calls.items", "_calls.policy", "_map.results"), SYSTEM),
+    **dict.fromkeys(("_calls.items", "_calls.policy", "_executor.life", "_map.results"), SYSTEM),
     **dict.fromkeys(("_protocol", "_serialization", "_transport", "_worker", "_worker_process"), COSTLY),
     **dict.fromkeys(("_common.errors", "_common.options", "_common.system", "_common.fault_points"), COSTLY),
 }
 # Decisions touch neither the system nor a place where tests strike.
-DECIDES = {"_scheduler": {"_common.errors", "_common.options", "_protocol.messages"}}
+DECIDES = {
+    "_scheduler": {"_common.errors", "_common.options", "_protocol.messages"},
+    "_calls.policy": {"_common.options", "_common.worker_errors"},
+    "_executor.life": {"_scheduler.lifecycle"},
+    "_map.results": set(),
+}
 
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.
 GIVES_WAY = {

@@ -10,7 +10,7 @@ import pytest
 from percore._protocol.messages import VALUE, Body, Kind
 from percore._worker import plain_calls as module
 from percore._worker.answers import Answers, WorkerFunction
-from percore._worker.plain_calls import MARK_WORDS, Plain
+from percore._worker.plain_calls import MARK_WORDS, PlainCalls
 from percore._worker.terms import Variables
 
 PLACES = 64
@@ -71,7 +71,7 @@ class Worker:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: self._now, perf_counter=lambda: self._now / 1e9))
         channel = cast("Any", self.post)
         marks = memoryview(bytearray(PLACES * MARK_WORDS * 8)).cast("Q")
-        self.plain = Plain(channel, Answers(channel), marks, 1, None, Variables(()), self._hand_over)
+        self.plain = PlainCalls(channel, Answers(channel), marks, 1, None, Variables(()), self._hand_over)
         run = self.plain.threads._run
 
         def run_and_tell(call_id: int, item: object) -> None:

@@ -4,7 +4,7 @@
 
     Awaited    a call of `run`; `Planned` is one with a policy
     Call       a call of `submit`, of a broadcast, or of `run` if its end releases something; a future itself
-    Job        a call of an executor (in `_executor.portal`)
+    Job        a call of an executor (in `_executor.jobs`)
     Item       an item of a map, sent singly (in `_calls.items`)
     Batch      several items of a map in one message (in `_calls.items`)
 
@@ -180,7 +180,7 @@ class Call(CallBase, asyncio.Future[Any]):
 
     queue: ClassVar[None] = None
 
-    # The intake sets these when it makes the call, and the member sets `call_id` when it sends the call. With an `__init__`,
+    # `Submission` sets these when it makes the call, and `PoolWorker` sets `call_id` when it sends the call. With an `__init__`,
     # making a call would cost a third more.
     owner: Owner
     function: "Function"

@@ -2,7 +2,7 @@
 
     PercoreError
      ├── WorkerDied        (BrokenProcessPool)  the worker that ran this call died          \
-     ├── RunnerBroken      (BrokenProcessPool)  percore has given up starting workers        } in _broken
+     ├── RunnerBroken      (BrokenProcessPool)  percore has given up starting workers        } in worker_errors
      ├── StartupFailed     (BrokenProcessPool)  the first start failed                      /
      ├── RunnerClosed      (RuntimeError)       the runner is not started, is closing, or is closed
      ├── RunnerFull        (RuntimeError)       max_pending calls are pending

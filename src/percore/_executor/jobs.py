@@ -1,7 +1,7 @@
 """The calls of an executor, between the portal's inbox and the outcomes of the standard library's futures.
 
-    inbox ─▶ waiting ─▶ Intake.submit ─▶ workers
-    Future   ◀─ outcomes        ◀─ Job   ◀─
+    inbox ─▶ waiting ─▶ Submission.submit ─▶ workers
+    Future   ◀─ outcomes            ◀─ Job   ◀─
 
 A call *waits* until the workers have room for it; the room includes the calls that are queued ahead in a worker. While a call
 waits, cancelling its future withdraws it. When it is handed over, its arguments are pickled and its future is set running, like a

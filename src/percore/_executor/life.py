@@ -5,7 +5,7 @@
 
 Its thread may also end by an error of percore in any phase, so `end` may follow every other event.
 
-Only the executor's thread changes the phase. Beside the phase there are marks. Each is a reason to take no new calls:
+Only the executor's thread changes the phase. An executor also has marks. Each is a reason to take no new calls:
 
     SHUT     shutdown was called, or the executor was collected. Accepted calls are finished.
     KILLED   the workers got a signal and are not replaced. Calls that no worker has begun end with the last worker.

@@ -25,7 +25,7 @@ _MOST_AT_ONCE: Final = 8192
 
 
 class Feeder:
-    """Pulls the inputs of one map, which are open, and submits them."""
+    """Pulls the open inputs of one map, and submits their items."""
 
     def __init__(self, supervisor: Supervisor, inputs: Inputs, items: InFlight, spec: Spec, life: MapLife) -> None:
         self._supervisor = supervisor
@@ -56,7 +56,7 @@ class Feeder:
                 self._task.cancel()
 
     async def close(self) -> None:
-        """End the task, and close the generators among the inputs. The life of the map is closed."""
+        """End the task, and close the generators among the inputs. Call this once the map is closed."""
         task = self._task
         try:
             if task is not None and not task.done():

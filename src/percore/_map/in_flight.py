@@ -110,7 +110,7 @@ class InFlight:
             admission.leave(count)
 
     def close(self, faults: Faults) -> None:
-        """Cancel and forget all items. The life of the map is closed."""
+        """Cancel and forget all items. Call this once the map is closed."""
         owner = self.owner
         with faults:
             self.cancel_from(0)

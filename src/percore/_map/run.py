@@ -1,4 +1,4 @@
-"""A map under way: it hands the results over as a list or as a stream. The feeder submits the items, `InFlight` has them."""
+"""A run of a map: it hands the results over as a list or as a stream. `Feeder` submits the items, and `InFlight` keeps them."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
@@ -109,7 +109,7 @@ class MapRun:
     async def close(self) -> None:
         """Cancel the items under way and close the generators among the inputs. The map yields no more results. Idempotent.
 
-        If cancelled, it has cancelled the items all the same and still closes the generators, but the feeder may not have ended.
+        If this is cancelled, the items are cancelled and the generators closed all the same, but the feeder may not have ended.
         """
         if self._life.is_closed:
             return

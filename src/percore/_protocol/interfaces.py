@@ -103,14 +103,14 @@ class Store(Protocol):
 
 
 class Sent(Protocol):
-    """Counts, in bytes or in messages, of everything sent, and of how much the peer has reported to have read."""
+    """Counts, in bytes or in messages: how much was sent, and how much of it the peer has reported as read."""
 
     written: int
     acknowledged: int
 
 
 class Got(Protocol):
-    """A count, in bytes or in messages, of everything read."""
+    """A count, in bytes or in messages: how much was read."""
 
     read: int
 
@@ -180,7 +180,7 @@ class Channel(Protocol):
         """Tell the worker that a payload it has sent is not needed any more."""
 
     def receive(self) -> None:
-        """Deliver everything that has arrived. Called for the last words of a worker that has ended."""
+        """Deliver everything that has arrived. Called once a worker has ended, for its last messages."""
 
     def has_read(self) -> bool:
         """Whether the worker has read everything sent. If not, `on_batch` is called when it has."""

@@ -1,6 +1,6 @@
 """The assembly: the engine and the supervisor of one runner, made together and closed together.
 
-Runner and LoopPoolExecutor each make one. They choose the engine; nothing else here depends on it.
+Runner and LoopPoolExecutor each make one. The caller may choose the engine; the default is processes.
 
 Importing this module is cheap. `import_modules` imports what an assembly needs, so that a runner can start the fork server first,
 and the two processes import at the same time on two CPUs.

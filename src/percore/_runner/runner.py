@@ -85,7 +85,7 @@ class Runner(Verbs):
     """Makes the engine. None: processes."""
 
     @advising("Runner", RUNNER_ADVICE)
-    def __init__(  # noqa: PLR0913  # each a documented knob; the list is closed
+    def __init__(  # noqa: PLR0913  # each is a documented option; the list is closed
         self,
         workers: int | None = None,
         *,

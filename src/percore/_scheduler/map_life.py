@@ -64,7 +64,7 @@ _TABLE: Final[dict[MapPhase, _Row]] = {
     MapPhase.NEW: _Row(True, True, {MapEvent.BEGIN: MapPhase.BEGUN, **_CLOSE}),
     MapPhase.BEGUN: _Row(True, True, {MapEvent.FEED: MapPhase.FEEDING, **_CLOSE}),
     MapPhase.FEEDING: _Row(True, True, {MapEvent.EXHAUST: MapPhase.FED, **_STOP}),
-    # In the later phases the feeder may still report that the inputs have ended, and an item that percore has failed.
+    # In the later phases the feeder may still report the end of the inputs, and an item an error of percore.
     MapPhase.FED: _Row(False, True, {MapEvent.EXHAUST: MapPhase.FED, **_STOP}),
     MapPhase.STOPPED: _Row(False, False, {MapEvent.EXHAUST: MapPhase.STOPPED, **_STOP}),
     MapPhase.CLOSED: _Row(False, False, {MapEvent.EXHAUST: MapPhase.CLOSED, MapEvent.STOP: MapPhase.CLOSED, **_CLOSE}),
@@ -72,7 +72,7 @@ _TABLE: Final[dict[MapPhase, _Row]] = {
 
 
 class MapLife:
-    """The phase of one map, and the error that ends it. What the phase allows is in attributes, since every item reads them."""
+    """The phase of one map, and the error that ends it. Its permissions are attributes, since every item reads them."""
 
     __slots__ = ("error", "failure", "gives", "is_closed", "now", "pulls")
 
@@ -83,7 +83,7 @@ class MapLife:
         self.error: BaseException | None = None
         """An error to raise as soon as possible."""
         self.failure: BaseException | None = None
-        """An error to raise after the results of everything that was pulled."""
+        """An error to raise after the results of all pulled inputs."""
         self._enter(MapPhase.NEW)
 
     def _enter(self, phase: MapPhase) -> None:

@@ -15,8 +15,7 @@
 In each row, the next worker takes over at once if there is one. A place has at most one start scheduled. During the first start
 nothing is attempted twice. A runner that closes replaces workers only as far as its phase allows (`Replaces`).
 
-Invariant: a place without a current worker has a start scheduled, has failed for good, or belongs to a runner that closes or whose
-first start failed.
+Invariant: a place without a current worker has a start scheduled or was given up, or its runner is closing or has failed to start.
 """
 
 from enum import Enum
@@ -59,7 +58,7 @@ class Occupancy(Enum):
     """The states of a place, as in the diagram above."""
 
     EMPTY = "empty"
-    """It has no worker and gets none: the runner has not started, closes, or its first start failed."""
+    """It has no worker and gets none: the runner has not started, is closing, or has failed to start."""
 
     DELAYED = "delayed"
     """It has no worker. One starts after a delay."""

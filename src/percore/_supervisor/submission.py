@@ -1,4 +1,4 @@
-"""The intake of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
+"""The submission of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
 
 `Submission.submit` takes the calls of `Runner.submit`, of broadcasts, of the executor and of runners with `max_pending`.
 `Submission.run` takes the other calls of `Runner.run`. Maps create their own items.

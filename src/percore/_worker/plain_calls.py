@@ -53,7 +53,7 @@ shared objects. A thread that has ended keeps nothing alive.
 Item = tuple[WorkerFunction | None, Body, Terms | None]
 
 
-class Plain:
+class PlainCalls:
     """Runs plain functions. The loop calls the methods, unless their docstring says otherwise."""
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of one worker, put together in one place

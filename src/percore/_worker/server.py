@@ -45,7 +45,7 @@ from percore._transport.worker_side import WorkerSide
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
 from percore._worker.eager_tasks import task_starter
-from percore._worker.plain_calls import MARK_WORDS, Plain
+from percore._worker.plain_calls import MARK_WORDS, PlainCalls
 from percore._worker.shared_objects import WorkerShares
 from percore._worker.terms import Terms, Variables, within
 
@@ -90,7 +90,7 @@ class Server:
         self._variables = Variables(contextvars)
         self.shares = WorkerShares(channel)
         self._answers = Answers(channel) if answers is None else answers
-        self._plain = Plain(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
+        self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
         self._start = task_starter(self._loop)
         self._is_draining = self._is_abandoned = False

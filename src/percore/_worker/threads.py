@@ -1,7 +1,7 @@
 """The thread pool of a worker, which runs plain functions.
 
-`Plain` queues the calls. They wait in a dict; the queue carries only their ids. The loop can take a call back by id until a thread
-begins it. If a thread and the loop both want a call, `dict.pop` gives it to exactly one of them.
+`PlainCalls` queues the calls. They wait in a dict; the queue carries only their ids. The loop can take a call back by id until a
+thread begins it. If a thread and the loop both want a call, `dict.pop` gives it to exactly one of them.
 
 The loop shares the GIL with these threads, and busy threads can starve it. Each time a thread rings the bell it releases the GIL.
 Another thread takes the GIL before the loop has waited for 5 ms (the switch interval), and the loop's wait starts again. There are

@@ -4,8 +4,8 @@ A worker is dead when its pidfd becomes readable. multiprocessing's sentinel is 
 fork server is killed, and processes that a worker has forked keep it open. It is used only where the system has no pidfds. The exit
 code comes from multiprocessing, which reaps its children itself.
 
-Each worker has a lifeline, as under every launcher. The read end is not a held descriptor (see `fds.hold`): a fork closes all held
-descriptors, and under "fork" the worker needs this one.
+Each worker has a lifeline, as under every launcher. The read end is not a held descriptor (see `descriptors.hold`): a fork closes
+all held descriptors, and under "fork" the worker needs this one.
 """
 
 from __future__ import annotations
