@@ -10,7 +10,7 @@ import pytest
 
 import percore
 from percore._protocol.messages import Kind
-from percore._scheduler.dispatch import BESIDE
+from percore._scheduler.dispatch import MOST_BROADCASTS
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
@@ -107,7 +107,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
         _stop(worker)
         for _ in range(members[0].stride + 1):
             await _give_up(runner, jobs.aecho)
-        assert members[0].load[Kind.BESIDE] == BESIDE
+        assert members[0].load[Kind.BROADCAST] == MOST_BROADCASTS
         task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))
         assert await log.next() == "7"  # at the other worker, at once
         assert len(supervisor_of(runner).broadcasts) == 1
@@ -141,8 +141,8 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
 
 async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1) as runner:
-        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
-        await log.take(BESIDE)
+        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(MOST_BROADCASTS)]
+        await log.take(MOST_BROADCASTS)
         await _give_up(runner, jobs.echo, bytes(300_000))
         assert len(supervisor_of(runner).broadcasts) == slots_used(runner) == 0
         waiting = [asyncio.create_task(runner.broadcast(jobs.aecho, i)) for i in range(3)]
@@ -150,14 +150,14 @@ async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, g
         assert len(supervisor_of(runner).broadcasts) == 3
         waiting[1].cancel()
         gate.open()
-        assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]
+        assert await asyncio.gather(*held) == [[i] for i in range(MOST_BROADCASTS)]
         assert [await waiting[0], await waiting[2]] == [[0], [2]]
 
 
 async def test_a_broadcast_that_waits_for_a_worker_that_drains_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1) as runner:
-        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(BESIDE)]
-        await log.take(BESIDE)
+        held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(MOST_BROADCASTS)]
+        await log.take(MOST_BROADCASTS)
         waiting = asyncio.create_task(runner.broadcast(jobs.aecho, 1))
         await asyncio.sleep(0)
         worker_of(runner).kill(signal.SIGTERM)
@@ -165,7 +165,7 @@ async def test_a_broadcast_that_waits_for_a_worker_that_drains_never_runs(make: 
             await waiting
         assert (death.value.exitcode, death.value.started) == (0, False)
         gate.open()
-        assert await asyncio.gather(*held) == [[i] for i in range(BESIDE)]
+        assert await asyncio.gather(*held) == [[i] for i in range(MOST_BROADCASTS)]
 
 
 # Failures

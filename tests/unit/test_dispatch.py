@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from percore._protocol.messages import Kind
 from percore._scheduler import keys as keys_module
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import AHEAD, BESIDE, BLOCKED, Dispatch, Queue, Recall, places_for, room_of
+from percore._scheduler.dispatch import AHEAD, BLOCKED, MOST_BROADCASTS, Dispatch, Queue, Recall, places_for, room_of
 from percore._scheduler.keys import weight
 from tests.strikes import Fault, Strike
 
@@ -621,7 +621,7 @@ class DispatchMachine(RuleBasedStateMachine):
         for seat in self.everyone():
             assert seat.load[TASK] <= self.places[TASK]
             assert seat.load[THREAD] <= self.room[THREAD]
-            assert sum(seat.load) + BESIDE <= self.dispatch.room
+            assert sum(seat.load) + MOST_BROADCASTS <= self.dispatch.room
             keyed = Counter(call.key for call in seat.calls if call.key is not None)
             for key, count in keyed.items():
                 assert count <= self.limit
@@ -914,7 +914,7 @@ def test_without_workers_calls_wait() -> None:
 def test_places_and_room() -> None:
     dispatch = dispatch_of(concurrency=7, threads=3)
     assert (dispatch.room_for(TASK), dispatch.room_for(THREAD)) == (7, 3 * (1 + AHEAD))
-    assert dispatch.room == room_of(7, 3) == 7 + 3 * (1 + AHEAD) + BESIDE
+    assert dispatch.room == room_of(7, 3) == 7 + 3 * (1 + AHEAD) + MOST_BROADCASTS
 
 
 @pytest.mark.parametrize(("room", "places"), [(1, 2), (2, 4), (3, 4), (63, 64), (64, 128), (138, 256)])

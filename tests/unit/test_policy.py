@@ -295,7 +295,7 @@ def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "context", "is_beside", "terms"),
+    ("options", "context", "is_broadcast", "terms"),
     [
         ({}, None, False, None),
         ({"retries": 3, "key": "host"}, None, False, None),
@@ -308,8 +308,8 @@ def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> No
     ids=steady,
 )
 def test_a_worker_is_told_what_it_has_to_know_and_nothing_else(
-    options: dict[str, Any], context: Any, is_beside: bool, terms: object
+    options: dict[str, Any], context: Any, is_broadcast: bool, terms: object
 ) -> None:
-    plan = CallPlan(policy(**options), context, is_beside=is_beside)
+    plan = CallPlan(policy(**options), context, is_broadcast=is_broadcast)
     assert plan.terms == terms
     assert (plan.failed, plan.late, plan.timer) == (0, None, None)

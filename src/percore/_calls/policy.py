@@ -185,7 +185,7 @@ class CallPlan:
 
     __slots__ = ("failed", "late", "policy", "terms", "timer")
 
-    def __init__(self, policy: Policy, context: Any = None, *, is_beside: bool = False) -> None:
+    def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False) -> None:
         self.policy = policy
         self.failed = 0
         """How many attempts have failed."""
@@ -194,6 +194,6 @@ class CallPlan:
         self.timer: asyncio.TimerHandle | None = None
         """Set while the call waits for its next attempt."""
         self.terms: tuple[float | None, Any, bool] | None = None
-        if context is not None or policy.timeout is not None or is_beside:
-            self.terms = policy.timeout, context, is_beside
+        if context is not None or policy.timeout is not None or is_broadcast:
+            self.terms = policy.timeout, context, is_broadcast
         """Timeout, context variables, and whether the call is a broadcast, which the worker gets before the call. None: nothing."""

@@ -28,7 +28,7 @@ FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call that brings its function along, to run as a task; body: pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8  # as ONCE_TASK, to run in a thread
 BATCH: Final = -9  # body: marshalled (number of the function, bodies of the items, whether each is its only argument, bare)
-TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_beside)
+TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_broadcast)
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
@@ -61,7 +61,7 @@ class Kind:
 
     TASK: Final = 0
     THREAD: Final = 1
-    BESIDE: Final = 2  # a broadcast, which takes no place
+    BROADCAST: Final = 2  # it takes no place
 
 
 ONCE_OPS: Final = (ONCE_TASK, ONCE_THREAD)

@@ -33,7 +33,7 @@ from percore._scheduler.keys import Keys, Lanes, purge
 AHEAD: Final = 4
 """Plain calls queued ahead in a worker, per thread. With 2, the measured throughput was 0.91 to 0.96 of that with 4."""
 
-BESIDE: Final = 16
+MOST_BROADCASTS: Final = 16
 """Additional room in every worker, for broadcasts."""
 
 BLOCKED: Final = 5
@@ -123,7 +123,7 @@ class Queue(Lanes[C, S]):
 
 def room_of(concurrency: int, threads: int) -> int:
     """Return how many calls of all kinds one worker may hold at once."""
-    return concurrency + threads * (1 + AHEAD) + BESIDE
+    return concurrency + threads * (1 + AHEAD) + MOST_BROADCASTS
 
 
 def places_for(room: int) -> int:

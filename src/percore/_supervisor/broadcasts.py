@@ -1,14 +1,15 @@
 """The calls of broadcasts: each is for one particular worker, and runs there in addition to the calls that its places limit.
 
-A worker holds at most `BESIDE` such calls. A worker that does not answer (it is stopped, or its loop is blocked) keeps them even
-after their callers have cancelled. So further calls for it wait here, in order, until the worker answers or takes no more calls.
+A worker holds at most `MOST_BROADCASTS` such calls. A worker that does not answer (it is stopped, or its loop is blocked) keeps
+them even after their callers have cancelled. So further calls for it wait here, in order, until the worker answers or takes no more
+calls.
 """
 
 from typing import TYPE_CHECKING
 
 from percore._calls.calls import PendingCall
 from percore._protocol.messages import Kind
-from percore._scheduler.dispatch import BESIDE
+from percore._scheduler.dispatch import MOST_BROADCASTS
 from percore._supervisor.pool_worker import PoolWorker
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Broadcasts:
 
     def submit(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call to its worker, or queue it until the worker has a place."""
-        if member.load[Kind.BESIDE] < BESIDE and member not in self.waiting:
+        if member.load[Kind.BROADCAST] < MOST_BROADCASTS and member not in self.waiting:
             self._send(call, member)
         else:
             self.waiting.setdefault(member, {})[call] = None
@@ -49,7 +50,7 @@ class Broadcasts:
         """Send the calls whose workers have a place now, and end those whose workers take no more calls."""
         for member in list(self.waiting):
             is_seated = member in self._supervisor.dispatch.seats
-            while member in self.waiting and (not is_seated or member.load[Kind.BESIDE] < BESIDE):
+            while member in self.waiting and (not is_seated or member.load[Kind.BROADCAST] < MOST_BROADCASTS):
                 call = next(iter(self.waiting[member]))
                 self.remove(call)
                 if is_seated:

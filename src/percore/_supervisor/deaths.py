@@ -134,7 +134,7 @@ class Deaths:
         """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
         if call.done():
             self._supervisor.release(call)
-        elif self._is_hopeless() or call.kind == Kind.BESIDE:
+        elif self._is_hopeless() or call.kind == Kind.BROADCAST:
             self._supervisor.release(call)
             attempts = 0 if call.plan is None else call.plan.failed
             name, why = call.function.name, member.killed_why

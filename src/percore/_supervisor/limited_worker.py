@@ -49,7 +49,7 @@ class LimitedWorker(PoolWorker):
 
         That happens if a `__del__` sends a call between the choice of this worker and the sending.
         """
-        if call.kind == Kind.BESIDE:
+        if call.kind == Kind.BROADCAST:
             super().send(call)
             return
         size = call.size

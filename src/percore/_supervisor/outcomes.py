@@ -314,13 +314,13 @@ class Outcomes:
             self._returned_items(member, call, count)
             return
         member.take(call_id)
-        if call.kind != Kind.BESIDE:
+        if call.kind != Kind.BROADCAST:
             member.unbegun(1)
         if call.done():
             supervisor.release(call)
         elif not supervisor.phase.begins:
             supervisor.refuse(call)
-        elif call.kind == Kind.BESIDE:
+        elif call.kind == Kind.BROADCAST:
             supervisor.unanswered(member, call)
         else:
             supervisor.dispatch.returned([(call, call.queue)])

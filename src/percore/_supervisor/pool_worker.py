@@ -254,7 +254,7 @@ class PoolWorker:
                 return 0, 0
             return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
-        running = tasks + self.load[Kind.BESIDE] + min(threads, plain)
+        running = tasks + self.load[Kind.BROADCAST] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched
 
     def _held(self) -> tuple[int, int]:

@@ -134,7 +134,7 @@ class Submission:
         supervisor = self._supervisor
         call.owner = supervisor
         call.function = function
-        call.kind = function.kind if member is None else Kind.BESIDE
+        call.kind = function.kind if member is None else Kind.BROADCAST
         call.body = body
         call.member = call.key = call.plan = None
         if met:
@@ -170,7 +170,7 @@ class Submission:
             _ = self._unpicklable(call, call.function, error)
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
-            call.plan = CallPlan(policy or DEFAULT, context, is_beside=member is not None)
+            call.plan = CallPlan(policy or DEFAULT, context, is_broadcast=member is not None)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
         if not self._supervisor.phase.accepts:
             self._supervisor.refuse(call)

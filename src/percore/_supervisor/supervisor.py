@@ -127,7 +127,7 @@ class Supervisor:
         """
         faults = Faults(f"a call of {call.function.name} was sent, or its outcome received")
         faults.note(error)
-        if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BESIDE:
+        if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BROADCAST:
             with faults:
                 self.dispatch.left(call)  # the key counts it as sent
         self.give_up(call, error, faults)
@@ -182,7 +182,7 @@ class Supervisor:
         member: PoolWorker | None = call.member
         if member is None:
             self.release(call)
-            if call.kind == Kind.BESIDE:
+            if call.kind == Kind.BROADCAST:
                 self.broadcasts.remove(call)
             elif call in self.retries.delayed:
                 self.retries.drop(call)

@@ -99,7 +99,7 @@ class PlainCalls:
             RuntimeError: the pool has no thread and cannot start one.
         """
         terms = item.terms if isinstance(item, WorkerBatch) else item[2]
-        if terms is not None and terms.is_beside:
+        if terms is not None and terms.is_broadcast:
             self.threads.run_beside(call_id, item)
         elif isinstance(item, WorkerBatch):
             self._put_batch(call_id, item)
@@ -212,7 +212,7 @@ class PlainCalls:
         """
         given = 0
         # Leave the calls that free threads are about to begin. The supervisor would only send them back here and recall them again.
-        waiting = [item for item in list(self.threads.waiting.items()) if not self._is_beside(item[1])][self.threads.free() :]
+        waiting = [item for item in list(self.threads.waiting.items()) if not self._is_broadcast(item[1])][self.threads.free() :]
         for call_id, item in reversed(waiting):
             if given >= most:
                 break
@@ -220,8 +220,8 @@ class PlainCalls:
                 given += self._take_back(call_id)
         return given
 
-    def _is_beside(self, item: Item | WorkerBatch) -> bool:
-        return type(item) is tuple and item[2] is not None and item[2].is_beside
+    def _is_broadcast(self, item: Item | WorkerBatch) -> bool:
+        return type(item) is tuple and item[2] is not None and item[2].is_broadcast
 
     def _take_back(self, call_id: int) -> int:
         """Hand back a call, or a whole batch. Return how many calls or items that were: 0 if it has begun."""

@@ -15,12 +15,12 @@ class Terms(NamedTuple):
     Attributes:
         timeout: seconds that the call may run; None means no limit.
         values: values of context variables, by number: a dict of scalars, or a pickle of such a dict; None if none is set.
-        is_beside: if the call needs a thread, it runs in a new one outside the pool.
+        is_broadcast: whether the call is a broadcast. If it needs a thread, it runs in a new one outside the pool.
     """
 
     timeout: float | None
     values: dict[int, Any] | bytes | None
-    is_beside: bool
+    is_broadcast: bool
 
 
 class Variables:
