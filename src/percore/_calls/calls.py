@@ -93,6 +93,9 @@ class PendingCall(Outcome, Protocol):
     def size(self) -> int:
         """Number of items; 1 for a call."""
 
+    outstanding: int
+    """Number of items that have not ended and were not handed back; 1 for a call."""
+
     @property
     def wanted(self) -> int | None:
         """Of a batch: how many of its items the map needs, counted from the first. None: it is a call, cancelled as a whole."""
@@ -116,8 +119,8 @@ class PendingCall(Outcome, Protocol):
     def repeated(self) -> None:
         """Note that the call, or the batch it was in, will be attempted again."""
 
-    def left(self) -> int:
-        """Note that no worker holds the call any more. Return how many further items of a batch the worker held until now."""
+    def left(self) -> None:
+        """Note that no worker holds the call any more."""
 
     def seconds(self) -> float:
         """Return how long the worker will need for it, by measured times; infinity if that is unknown."""
@@ -129,6 +132,7 @@ class CallBase:
     __slots__ = ()
 
     size: int = 1
+    outstanding: int = 1
     wanted: int | None = None
 
     def is_dropped(self) -> bool:
@@ -166,8 +170,8 @@ class CallBase:
     def repeated(self) -> None:
         """Only a map has to know."""
 
-    def left(self) -> int:
-        return 0
+    def left(self) -> None:
+        """Only a map has to know."""
 
     def seconds(self) -> float:
         return inf

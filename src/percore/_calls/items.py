@@ -183,9 +183,8 @@ class Batch(CallBase):
             return inf
         return self.outstanding * batches.cost.seconds
 
-    def left(self) -> int:
+    def left(self) -> None:
         self.map.left(self)
-        return self.outstanding - 1
 
     # What the worker reports
 

@@ -215,19 +215,20 @@ class PoolWorker:
         Raises:
             KeyError: the worker has no such call.
         """
+        # First all counts, with nothing between them that can fail: they must agree with `calls`.
         call = self.calls.pop(call_id)
-        if call_id in self.parked:
-            self.parked.discard(call_id)
-            if call.plan is not None and call.plan.terms is not None:
-                self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
-        self._lowered()
+        self._batched -= call.outstanding - 1
         call.member = None
-        left = call.left()
-        self._batched -= left
+        is_parked = call_id in self.parked
+        self.parked.discard(call_id)
+        self._lowered()
         if call.key is not None:
             self._left(call)
+        call.left()
+        if is_parked and call.plan is not None and call.plan.terms is not None:
+            self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         return call
 
     def give_up(self, call: PendingCall) -> None:
