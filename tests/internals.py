@@ -69,10 +69,10 @@ class Held:
 
 def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
     """What a map holds; None if it has not begun."""
-    run: Any = mapped._run
-    if run is None or run._parts is None:
+    parts: Any = mapped._run._parts
+    if parts is None:
         return None
-    items, feeder = run._parts
+    items, feeder = parts
     window, supervisor = items.window, runner._supervisor
     sent = sum(index < batch.wanted for batch in items._sent for index in batch.began(batch.size))
     return Held(
@@ -89,5 +89,4 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
 
 def pulls(mapped: Map[Any]) -> bool:
     """Whether a map still pulls inputs."""
-    run: Any = mapped._run
-    return bool(run._life.pulls)
+    return mapped._run._life.pulls

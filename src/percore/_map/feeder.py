@@ -8,8 +8,7 @@ from percore._map.in_flight import InFlight
 from percore._map.inputs import Inputs, Pulled
 from percore._map.rows import Rows, Spec
 from percore._protocol.messages import Kind
-from percore._scheduler.map_life import MapEvent, MapLife, MapPhase
-from percore._supervisor.supervisor import Supervisor
+from percore._scheduler.map_life import MapEvent, MapPhase
 
 _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may keep the event loop busy before other tasks run."""
@@ -27,14 +26,14 @@ _MOST_AT_ONCE: Final = 8192
 class Feeder:
     """Pulls the open inputs of one map, and submits their items."""
 
-    def __init__(self, supervisor: Supervisor, inputs: Inputs, items: InFlight, spec: Spec, life: MapLife) -> None:
-        self._supervisor = supervisor
+    def __init__(self, items: InFlight, inputs: Inputs, spec: Spec) -> None:
+        self._supervisor = supervisor = items.owner
         self._loop = supervisor.loop
         self._admission = supervisor.admission
         self._inputs = inputs
         self._items = items
         self._window = items.window
-        self._life = life
+        self._life = items.life
         self._has_pairs = spec.pairs
         self._is_batched = is_batched = items.batches is not None
         self._rows = Rows(supervisor.functions, items.function, spec, items, is_single=inputs.is_single, is_batched=is_batched)

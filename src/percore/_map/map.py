@@ -49,13 +49,10 @@ class Map(Generic[T_co]):
             raise TypeError(f"window must be a whole number, not {spec.window!r}")
         if spec.window is not None and spec.window < 1:
             raise ValueError(f"window must be at least 1, not {spec.window}")
-        self._supervisor = supervisor
         self._check = check
-        self._fn = fn
         self._inputs = Inputs(iterables)
-        self._spec = spec
-        self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
-        self._run: MapRun | None = None
+        context = None if supervisor.contexts is None else supervisor.contexts.capture()
+        self._run = MapRun(supervisor, fn, self._inputs, spec, context)
         self._stream: AsyncGeneratorType[T_co, None] | None = None
         self._is_used = self._is_closed = False
 
@@ -76,7 +73,7 @@ class Map(Generic[T_co]):
             Exception: the first error that any call raises, unless `return_exceptions` is set; or the error of an input.
         """
         self._use()
-        return await self._start().collect()
+        return await self._run.collect()
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Return the iterator over the results. It is always the same one.
@@ -89,7 +86,7 @@ class Map(Generic[T_co]):
         stream = self._stream
         if stream is None or self._is_closed or stream.ag_frame is None:
             self._use()
-            self._stream = stream = cast(AsyncGeneratorType[T_co, None], self._start().stream())
+            self._stream = stream = cast(AsyncGeneratorType[T_co, None], self._run.stream())
         return stream
 
     def __anext__(self) -> Awaitable[T_co]:
@@ -116,8 +113,7 @@ class Map(Generic[T_co]):
         Any iteration in progress stops, including one in another task.
         """
         self._is_used = self._is_closed = True
-        if self._run is not None:
-            await self._run.close()
+        await self._run.close()
         stream = self._stream
         if stream is not None and not stream.ag_running:  # a stream that is running in another task ends by itself
             await stream.aclose()  # now, to release the results it holds; the loop would do so later
@@ -147,7 +143,3 @@ class Map(Generic[T_co]):
             raise RuntimeError("a map is used once; call runner.map(...) again for another round")
         self._is_used = True
         self._check()
-
-    def _start(self) -> MapRun:
-        self._run = MapRun(self._supervisor, self._fn, self._inputs, self._spec, self._context)
-        return self._run

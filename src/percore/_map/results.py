@@ -1,7 +1,7 @@
 """Buffers for the results of a map until the user asks for them: in order, as they come, or as a list."""
 
 from collections import deque
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 
 class Failure:
@@ -25,33 +25,30 @@ class Part(NamedTuple):
     size: float
 
 
-class Results(Protocol):
-    """A buffer for the results of a map.
-
-    Attributes:
-        is_list: whether the results are handed over all together, when the map is over.
-        ready: the results that can be handed over now.
-    """
-
-    is_list: ClassVar[bool]
-    ready: deque[Part]
-
-    def put(self, number: int, values: list[Any], size: int) -> None:
-        """Add the results of consecutive items. `number` is that of the first item, `size` the bytes of all results together."""
-
-
-class Ordered:
-    """Results in the order of the inputs. A result is ready when all results before it have come."""
+class Results:
+    """Results as they come. Each is ready at once."""
 
     is_list: ClassVar[bool] = False
+    """Whether the results are handed over all together, when the map is over."""
 
     def __init__(self) -> None:
         self.ready: deque[Part] = deque()
+        """The results that can be handed over now."""
+
+    def put(self, number: int, values: list[Any], size: int) -> None:
+        """Add the results of consecutive items. `number` is that of the first item, `size` the bytes of all results together."""
+        self.ready.append(Part(values, size / len(values)))
+
+
+class Ordered(Results):
+    """Results in the order of the inputs. A result is ready when all results before it have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._early: dict[int, Part] = {}
         self._next = 0
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """Implement `Results`."""
         part: Part | None = Part(values, size / len(values))
         if number != self._next:
             self._early[number] = part  # type: ignore[assignment]
@@ -62,31 +59,17 @@ class Ordered:
             part = self._early.pop(self._next, None) if self._early else None
 
 
-class AsTheyCome:
-    """Results as they come. Each is ready at once."""
-
-    is_list: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.ready: deque[Part] = deque()
-
-    def put(self, number: int, values: list[Any], size: int) -> None:
-        """Implement `Results`."""
-        self.ready.append(Part(values, size / len(values)))
-
-
-class Listed:
+class Listed(Results):
     """All results as a list, in order or as they came. `ready` stays empty."""
 
     is_list: ClassVar[bool] = True
 
     def __init__(self, *, ordered: bool) -> None:
-        self.ready: deque[Part] = deque()
+        super().__init__()
         self.values: list[Any] = []
         self._ordered = ordered
 
     def put(self, number: int, values: list[Any], size: int) -> None:
-        """Implement `Results`."""
         if not self._ordered or number == len(self.values):
             self.values += values
             return

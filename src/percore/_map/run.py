@@ -7,7 +7,7 @@ from percore._common.log import Faults
 from percore._map.feeder import Feeder
 from percore._map.in_flight import InFlight
 from percore._map.inputs import Inputs
-from percore._map.results import AsTheyCome, Failure, Listed, Ordered, Results
+from percore._map.results import Failure, Listed, Ordered, Results
 from percore._map.rows import Spec
 from percore._scheduler.map_life import MapEvent, MapLife
 from percore._supervisor.supervisor import Supervisor
@@ -16,7 +16,7 @@ _STEP: Final = 12
 
 
 class MapRun:
-    """One run of a map, from the request of its first result to its closing."""
+    """The run of a map. It does not refer to the `Map`, so a stream that is under way ends when the user drops the map."""
 
     def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec, context: Any) -> None:
         self._supervisor = supervisor
@@ -48,7 +48,7 @@ class MapRun:
     async def stream(self) -> AsyncGenerator[Any]:
         """Yield the results one by one."""
         life, spec = self._life, self._spec
-        results: Results = Ordered() if spec.ordered else AsTheyCome()
+        results = Ordered() if spec.ordered else Results()
         items = self._begin(results)
         if items is None:
             return
@@ -99,7 +99,7 @@ class MapRun:
             supervisor.functions.retire(function, ())
             return None
         items = InFlight(supervisor, function, spec, self._context, results, life)
-        feeder = Feeder(supervisor, inputs, items, spec, life)
+        feeder = Feeder(items, inputs, spec)
         self._parts = items, feeder
         supervisor.dispatch.open(items.queue)
         supervisor.enders.add(feeder.end)
@@ -121,5 +121,7 @@ class MapRun:
         self._supervisor.enders.discard(feeder.end)
         faults = Faults("a map was closed")
         items.close(faults)
-        faults.finish()
-        await feeder.close()
+        try:
+            faults.finish()
+        finally:
+            await feeder.close()
