@@ -99,7 +99,7 @@ def worker_of(runner: Runner, index: int = 0) -> Any:
 async def threads_ended(worker: Any) -> None:
     """Wait until what runs on in threads of a killed worker has ended. A process takes them along."""
     if isinstance(worker, FakeWorker):
-        await asyncio.to_thread(worker._server.join)
+        await asyncio.to_thread(worker.core.server.join)
 
 
 class WorkerLog:

@@ -223,11 +223,11 @@ async def test_k9_a_drained_worker_leaves_when_its_results_are_published(log: Lo
         bell = worker.channel._bell.fileno()
         loop.remove_reader(bell)  # the supervisor's loop is busy with something else
         gate.open()
-        while worker._server._tasks:  # noqa: ASYNC110  # there is no event for it
+        while worker.core.server.own_tasks():  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not worker._is_ending
+        assert worker.exitcode is None
         loop.add_reader(bell, worker.channel._on_bell)
         assert await asyncio.gather(*futures) == [jobs.pattern(50_000)] * 20
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import percore
 from percore._protocol import codec
 from percore._protocol.messages import VALUE
-from percore._worker.plain_calls import MARK_WORDS
+from percore._protocol.start_marks import MARK_WORDS
 from tests.e2e.fault_calls import _channel, append, pattern, tell, who_in_thread
 
 # Children of workers

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import percore
 from percore._protocol import codec
 from percore._protocol.messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
+from percore._protocol.start_marks import MARK_WORDS
 from percore._transport.channel import Channel
-from percore._worker.plain_calls import MARK_WORDS
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 

@@ -7,15 +7,15 @@ from contextlib import ExitStack, closing
 import pytest
 
 import percore
-from percore._engines.processes import engine as module
-from percore._engines.processes.engine import CommonMemory
+from percore._transport import common_memory as module
+from percore._transport.common_memory import CommonMemory
 from percore._transport.memory import Memory, has_address_space
 
 
 def results_of(workers: int, max_message: int = 2**30) -> tuple[int, int]:
     """Slots of each worker for results, and the bytes of one."""
-    with closing(CommonMemory.create(percore.Runner(workers=workers, max_message=max_message)._options)) as shared:
-        return shared.results_size // shared.slot_size, shared.slot_size
+    with closing(CommonMemory.create(percore.Runner(workers=workers, max_message=max_message)._options, 64)) as shared:
+        return shared.layout.results_size // shared.layout.slot_size, shared.layout.slot_size
 
 
 def test_a_few_workers_have_as_many_slots_as_they_may() -> None:
@@ -25,16 +25,16 @@ def test_a_few_workers_have_as_many_slots_as_they_may() -> None:
 
 def test_as_many_workers_as_are_allowed_fit_with_their_successors() -> None:
     with ExitStack() as undo:
-        shared = CommonMemory.create(percore.Runner(workers=1024)._options)
+        shared = CommonMemory.create(percore.Runner(workers=1024)._options, 64)
         undo.callback(shared.close)
-        first = Memory.create(shared.results_size)
+        first = Memory.create(shared.layout.results_size)
         undo.callback(first.close)
         for _ in range(2 * 1024 - 1):
-            memory = Memory.of_reader(os.dup(first.fd), shared.results_size)
+            memory = Memory.of_reader(os.dup(first.fd), shared.layout.results_size)
             undo.callback(memory.close)
             memory.close_fds()
             assert memory.own.readonly is (sys.platform != "linux")  # there it is mapped twice
-        assert shared.results_size // shared.slot_size >= 4
+        assert shared.layout.results_size // shared.layout.slot_size >= 4
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from percore._protocol.messages import VALUE, Body, Kind
+from percore._protocol.start_marks import MARK_WORDS
 from percore._worker import plain_calls as module
 from percore._worker.answers import Answers, WorkerFunction
-from percore._worker.plain_calls import MARK_WORDS, PlainCalls
+from percore._worker.plain_calls import PlainCalls
 from percore._worker.terms import Variables
 
 PLACES = 64

@@ -1,15 +1,17 @@
 """The worker's side of a channel to a supervisor whose arena it maps."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload
+from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._serialization.exceptions import dump_exception
-from percore._transport.channel import Channel
+from percore._transport.channel import RING_SIZE, Channel
 from percore._transport.doorbell import Bell
 from percore._transport.leases import Received
+from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers
 from percore._transport.ring import RingReader, RingWriter
 from percore._transport.slots import Sink, SlotReader, SlotWriter
@@ -69,3 +71,68 @@ class WorkerSide(Channel):
         self.outgoing.give(slot, used)
         if POINTS:
             point("worker.slot.released")
+
+
+class Layout(NamedTuple):
+    """The sizes of the memory that a worker maps.
+
+    A worker's cell holds the ring to the worker, the ring to the supervisor, and the start marks.
+
+    Attributes:
+        places: how many start marks the cell has.
+        arena_size: bytes of the arena.
+        results_size: bytes of the worker's memory for result slots.
+        slot_size: bytes of every slot.
+        max_message: the largest pickle in bytes.
+        leases: how many slots of the arena one worker may keep in use after it has read them.
+    """
+
+    places: int
+    arena_size: int
+    results_size: int
+    slot_size: int
+    max_message: int
+    leases: int
+
+    @property
+    def cell_size(self) -> int:
+        return 2 * RING_SIZE + self.places * MARK_WORDS * 8
+
+    def marks(self, cell: Memory) -> memoryview:
+        """Return a new view of the start marks in a cell."""
+        return cell.view[2 * RING_SIZE : self.cell_size].cast("Q")
+
+
+class WorkerMemory:
+    """The memory of one worker, as the worker maps it."""
+
+    def __init__(self, layout: Layout, fds: Sequence[int]) -> None:
+        """Map the cell, the arena (read-only) and the results. Take over their descriptors."""
+        cell_fd, arena_fd, results_fd = fds
+        self._layout = layout
+        self._cell = Memory(cell_fd, layout.cell_size, writable=True)
+        self._arena = Memory.of_reader(arena_fd, layout.arena_size)
+        self._results = Memory(results_fd, layout.results_size, writable=True)
+        self._memories = (self._cell, self._arena, self._results)
+        for memory in self._memories:
+            memory.close_fds()
+        self._marks = layout.marks(self._cell)
+        self.marks: StartMarks = self._marks
+
+    def link(self, loop: asyncio.AbstractEventLoop, bell: Bell, *, main_by_value: bool) -> WorkerSide:
+        """Make the worker's side of the channel."""
+        layout, view = self._layout, self._cell.view
+        return WorkerSide(
+            loop,
+            (RingWriter(view[RING_SIZE : 2 * RING_SIZE]), RingReader(view[:RING_SIZE])),
+            bell,
+            (SlotWriter(self._results, layout.slot_size, layout.max_message), SlotReader(self._arena, layout.slot_size)),
+            leases=layout.leases,
+            main_by_value=main_by_value,
+        )
+
+    def close(self) -> None:
+        """Unmap."""
+        self._marks.release()
+        for memory in self._memories:
+            memory.close()

@@ -20,6 +20,7 @@ from typing import Any, Final, cast
 from percore._common.fault_points import POINTS, point
 from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import ITEM_SHIFT, RESULT, VALUES, Body
+from percore._protocol.start_marks import StartMarks
 from percore._serialization.advice import IMPORT_ERRORS, advise_importing
 from percore._serialization.pickler import load
 from percore._transport.slots import INLINE_LIMIT
@@ -73,7 +74,7 @@ class WorkerBatch:
         self.end -= count
         return count
 
-    def run(self, results: "BatchResults", fn: Callable[..., Any], marks: memoryview, word: int) -> None:
+    def run(self, results: "BatchResults", fn: Callable[..., Any], marks: StartMarks, word: int) -> None:
         """Run the remaining items in this thread. Never raises.
 
         Before each step, set `marks[word]` to the number of items begun, including all items of the step.

@@ -18,6 +18,7 @@ from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
 from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import RETURNED, TIMED_OUT, VALUE, Body
+from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._transport.channel import Channel
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
@@ -26,9 +27,6 @@ from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     import asyncio
-
-MARK_WORDS: Final = 3
-"""64-bit words of a start mark: the call id, when it began (monotonic ns), how many of its items have begun."""
 
 SPLIT_AFTER: Final = 0.002
 """Seconds that a batch may run before a recall takes items from it. Batches are sized to take one millisecond."""
@@ -60,7 +58,7 @@ class PlainCalls:
         self,
         channel: Channel,
         answers: Answers,
-        marks: memoryview,
+        marks: StartMarks,
         threads: int,
         initializer: Callable[[], Callable[[], object]] | None,
         variables: Variables,

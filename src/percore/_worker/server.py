@@ -41,11 +41,12 @@ from percore._protocol.messages import (
     Message,
     Payload,
 )
+from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._transport.worker_side import WorkerSide
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
 from percore._worker.eager_tasks import task_starter
-from percore._worker.plain_calls import MARK_WORDS, PlainCalls
+from percore._worker.plain_calls import PlainCalls
 from percore._worker.shared_objects import WorkerShares
 from percore._worker.terms import Terms, Variables, within
 
@@ -66,7 +67,7 @@ class Server:
     def __init__(  # parts of one worker, put together in one place
         self,
         channel: WorkerSide,
-        marks: memoryview,
+        marks: StartMarks,
         *,
         threads: int,
         thread_initializer: Callable[[], Callable[[], object]] | None = None,

@@ -1,0 +1,84 @@
+"""The core of a worker, which every engine runs: it serves one channel, from the lifespan's entry to its exit."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from percore._protocol.start_marks import StartMarks
+from percore._serialization.pickler import load
+from percore._transport.worker_side import WorkerSide
+from percore._worker.context import WorkerContext, context_of_calls
+from percore._worker.executor_worker import ExecutorAnswers, ExecutorSettings
+from percore._worker.lifespan import serve_until_finished
+from percore._worker.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a worker is started with: plain values, and the user's objects as pickles, which are empty for None.
+
+    Attributes:
+        index: the worker's slot.
+        generation: how many workers the slot has had, including this one.
+        threads: the largest number of threads for plain functions.
+        lifespan: the pickled factory of the lifespan.
+        thread_initializer: the pickled thread initializer.
+        contextvars: module and name of each context variable of the runner.
+        executor: how the worker serves an executor; None for a Runner.
+    """
+
+    index: int
+    generation: int
+    threads: int
+    lifespan: bytes
+    thread_initializer: bytes
+    contextvars: tuple[tuple[str, str], ...]
+    executor: ExecutorSettings | None
+
+
+class WorkerCore:
+    """A worker. Its loop calls the methods."""
+
+    def __init__(
+        self,
+        channel: WorkerSide,
+        marks: StartMarks,
+        start: WorkerStart,
+        context: WorkerContext,
+        failure: BaseException | None = None,
+    ) -> None:
+        """`failure`: an error before the worker's start, reported as the lifespan's."""
+        self._channel = channel
+        self._start = start
+        self._context = context
+        self._failure = failure
+        self.calls = context_of_calls()
+        """The context in which messages are received, and so calls run."""
+        executor, initializer = start.executor, start.thread_initializer
+        self.server = self.calls.run(
+            Server,
+            channel,
+            marks,
+            threads=start.threads,
+            # Unpickled later, where a failure can be reported.
+            thread_initializer=(lambda: cast("Callable[[], object]", load(initializer))) if initializer else None,
+            contextvars=start.contextvars,
+            answers=None if executor is None else ExecutorAnswers(channel, is_pool=executor.is_pool),
+        )
+        context.shares = self.server.shares
+        if executor is not None and executor.max_tasks:
+            self.server.limit(executor.max_tasks)
+
+    def open(self, on_broken: Callable[[BaseException], None]) -> None:
+        """Begin to receive. `on_broken` is called with the exception if the channel breaks."""
+        self.calls.run(self._channel.open, self.server.receive, on_broken)
+
+    async def serve(self, tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks) -> int:
+        """Serve until asked to end, and return the exit code. As `serve_until_finished`."""
+        return await serve_until_finished(self._channel, self.server, self._context, self._lifespan, tasks=tasks)
+
+    def _lifespan(self) -> Callable[[], Any] | None:
+        if self._failure is not None:
+            raise self._failure
+        return cast("Callable[[], Any]", load(self._start.lifespan)) if self._start.lifespan else None
