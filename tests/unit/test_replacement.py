@@ -1,4 +1,4 @@
-"""Replacement: when a place gets another worker. After early deaths: at once, then 0.1 · 2ⁿ up to 5 s, then never."""
+"""Replacement: when a slot gets another worker. After early deaths: at once, then 0.1 · 2ⁿ up to 5 s, then never."""
 
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ def test_only_deaths_in_a_row_count(story: list[bool]) -> None:
             assert delay == pytest.approx(DELAYS[row - 1])
 
 
-# A place and its workers
+# A slot and its workers
 
 
 @dataclass(eq=False)
@@ -63,17 +63,17 @@ ALL, SPENT, NONE = Replaces.ALL, Replaces.SPENT, Replaces.NONE
 
 
 def served(*, is_ready: bool = True, is_spent: bool = False) -> tuple[Replacement[Worker], Worker]:
-    place: Replacement[Worker] = Replacement()
+    slot: Replacement[Worker] = Replacement()
     worker = Worker(is_ready, is_spent)
-    place.started(worker)
-    return place, worker
+    slot.started(worker)
+    return slot, worker
 
 
 def followed(*, is_spent: bool = False) -> tuple[Replacement[Worker], Worker, Worker]:
-    place, worker = served(is_spent=is_spent)
+    slot, worker = served(is_spent=is_spent)
     following = Worker()
-    place.started(following)
-    return place, worker, following
+    slot.started(following)
+    return slot, worker, following
 
 
 @pytest.mark.parametrize(
@@ -90,57 +90,57 @@ def followed(*, is_spent: bool = False) -> tuple[Replacement[Worker], Worker, Wo
     ],
 )
 def test_a_death_without_a_next_worker(rule: Replaces, began: bool, is_first: bool, decision: Decision) -> None:
-    place, worker = served()
-    assert place.died(worker, rule, began=began, is_first=is_first) == decision
-    assert place.current is None
-    assert place.restarts == (decision.act in {Act.START, Act.START_LATER})
+    slot, worker = served()
+    assert slot.died(worker, rule, began=began, is_first=is_first) == decision
+    assert slot.current is None
+    assert slot.restarts == (decision.act in {Act.START, Act.START_LATER})
 
 
 @pytest.mark.parametrize("rule", list(Replaces))
 def test_the_next_worker_takes_over_from_a_dead_one(rule: Replaces) -> None:
-    place, worker, following = followed()
-    assert place.died(worker, rule, began=False, is_first=False).act is Act.TAKE_OVER
-    assert (place.current, place.next, place.state) == (following, None, Occupancy.SERVED)
-    assert place.died(worker, rule, began=False, is_first=False).act is Act.NOTHING  # it is no worker of this place any more
+    slot, worker, following = followed()
+    assert slot.died(worker, rule, began=False, is_first=False).act is Act.TAKE_OVER
+    assert (slot.current, slot.next, slot.state) == (following, None, Occupancy.SERVED)
+    assert slot.died(worker, rule, began=False, is_first=False).act is Act.NOTHING  # it is no worker of this slot any more
 
 
 def test_a_worker_that_is_asked_to_end_is_replaced_at_once() -> None:
-    place, worker = served()
-    assert place.asked_to_end(worker, SPENT) == place.asked_to_end(worker, NONE) == Decision(Act.NOTHING)
-    assert place.asked_to_end(worker, ALL).act is Act.START
-    place.started(Worker())
-    assert place.asked_to_end(worker, ALL).act is Act.NOTHING  # it is asked again
-    assert place.died(worker, ALL, began=True, is_first=False).act is Act.NOTHING
-    assert place.state is Occupancy.SERVED
+    slot, worker = served()
+    assert slot.asked_to_end(worker, SPENT) == slot.asked_to_end(worker, NONE) == Decision(Act.NOTHING)
+    assert slot.asked_to_end(worker, ALL).act is Act.START
+    slot.started(Worker())
+    assert slot.asked_to_end(worker, ALL).act is Act.NOTHING  # it is asked again
+    assert slot.died(worker, ALL, began=True, is_first=False).act is Act.NOTHING
+    assert slot.state is Occupancy.SERVED
 
 
 def test_the_next_worker_takes_over_from_one_that_is_asked_to_end() -> None:
-    place, worker, following = followed()
-    assert place.asked_to_end(worker, ALL).act is Act.TAKE_OVER
-    assert (place.current, place.state) == (following, Occupancy.SERVED)
+    slot, worker, following = followed()
+    assert slot.asked_to_end(worker, ALL).act is Act.TAKE_OVER
+    assert (slot.current, slot.state) == (following, Occupancy.SERVED)
 
 
 def test_a_replacement_starts_ahead_of_time_and_takes_over_once_the_worker_may_begin_no_more() -> None:
-    place, worker = served()
-    assert place.low(ALL, has_waiting=False).act is Act.START
+    slot, worker = served()
+    assert slot.low(ALL, has_waiting=False).act is Act.START
     following = Worker()
-    place.started(following)
-    assert place.low(ALL, has_waiting=False).act is Act.NOTHING
+    slot.started(following)
+    assert slot.low(ALL, has_waiting=False).act is Act.NOTHING
     following.is_ready = True
-    assert place.ready(following).act is Act.NOTHING
-    assert place.low(ALL, has_waiting=False).act is Act.NOTHING
+    assert slot.ready(following).act is Act.NOTHING
+    assert slot.low(ALL, has_waiting=False).act is Act.NOTHING
     worker.is_spent = True
-    assert place.low(ALL, has_waiting=False).act is Act.TAKE_OVER
-    assert place.current is following
+    assert slot.low(ALL, has_waiting=False).act is Act.TAKE_OVER
+    assert slot.current is following
 
 
 @pytest.mark.parametrize(("is_ready", "is_spent"), [(True, True), (False, False)])
 def test_a_next_worker_that_gets_ready_takes_over_from_one_that_begins_no_calls(is_ready: bool, is_spent: bool) -> None:
-    place, worker, following = followed()
+    slot, worker, following = followed()
     worker.is_ready, worker.is_spent, following.is_ready = is_ready, is_spent, True
-    assert place.ready(worker).act is Act.NOTHING
-    assert place.ready(following).act is Act.TAKE_OVER
-    assert place.current is following
+    assert slot.ready(worker).act is Act.NOTHING
+    assert slot.ready(following).act is Act.TAKE_OVER
+    assert slot.current is following
 
 
 @pytest.mark.parametrize(
@@ -155,62 +155,62 @@ def test_a_next_worker_that_gets_ready_takes_over_from_one_that_begins_no_calls(
 def test_a_closing_runner_replaces_spent_workers_while_calls_wait(
     rule: Replaces, is_spent: bool, has_waiting: bool, act: Act
 ) -> None:
-    place, _ = served(is_spent=is_spent)
-    assert place.low(rule, has_waiting=has_waiting).act is act
+    slot, _ = served(is_spent=is_spent)
+    assert slot.low(rule, has_waiting=has_waiting).act is act
 
 
 def test_a_place_has_one_start_scheduled_at_most() -> None:
-    place, worker = served(is_spent=True)
-    assert place.low(ALL, has_waiting=True).act is Act.START
-    assert place.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.0)
-    assert place.low(ALL, has_waiting=True).act is Act.NOTHING
-    assert place.could_not_start(ALL, is_first=False).act is Act.NOTHING
-    assert place.is_delayed
-    assert place.asked_to_end(worker, ALL).act is Act.START  # at once, in place of the delayed start
-    assert not place.is_delayed
+    slot, worker = served(is_spent=True)
+    assert slot.low(ALL, has_waiting=True).act is Act.START
+    assert slot.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.0)
+    assert slot.low(ALL, has_waiting=True).act is Act.NOTHING
+    assert slot.could_not_start(ALL, is_first=False).act is Act.NOTHING
+    assert slot.is_delayed
+    assert slot.asked_to_end(worker, ALL).act is Act.START  # at once, in place of the delayed start
+    assert not slot.is_delayed
 
 
 def test_a_death_before_the_first_call_counts_for_the_next_worker_too() -> None:
-    place, _, following = followed()
-    assert place.died(following, ALL, began=False, is_first=False) == Decision(Act.START_LATER, 0.0)
-    place.forget_delay()
-    assert place.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.1)
+    slot, _, following = followed()
+    assert slot.died(following, ALL, began=False, is_first=False) == Decision(Act.START_LATER, 0.0)
+    slot.forget_delay()
+    assert slot.could_not_start(ALL, is_first=False) == Decision(Act.START_LATER, 0.1)
 
 
 @pytest.mark.parametrize("is_spent", [False, True])
 def test_a_place_whose_next_workers_die_is_given_up_only_if_its_worker_is_spent(is_spent: bool) -> None:
-    place, worker = served(is_spent=is_spent)
+    slot, worker = served(is_spent=is_spent)
     for _ in range(LIMIT - 1):
-        assert place.could_not_start(ALL, is_first=False).act is Act.START_LATER
-        place.forget_delay()
-    last = place.could_not_start(ALL, is_first=False)
+        assert slot.could_not_start(ALL, is_first=False).act is Act.START_LATER
+        slot.forget_delay()
+    last = slot.could_not_start(ALL, is_first=False)
     if is_spent:
-        assert (last.act, place.current, place.state) == (Act.GIVE_UP, None, Occupancy.FAILED)
+        assert (last.act, slot.current, slot.state) == (Act.GIVE_UP, None, Occupancy.FAILED)
     else:
-        assert (last, place.current) == (Decision(Act.START_LATER, LONGEST_DELAY), worker)
-        assert place.budget.deaths == 0
+        assert (last, slot.current) == (Decision(Act.START_LATER, LONGEST_DELAY), worker)
+        assert slot.budget.deaths == 0
 
 
 @pytest.mark.parametrize("change", ["started", "asked_to_end"])
 def test_a_place_that_was_given_up_gets_no_worker(change: str) -> None:
-    place, worker = served()
-    place.budget.deaths = LIMIT
-    assert place.died(worker, ALL, began=False, is_first=False).act is Act.GIVE_UP
+    slot, worker = served()
+    slot.budget.deaths = LIMIT
+    assert slot.died(worker, ALL, began=False, is_first=False).act is Act.GIVE_UP
     if change == "started":
-        with pytest.raises(IllegalEvent, match="started in a place that is failed"):
-            place.started(Worker())
+        with pytest.raises(IllegalEvent, match="started in a slot that is failed"):
+            slot.started(Worker())
     else:
-        assert place.asked_to_end(worker, ALL).act is Act.NOTHING
-    place.forget_delay()
-    assert place.state is Occupancy.FAILED
+        assert slot.asked_to_end(worker, ALL).act is Act.NOTHING
+    slot.forget_delay()
+    assert slot.state is Occupancy.FAILED
 
 
 class Walk(RuleBasedStateMachine):
-    """A pool that carries out what is decided about one place, with workers that start, get ready, are spent and end."""
+    """A pool that carries out what is decided about one slot, with workers that start, get ready, are spent and end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.place: Replacement[Worker] = Replacement()
+        self.slot: Replacement[Worker] = Replacement()
         self.rule = Replaces.ALL
         self.alive: list[Worker] = []
         self.has_timer = False
@@ -219,17 +219,17 @@ class Walk(RuleBasedStateMachine):
         self.start(can=True)
 
     def start(self, *, can: bool) -> None:
-        self.place.forget_delay()
+        self.slot.forget_delay()
         self.has_timer = False
         if can:
             worker = Worker()
-            self.place.started(worker)
+            self.slot.started(worker)
             self.alive.append(worker)
         else:
-            self.carry_out(self.place.could_not_start(self.rule, is_first=self.is_first), self.place.current, can=True)
+            self.carry_out(self.slot.could_not_start(self.rule, is_first=self.is_first), self.slot.current, can=True)
 
     def carry_out(self, decision: Decision, old: Worker | None, *, can: bool) -> None:
-        self.has_timer &= self.place.is_delayed
+        self.has_timer &= self.slot.is_delayed
         if decision.act is Act.START:
             self.start(can=can)
         elif decision.act is Act.START_LATER:
@@ -240,37 +240,37 @@ class Walk(RuleBasedStateMachine):
             old.is_ready = False  # it drains
 
     @precondition(lambda self: self.alive)
-    @rule(place=st.integers(0, 100))
-    def ready(self, place: int) -> None:
-        worker = self.alive[place % len(self.alive)]
-        if worker in {self.place.current, self.place.next} and not worker.is_ready:
+    @rule(which=st.integers(0, 100))
+    def ready(self, which: int) -> None:
+        worker = self.alive[which % len(self.alive)]
+        if worker in {self.slot.current, self.slot.next} and not worker.is_ready:
             worker.is_ready = True
             self.is_first = False
-            self.carry_out(self.place.ready(worker), self.place.current, can=True)
+            self.carry_out(self.slot.ready(worker), self.slot.current, can=True)
 
-    @precondition(lambda self: self.place.current is not None and self.place.current.is_ready)
+    @precondition(lambda self: self.slot.current is not None and self.slot.current.is_ready)
     @rule(is_spent=st.booleans(), has_waiting=st.booleans(), can=st.booleans())
     def low(self, is_spent: bool, has_waiting: bool, can: bool) -> None:
-        current = self.place.current
+        current = self.slot.current
         assert current is not None
         current.is_spent |= is_spent
-        self.carry_out(self.place.low(self.rule, has_waiting=has_waiting), current, can=can)
+        self.carry_out(self.slot.low(self.rule, has_waiting=has_waiting), current, can=can)
 
     @precondition(lambda self: self.alive)
-    @rule(place=st.integers(0, 100), can=st.booleans())
-    def asked_to_end(self, place: int, can: bool) -> None:
-        worker = self.alive[place % len(self.alive)]
+    @rule(which=st.integers(0, 100), can=st.booleans())
+    def asked_to_end(self, which: int, can: bool) -> None:
+        worker = self.alive[which % len(self.alive)]
         worker.is_ready = False
-        self.carry_out(self.place.asked_to_end(worker, self.rule), worker, can=can)
+        self.carry_out(self.slot.asked_to_end(worker, self.rule), worker, can=can)
 
     @precondition(lambda self: self.alive)
-    @rule(place=st.integers(0, 100), began=st.booleans(), can=st.booleans())
-    def dies(self, place: int, began: bool, can: bool) -> None:
-        worker = self.alive.pop(place % len(self.alive))
+    @rule(which=st.integers(0, 100), began=st.booleans(), can=st.booleans())
+    def dies(self, which: int, began: bool, can: bool) -> None:
+        worker = self.alive.pop(which % len(self.alive))
         worker.is_ready = False
         if began:
-            self.place.budget.began()
-        self.carry_out(self.place.died(worker, self.rule, began=began, is_first=self.is_first), worker, can=can)
+            self.slot.budget.began()
+        self.carry_out(self.slot.died(worker, self.rule, began=began, is_first=self.is_first), worker, can=can)
 
     @precondition(lambda self: self.has_timer)
     @rule(can=st.booleans())
@@ -283,18 +283,18 @@ class Walk(RuleBasedStateMachine):
 
     @invariant()
     def has_a_worker_or_gets_one(self) -> None:
-        place = self.place
+        slot = self.slot
         assert (
-            place.current is not None
+            slot.current is not None
             or self.has_timer
-            or place.state is Occupancy.FAILED
+            or slot.state is Occupancy.FAILED
             or self.rule is not ALL
             or self.has_failed_start
         )
-        assert self.has_timer == place.is_delayed
-        assert (place.next is not None) == (place.state is Occupancy.FOLLOWED)
-        assert place.current in {None, *self.alive}
-        assert place.next in {None, *self.alive}
+        assert self.has_timer == slot.is_delayed
+        assert (slot.next is not None) == (slot.state is Occupancy.FOLLOWED)
+        assert slot.current in {None, *self.alive}
+        assert slot.next in {None, *self.alive}
 
 
 TestWalk = Walk.TestCase

@@ -25,7 +25,7 @@ from percore._scheduler.dispatch import Queue
 
 
 class Owner(Protocol):
-    """The keeper of the calls of a runner. A call that is cancelled tells it so."""
+    """The owner of the calls of a runner. A cancelled call notifies it."""
 
     def cancelled(self, call: Any) -> None: ...
 

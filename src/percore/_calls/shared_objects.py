@@ -2,7 +2,7 @@
 
     handle dies, or close() ─▶ no call holds it ─▶ workers that know it are asked to forget it ─▶ all have ─▶ the slot is free
 
-A pickled handle is a number. Before a worker is sent the first call that refers to it, it is told the parcel of that number.
+A pickled handle is a number. Before a worker is sent the first call that refers to it, it is sent the parcel of that number.
 
 A call holds all shared objects that were part of its pickle, from the pickling until the call has ended. Every worker that
 unpickles the call therefore finds them, even on a retry. Workers are asked to forget an object only when no call holds it, so they

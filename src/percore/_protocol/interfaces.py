@@ -58,7 +58,7 @@ class ObjectPickler(Protocol):
 
 
 class Store(Protocol):
-    """Keeps what is too large for a message until it is discarded. One store serves all workers of a runner.
+    """Keeps payloads that are too large for a message until they are discarded. One store serves all workers of a runner.
 
     Attributes:
         most_shared: how many objects may be shared at a time.
@@ -149,7 +149,7 @@ class Channel(Protocol):
 
     @property
     def own(self) -> Mapping[int, Callable[[int, Any], None]]:
-        """Handlers by op of the messages by which the worker's side of the channel speaks to this side."""
+        """Handlers of the messages between the two sides of the channel itself, by op."""
 
     def open(
         self,

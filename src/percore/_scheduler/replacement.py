@@ -1,21 +1,21 @@
-"""Replacement: when a place in the pool gets another worker, when that worker takes over, and when the place is given up.
+"""Replacement: when a slot of the pool gets another worker, when that worker takes over, and when the slot is given up.
 
     empty ──started──▶ served ──started──▶ followed
       ▲ │                ▲ │                 │
       │ └─▶ delayed      │ └─▶ served, delayed
       └────── the current worker is gone, or is no longer used
 
-| event                               | the place gets another worker                                                  |
+| event                               | the slot gets another worker                                                   |
 |-------------------------------------|--------------------------------------------------------------------------------|
 | the current worker died             | at once if it had begun a call, else after the delay given by the budget       |
 | it was asked to end from outside    | at once                                                                        |
 | it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
 | a worker could not start, or died before it took over | after the delay given by the budget                          |
 
-In each row, the next worker takes over at once if there is one. A place has at most one start scheduled. During the first start
+In each row, the next worker takes over at once if there is one. A slot has at most one start scheduled. During the first start
 nothing is attempted twice. A runner that closes replaces workers only as far as its phase allows (`Replaces`).
 
-Invariant: a place without a current worker has a start scheduled or was given up, or its runner is closing or has failed to start.
+Invariant: a slot without a current worker has a start scheduled or was given up, or its runner is closing or has failed to start.
 """
 
 from enum import Enum
@@ -25,14 +25,14 @@ from percore._scheduler.lifecycle import IllegalEvent
 from percore._scheduler.phase import Replaces
 
 LIMIT: Final = 10
-"""Early deaths in a row after which a place is given up."""
+"""Early deaths in a row after which a slot is given up."""
 
 _FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 5.0
 
 
 class RestartBudget:
-    """The number of early deaths in a row in one place: those of workers that had not begun any call.
+    """The number of early deaths in a row in one slot: those of workers that had not begun any call.
 
     The first replacement starts at once, the next ones after 0.1 · 2ⁿ seconds, at most 5.
     """
@@ -43,11 +43,11 @@ class RestartBudget:
         self.deaths = 0
 
     def began(self) -> None:
-        """Reset the count, because the place's worker has begun a call."""
+        """Reset the count, because the slot's worker has begun a call."""
         self.deaths = 0
 
     def died(self) -> float | None:
-        """Count an early death. Return the seconds until the replacement starts, or None if the place is given up."""
+        """Count an early death. Return the seconds until the replacement starts, or None if the slot is given up."""
         self.deaths += 1
         if self.deaths >= LIMIT:
             return None
@@ -55,7 +55,7 @@ class RestartBudget:
 
 
 class Occupancy(Enum):
-    """The states of a place, as in the diagram above."""
+    """The states of a slot, as in the diagram above."""
 
     EMPTY = "empty"
     """It has no worker and gets none: the runner has not started, is closing, or has failed to start."""
@@ -75,7 +75,7 @@ class Occupancy(Enum):
 
 
 class Change(Enum):
-    """A change of a place's workers or starts."""
+    """A change of a slot's workers or starts."""
 
     STARTED = "started"
     LEFT = "left"
@@ -111,7 +111,7 @@ _TABLE: Final[dict[Occupancy, dict[Change, Occupancy]]] = {
 
 
 class Serving(Protocol):
-    """A worker, as its place sees it."""
+    """A worker, as its slot sees it."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -122,7 +122,7 @@ class Serving(Protocol):
 
 
 class Act(Enum):
-    """What the pool has to do."""
+    """An action of the pool."""
 
     NOTHING = "nothing"
     START = "start"
@@ -133,14 +133,14 @@ class Act(Enum):
     """The current worker is another one now. It gets calls once it is ready, and the old one gets no more."""
 
     GIVE_UP = "give up"
-    """Give the place up, and retire the worker that was the current one, if any."""
+    """Give the slot up, and retire the worker that was the current one, if any."""
 
     FAIL_START = "fail start"
     """The first start of the runner fails."""
 
 
 class Decision(NamedTuple):
-    """What the pool has to do, and after how many seconds."""
+    """The action that the pool has to carry out, and the seconds until then."""
 
     act: Act
     delay: float = 0.0
@@ -152,7 +152,7 @@ W = TypeVar("W", bound=Serving)
 
 
 class Replacement(Generic[W]):
-    """The workers of one place, and the decisions about the next one. The pool carries the decisions out at once."""
+    """The workers of one slot, and the decisions about the next one. The pool carries the decisions out at once."""
 
     def __init__(self) -> None:
         self.state = Occupancy.EMPTY
@@ -166,13 +166,13 @@ class Replacement(Generic[W]):
     def _change(self, change: Change) -> None:
         following = _TABLE[self.state].get(change)
         if following is None:
-            raise IllegalEvent(f"{change.value} in a place that is {self.state.value}")
+            raise IllegalEvent(f"{change.value} in a slot that is {self.state.value}")
         self.state = following
 
     # Workers
 
     def started(self, worker: W) -> None:
-        """A worker was started. It is the current one if the place had none, else the next one."""
+        """A worker was started. It is the current one if the slot had none, else the next one."""
         self._change(Change.STARTED)
         if self.current is None:
             self.current = worker

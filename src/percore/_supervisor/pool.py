@@ -45,7 +45,7 @@ class Past(NamedTuple):
 
 
 class WorkerSlot(Replacement[PoolWorker]):
-    """A place in the pool: its workers, the decisions about the next one, and the history of its workers."""
+    """A slot of the pool: its workers, the decisions about the next one, and the history of its workers."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

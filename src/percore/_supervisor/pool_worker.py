@@ -1,7 +1,7 @@
 """One worker as the supervisor sees it: its state, the calls it holds and its counts.
 
-The pool creates a member for each worker it starts. Each call in `PoolWorker.calls` holds one place in the worker until the worker
-reports an outcome, hands the call back or dies.
+The pool creates a `PoolWorker` for each worker it starts. Each call in `PoolWorker.calls` holds one place in the worker until the
+worker reports an outcome, hands the call back or dies.
 """
 
 import asyncio

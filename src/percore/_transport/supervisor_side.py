@@ -66,7 +66,7 @@ class SupervisorSide(Channel):
             send = self.send_lazily if slot < self.incoming.count // 4 else self.send_later
             send(RELEASE, slot, payload >> SLOT_BITS)
 
-    # What the worker's side says
+    # Messages of the worker's side
 
     def _hold(self, _zero: int, parcel: Body) -> None:
         """Arrays in the worker use this slot: hold it until the worker has dropped them or has died."""

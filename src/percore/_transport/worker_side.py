@@ -18,7 +18,7 @@ from percore._transport.slots import Sink, SlotReader, SlotWriter
 
 
 class WorkerSide(Channel):
-    """What a worker sends its answers to, and gets its payloads from. Any thread may call the methods of this class."""
+    """The channel as the worker's calls use it: it sends answers and reads payloads. Any thread may call its own methods."""
 
     def __init__(
         self,
