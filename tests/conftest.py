@@ -5,6 +5,7 @@ all of them with `--rows=full`. Elsewhere one asks with `@pytest.mark.both_loops
 """
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -53,6 +54,12 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", choices=rows.CHOICES, default="push", help="the engines and loops tests run with: see tests/rows.py")
+
+
+def pytest_collection_finish() -> None:
+    """Take all that exists now out of collections: many tests ask for one, and each would visit every test and its modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,10 @@ subject depends on the way names the further ways, with the reason:
 
     pytestmark = pytest.mark.differs("spawn", "fallbacks", because="the exit of a worker reaches its supervisor another way")
 
+A row that repeats most of another one is given as `repeats(value)`: it costs a push its seconds and tells little more.
+
+In a further way each test function of tests/contract runs once, whatever its parameters.
+
 `--rows=full` (`make test-full`) runs every row. `--rows=fallbacks` runs the tests that differ in that way alone: for a run
 under PERCORE_WITHOUT. Where there is no fork server, spawned interpreters are the first way.
 """
@@ -14,6 +18,7 @@ under PERCORE_WITHOUT. Where there is no fork server, spawned interpreters are t
 from typing import Final
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from percore._common.system import default_start_method
 
@@ -25,6 +30,11 @@ WAYS: Final = {
 """Each way besides the first, and what differs in it."""
 
 CHOICES: Final = ("push", "full", "fallbacks")
+
+
+def repeats(*values: object) -> list[ParameterSet]:
+    """These values of a parameter in `make test-full` alone."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def differing(item: pytest.Item) -> set[str]:
@@ -42,24 +52,32 @@ def select(items: list[pytest.Item], rows: str) -> tuple[list[pytest.Item], list
     """Split the tests into those that a run has, and those that it leaves out."""
     wanted: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
-    spawned: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        is_wanted = rows == "full" or (_is_wanted(item, rows) and not (_is_spawned(item) and function in spawned))
-        if is_wanted and _is_spawned(item):
-            # A fresh interpreter takes time, and whatever follows its start is the same as under the fork server.
-            spawned.add(function)
+        further = item.nodeid.partition("[")[0], _further_way(item, rows)
+        is_wanted = rows == "full" or (_is_wanted(item, rows) and further not in seen)
+        if is_wanted and further[1]:
+            seen.add(further)
         (wanted if is_wanted else left_out).append(item)
     return wanted, left_out
 
 
 def _is_wanted(item: pytest.Item, rows: str) -> bool:
     ways = differing(item)
-    if rows == "fallbacks" and "fallbacks" not in ways:
+    if item.get_closest_marker("full") or (rows == "fallbacks" and "fallbacks" not in ways):
         return False
     if _is_spawned(item):
         return "spawn" in ways and "uvloop" not in item.name
     return not (_engine(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
+
+
+def _further_way(item: pytest.Item, rows: str) -> str:
+    """The way in which a test of tests/contract runs once: its parameters repeat there what the first way has told of them."""
+    if rows == "fallbacks" and _engine(item) == "spawn":
+        return "fallbacks"
+    if _is_spawned(item):
+        return "spawn"
+    return "uvloop" if _engine(item) is not None and "uvloop" in item.name else ""
 
 
 def _is_spawned(item: pytest.Item) -> bool:

@@ -134,51 +134,6 @@ async def test_bytes_arrive_as_they_are(make: MakeRunner, fn: Callable[..., Any]
             assert type(there) is type(data)
 
 
-@pytest.mark.asyncio_only
-async def test_frames_of_pandas(make: MakeRunner) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(
-        {
-            "number": arrays.numbers(1),
-            "other": arrays.numbers(2),
-            "whole": np.arange(arrays.SIZE),
-            "text": ["some text", "other text"] * (arrays.SIZE // 2),
-        }
-    )
-    async with make() as runner:
-        there = await runner.run(jobs.aecho, frame)
-        pandas.testing.assert_frame_equal(there, frame)
-        there.loc[:, "number"] = 0.0
-        there["whole"] += 1
-        assert arrays.is_numbers(1, frame["number"].to_numpy())
-        pandas.testing.assert_frame_equal(await runner.run(jobs.echo, frame), frame)
-        del there
-        await settled(runner)
-
-
-@pytest.mark.asyncio_only
-async def test_tables_of_arrow(make: MakeRunner) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    table = arrow.table({"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)})
-    async with make() as runner:
-        for fn in (jobs.echo, jobs.aecho):
-            there = await runner.run(fn, table)
-            assert there.equals(table)
-            there.validate(full=True)
-        del there
-        await settled(runner)
-
-
-@pytest.mark.asyncio_only
-async def test_frames_of_polars(make: MakeRunner) -> None:
-    polars = pytest.importorskip("polars")
-    frame = polars.DataFrame({"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)})
-    async with make() as runner:
-        for fn in (jobs.echo, jobs.aecho):
-            assert (await runner.run(fn, frame)).equals(frame)
-        await settled(runner)
-
-
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho], ids=list(BOTH))
 @pytest.mark.parametrize("options", [{}, FEW_SLOTS], ids=["many slots", "few slots"])
 async def test_map_and_stream_of_arrays(make: MakeRunner, fn: Callable[..., Any], options: dict[str, int]) -> None:

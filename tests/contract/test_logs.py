@@ -13,6 +13,7 @@ import percore
 from percore._worker_process.log_forwarding import LOG_RING_SIZE
 from tests import log_jobs
 from tests.contract.conftest import MakeRunner
+from tests.counts import times
 
 pytestmark = pytest.mark.differs(
     "spawn",
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.differs(
     because="a fresh interpreter has other streams and warning filters; without uvloop the worker logs from asyncio's loop",
 )
 
-FLOOD = 100_000
+FLOOD = times(20_000, 100_000)
 APP = "app.jobs"
 
 
@@ -242,6 +243,7 @@ def count() -> Iterator[Count]:
     logger.propagate = True
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("job", [log_jobs.count, log_jobs.count_in_thread])

@@ -116,17 +116,7 @@ async def test_m1_memory_is_flat_over_a_million_items(make_real: MakeRunner) -> 
 # M2
 
 
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Leave what there is already out of full collections, which else take longer than the test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("quick_collections")
 @BOTH
 @pytest.mark.parametrize("ordered", [True, False])
 async def test_m2_what_was_left_is_all_gone_and_the_runner_serves(make: MakeRunner, fn: Callable[..., Any], ordered: bool) -> None:

@@ -21,10 +21,11 @@ from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
+from tests.rows import repeats
 
 pytestmark = pytest.mark.differs("spawn", "fallbacks", because="a successor is launched, and a worker's exit seen, in another way")
 
-LIMITS = pytest.mark.parametrize("limit", [1, 2, 3, 7])
+LIMITS = pytest.mark.parametrize("limit", [3, 1, *repeats(2, 7)])
 
 
 async def _generation(runner: percore.Runner, generation: int, index: int = 0) -> None:
@@ -37,7 +38,7 @@ async def _generation(runner: percore.Runner, generation: int, index: int = 0) -
 
 
 @LIMITS
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [*repeats(1), 2])
 async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int) -> None:
     async with make(workers, max_tasks_per_worker=limit, concurrency=4, threads=2) as runner:
         runs = [runner.run(fn, i) for i in range(2 * limit) for fn in (jobs.echo, jobs.aecho)]
@@ -99,11 +100,8 @@ async def test_t3_calls_wait_for_the_replacement_of_a_worker_that_may_begin_no_m
 
 
 @LIMITS
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fn", [life_jobs.generation, life_jobs.ageneration])
-async def test_t3_no_worker_begins_more_calls_than_its_limit(
-    make: MakeRunner, log: Log, fn: Callable[..., Any], limit: int, workers: int
-) -> None:
+async def test_t3_no_worker_begins_more_calls_than_its_limit(make: MakeRunner, fn: Callable[..., Any], limit: int) -> None:
     async with make(max_tasks_per_worker=limit) as runner:
         await runner.map(life_jobs.generation, range(4 * limit))  # from now on they travel in batches
         before = runner.statistics().workers[0].generation
@@ -123,7 +121,7 @@ async def test_t3_a_close_runs_what_waits_within_the_limit(make: MakeRunner) -> 
 
 
 @LIMITS
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [*repeats(1), 3])
 async def test_t3_whenever_a_call_ends_every_slot_has_a_worker_that_is_ready(make: MakeRunner, limit: int, workers: int) -> None:
     async with make(workers, max_tasks_per_worker=limit, concurrency=2, threads=2) as runner:
         states: set[str] = set()

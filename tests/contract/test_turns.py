@@ -9,6 +9,7 @@ import pytest
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.rows import repeats
 
 pytestmark = pytest.mark.differs("uvloop", because="what one iteration of the loop takes up is the loop's choice")
 
@@ -23,7 +24,7 @@ async def _consume(results: Any) -> None:
 
 @BOTH
 @pytest.mark.parametrize("bulk", [jobs.echo, jobs.aecho])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [*repeats(1), 2])
 async def test_a_run_beside_an_endless_map(make: MakeRunner, fn: Any, bulk: Any, workers: int) -> None:
     async with make(workers, concurrency=2, threads=1) as runner:
         async with runner.map(bulk, itertools.count()) as results:

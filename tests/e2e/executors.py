@@ -12,8 +12,11 @@ import pytest
 from percore import LoopPoolExecutor
 from percore._supervisor.pool_worker import PoolWorker
 from tests.contract.pipes import Gate, Log
+from tests.rows import repeats
 
-METHODS = ("percore", "fork", "forkserver", "spawn")
+CONTEXTS = ("fork", *repeats("forkserver"), "spawn")
+"""Contexts of multiprocessing. Its fork server differs from fork and spawn only before a worker runs percore."""
+METHODS = ("percore", *CONTEXTS)
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Any]:
     end_helpers()
 
 
-@pytest.fixture(params=METHODS[1:])
+@pytest.fixture(params=CONTEXTS)
 def mp_context(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Contexts of multiprocessing."""
     yield multiprocessing.get_context(request.param)

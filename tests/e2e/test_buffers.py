@@ -99,20 +99,45 @@ async def test_a_broadcast_takes_the_memory_of_one() -> None:
 
 @pytest.mark.asyncio_only
 @in_memfds
-async def test_frames_and_tables_are_not_copied_either() -> None:
+async def test_frames_and_tables_arrive_right_and_are_not_copied_either() -> None:
+    """All of them in one test and one worker: to import these libraries takes longer than everything else here."""
     pandas = pytest.importorskip("pandas")
     arrow = pytest.importorskip("pyarrow")
+    polars = pytest.importorskip("polars")
     async with percore.Runner(1) as runner:
-        frame = await runner.run(jobs.aecho, pandas.DataFrame({"number": arrays.numbers(1, SOME // 8)}))
-        mapping = calls.mapping_of(frame["number"].to_numpy())
-        assert mapping is not None
-        assert "/memfd:percore" in mapping.name
-        table = await runner.run(jobs.aecho, arrow.table({"number": arrays.numbers(1, SOME // 8)}))
-        mapping = calls.mapping_of(table["number"].chunk(0).to_numpy(zero_copy_only=True))
-        assert mapping is not None
-        assert "/memfd:percore" in mapping.name
-        del frame, table
+        await frames_of_pandas(runner, pandas)
+        await tables_of_arrow(runner, arrow)
+        texts = {"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)}
+        for fn in (jobs.echo, jobs.aecho):
+            assert (await runner.run(fn, polars.DataFrame(texts))).equals(polars.DataFrame(texts))
         await settled(runner)
+
+
+async def frames_of_pandas(runner: percore.Runner, pandas: Any) -> None:
+    texts = {"whole": np.arange(arrays.SIZE), "text": ["some text", "other text"] * (arrays.SIZE // 2)}
+    sent = pandas.DataFrame({"number": arrays.numbers(1), "other": arrays.numbers(2), **texts})
+    there = await runner.run(jobs.aecho, sent)
+    pandas.testing.assert_frame_equal(there, sent)
+    there.loc[:, "number"] = 0.0
+    there["whole"] += 1
+    assert arrays.is_numbers(1, sent["number"].to_numpy())
+    pandas.testing.assert_frame_equal(await runner.run(jobs.echo, sent), sent)
+    frame = await runner.run(jobs.aecho, pandas.DataFrame({"number": arrays.numbers(1, SOME // 8)}))
+    mapping = calls.mapping_of(frame["number"].to_numpy())
+    assert mapping is not None
+    assert "/memfd:percore" in mapping.name
+
+
+async def tables_of_arrow(runner: percore.Runner, arrow: Any) -> None:
+    sent = arrow.table({"number": arrays.numbers(1), "text": ["some text", None] * (arrays.SIZE // 2)})
+    for fn in (jobs.echo, jobs.aecho):
+        there = await runner.run(fn, sent)
+        assert there.equals(sent)
+        there.validate(full=True)
+    table = await runner.run(jobs.aecho, arrow.table({"number": arrays.numbers(1, SOME // 8)}))
+    mapping = calls.mapping_of(table["number"].chunk(0).to_numpy(zero_copy_only=True))
+    assert mapping is not None
+    assert "/memfd:percore" in mapping.name
 
 
 def filled_in_a_fork(array: Any) -> bool:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.crawling import ROOT, SCRAPE, TIMEOUT, Page, failures, figure, read_pages, scrape
+from tests.rows import repeats
 from tests.terminals import shown_at_terminal
 
 from farm import Farm, Visits  # isort: skip
@@ -45,7 +46,7 @@ def farm_that_hangs() -> Iterator[Farm]:
     assert farm.close() == 0
 
 
-@pytest.fixture(params=[["--workers", "4"], ["--single"]], ids=["percore", "single"])
+@pytest.fixture(params=[["--workers", "4"], *repeats(["--single"])], ids=["percore", "single"])
 def mode(request: pytest.FixtureRequest) -> Mode:
     arguments: Mode = request.param
     return arguments
@@ -256,7 +257,7 @@ def test_a_crawl_without_any_page_fails(mode: Mode) -> None:
 
 
 def test_the_live_table_says_which_crawl_runs_and_for_how_long(farm: Farm) -> None:
-    command = [*SCRAPE, "--compare", "--workers", "2", farm.starts[0], "--depth", "1", "--seconds", "30"]
+    command = [*SCRAPE, "--compare", "--workers", "2", farm.starts[0], "--depth", "1", "--seconds", "30", "--backoff", "0.05"]
     code, shown = shown_at_terminal(command, os.environ)
     assert code == 0
     for crawl in (r"percore \(crawl 1 of 2\)", r"one process \(crawl 2 of 2\)"):

@@ -14,8 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.crawling import EXAMPLES, SCRAPE, TIMEOUT, by_path, failures, figure, read_pages, scrape
+from tests.rows import repeats
 
 from farm import Farm  # isort: skip
+from scrape import read_command_line  # isort: skip
 
 LAST_RELEASE = "/3.15/"
 MANY = 64  # sites
@@ -31,7 +33,7 @@ def farm() -> Iterator[Farm]:
     assert farm.close() == 0
 
 
-@pytest.fixture(params=[["--workers", "2"], ["--single"]], ids=["percore", "single"])
+@pytest.fixture(params=[["--workers", "2"], *repeats(["--single"])], ids=["percore", "single"])
 def mode(request: pytest.FixtureRequest) -> Mode:
     arguments: Mode = request.param
     return arguments
@@ -56,7 +58,7 @@ def test_every_page_is_visited_once(farm: Farm, mode: Mode, tmp_path: Path) -> N
 
 def test_pages_are_fetched_in_all_workers(farm: Farm, tmp_path: Path) -> None:
     output = tmp_path / "pages.jsonl"
-    summary = scrape("--workers", "2", "--seconds", "2", "--output", output, *farm.starts)
+    summary = scrape("--workers", "2", "--seconds", "1", "--output", output, *farm.starts)
     assert {page["worker"] for page in read_pages(output) if not page["error"]} == {0, 1}
     shares = re.findall(r"(\d): (\d+)%", figure(summary, "workers' shares")[0])
     assert [worker for worker, _ in shares] == ["0", "1"]
@@ -132,7 +134,7 @@ def test_ctrl_c_keeps_what_it_has(farm: Farm, mode: Mode, tmp_path: Path) -> Non
 
 
 def test_without_arguments_it_compares_itself_on_the_farm() -> None:
-    summary = scrape("--seconds", "2")
+    summary = scrape("--seconds", "1")
     percore, single = (float(cell) for cell in figure(summary, "pages/s"))
     assert min(percore, single) > 0
     for cell in figure(summary, "the farm's own CPU share"):
@@ -187,10 +189,14 @@ def read_terminal(terminal: int) -> str:
         (["--single", "--compare"], "--single is one half of --compare"),
     ],
 )
-def test_a_bad_command_line_gets_a_sentence(arguments: list[str], sentence: str) -> None:
-    done = subprocess.run([*SCRAPE, *arguments], capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 2
-    assert sentence in done.stderr
+def test_a_bad_command_line_gets_a_sentence(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [SCRAPE[-1], *arguments])
+    with pytest.raises(SystemExit) as ended:
+        read_command_line()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_farm_counts_what_it_serves(farm: Farm) -> None:

@@ -250,7 +250,6 @@ def sleep_and_print(seconds, message):
 MAKE = """\
 import multiprocessing
 from percore import LoopPoolExecutor
-from percore._executor.executor import portal as _portal
 from executor_sleep import sleep_and_print
 def make(**options):
     method = {method!r}
@@ -266,7 +265,7 @@ def write(folder: Path, text: str, method: str) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_interpreter_shutdown(method: str, tmp_path: Path) -> None:
-    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 1.0, "apple")\n'
+    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n'
     done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
     assert (done.code, done.out, done.err) == (0, "apple\n", "")
 
@@ -293,7 +292,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", METHODS)
 def test_hang_gh83386(method: str, tmp_path: Path) -> None:
-    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 1.0, "apple")\n    t.shutdown(wait=False)\n'
+    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n    t.shutdown(wait=False)\n'
     done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
     assert (done.code, done.out, done.err) == (0, "apple\n", "")
 

@@ -11,9 +11,11 @@ import percore
 from percore._common.system import default_start_method
 from tests.e2e import frozen_program
 from tests.e2e.scripts import Done, execute, output_of
+from tests.rows import repeats
 
 HOOKS = Path(percore.__file__).parent / "_pyinstaller"
 METHODS = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
+FROZEN = [METHODS[0], *repeats(*METHODS[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def run(program: Path, folder: Path, *arguments: str, **environment: str) -> tup
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FROZEN)
 def test_a_frozen_program_has_workers(method: str, program: Path, tmp_path: Path) -> None:
     done, starts = run(program, tmp_path, method)
     assert (done.code, done.out, done.err) == (0, "[0, 2, 4] [0, 3, 6] [9]\n8\n", "")
@@ -56,7 +58,7 @@ def test_a_frozen_program_has_workers(method: str, program: Path, tmp_path: Path
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FROZEN)
 def test_a_frozen_program_without_freeze_support_is_refused_and_told(method: str, program: Path, tmp_path: Path) -> None:
     done, starts = run(program, tmp_path, method, NO_SUPPORT="1")
     assert done.code != 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.scripts import TIMEOUT, Done, output_of, python
+from tests.rows import repeats
 
 SENTENCE = "starts percore when a worker imports it: put the start under `if __name__ == '__main__':`"
 both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -245,12 +246,17 @@ BY_VALUE: list[Style] = [
     prompt_after_script,
 ]
 # The others differ in nothing that a start method could matter to.
-WITH_SPAWN: list[Style] = [script, module_of_package, package, command, zip_application]
+WITH_SPAWN: list[Style] = [script, package]
+REPEATS: list[Style] = [module_of_package, command, zip_application]
 
 
 @pytest.mark.parametrize(
     ("method", "style"),
-    [("forkserver", style) for style in BY_REFERENCE + BY_VALUE] + [("spawn", style) for style in WITH_SPAWN],
+    [
+        *(("forkserver", style) for style in BY_REFERENCE + BY_VALUE),
+        *(("spawn", style) for style in WITH_SPAWN),
+        *(pytest.param("spawn", style, marks=pytest.mark.full) for style in REPEATS),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_s8_what_lives_in_main_travels(method: str, style: Style, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +514,7 @@ def run_notebook(cells: list[str], folder: Path) -> list[dict[str, str]]:
     return told
 
 
-@both_methods
+@pytest.mark.parametrize("method", ["forkserver", *repeats("spawn")])
 def test_s8_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
