@@ -256,8 +256,8 @@ async def test_closing_cuts_a_batch_off(make: MakeRunner, sixteen: None, log: Lo
     closing = asyncio.create_task(runner.aclose(grace=0))
     with pytest.raises(percore.RunnerClosed):
         await task
-    tx = worker_of(runner).channel.tx
-    while tx.acknowledged != tx.written:  # noqa: ASYNC110  # the worker has read that it is to begin nothing more
+    channel = worker_of(runner).channel
+    while not channel.has_read():  # noqa: ASYNC110  # the worker has read that it is to begin nothing more
         await asyncio.sleep(0)
     gate.open()
     await closing

@@ -338,6 +338,7 @@ async def test_a_peer_waits_since_there_is_something_to_read(pair: Pair, in_turn
     assert channel.waits_since == 100  # it has not read the first one
     await pair.down.receive(2)
     await until(channel.has_read)
+    assert channel.waits_since == 0
     now = 500
     send(1, 3, None)
     channel.flush()

@@ -58,7 +58,6 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int, Body]] = []
-        self.tx = SimpleNamespace(written=0, acknowledged=0)
 
     def send(self, op: int, call_id: int, body: Body) -> None:
         self.sent.append((op, call_id, body))

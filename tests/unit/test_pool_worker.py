@@ -20,11 +20,11 @@ class FrozenTurn(Turn):
         return NOW
 
 
-def member_that_waits(*, since: float, written: int = 1) -> PoolWorker:
-    """A member whose worker has read nothing of what was written since then."""
+def member_that_waits(*, since: float) -> PoolWorker:
+    """A member whose worker has read nothing since then; 0: it has read everything."""
     dispatch: Dispatch[Any, PoolWorker] = Dispatch(10, 4)
     member = PoolWorker(0, 1, dispatch, FrozenTurn())
-    channel = SimpleNamespace(tx=SimpleNamespace(written=written, acknowledged=0), send=None, waits_since=since)
+    channel = SimpleNamespace(send=None, waits_since=since)
     member.attach(cast(Any, SimpleNamespace(channel=channel)), cast(Any, SimpleNamespace(held={})))
     return member
 
@@ -35,7 +35,7 @@ def test_a_step_of_silence_is_twice_as_long_as_the_one_before(seconds: float, st
 
 
 def test_a_worker_that_has_read_everything_is_not_silent() -> None:
-    assert member_that_waits(since=NOW - 1, written=0).silence() == 0
+    assert member_that_waits(since=0).silence() == 0
 
 
 def test_a_worker_that_was_sent_something_late_in_a_long_iteration_is_not_silent() -> None:

@@ -103,10 +103,9 @@ class Store(Protocol):
 
 
 class Sent(Protocol):
-    """Counts, in bytes or in messages: how much was sent, and how much of it the peer has reported as read."""
+    """A count, in bytes or in messages: how much was sent."""
 
     written: int
-    acknowledged: int
 
 
 class Got(Protocol):
@@ -133,7 +132,8 @@ class Channel(Protocol):
 
     Attributes:
         is_open: whether it receives.
-        waits_since: while the worker has unread messages, the time (`time.monotonic`) since which it has read nothing.
+        waits_since: while the worker has unread messages, the time (`time.monotonic`) since which it has read nothing; 0 if it has
+            read all. This is no method, because choosing a worker for a call looks at several workers.
     """
 
     is_open: bool
@@ -141,7 +141,7 @@ class Channel(Protocol):
 
     @property
     def tx(self) -> Sent:
-        """Counts of what was sent. If both are equal, the worker has read everything."""
+        """The count of what was sent."""
 
     @property
     def rx(self) -> Got:

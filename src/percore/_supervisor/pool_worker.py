@@ -19,7 +19,7 @@ from percore._scheduler.lifecycle import Deadline, Life, State
 
 if TYPE_CHECKING:
     from percore._calls.shared_objects import Shares
-    from percore._protocol.interfaces import Fate, Sent, Worker
+    from percore._protocol.interfaces import Channel, Fate, Worker
     from percore._protocol.messages import Body
 
 
@@ -87,7 +87,7 @@ class PoolWorker:
         self.generation = generation
         self.life = Life()
         self.worker: Worker
-        self._tx: Sent
+        self._channel: Channel
         self.tell: Callable[[int, int, Body], None]
         """Sends a message to the worker: op, id, body. Bound once, in `attach`, since every call uses it."""
         self.calls: dict[int, PendingCall] = {}
@@ -125,7 +125,7 @@ class PoolWorker:
         """Attach the worker that the engine has started."""
         self._shares, self._holders = shares, shares.held
         self.worker = worker
-        self._tx = worker.channel.tx
+        self._channel = worker.channel
         self.tell = worker.channel.send
 
     def silence(self) -> int:
@@ -134,17 +134,17 @@ class PoolWorker:
         From 1 on, the worker's loop may be blocked. Each step is twice as long as the previous one. So two workers that are about
         equally late get the same step, and the less loaded one gets the next call.
         """
-        tx = self._tx
-        if tx.written == tx.acknowledged:
+        since = self._channel.waits_since
+        if not since:
             return 0
-        seconds = self._turn.time() - self.worker.channel.waits_since
+        seconds = self._turn.time() - since
         if seconds <= 0:  # sent after this iteration's time was taken: the loop cannot have read an answer yet
             return 0
         return max(0, frexp(seconds / _LATE)[1])
 
     def has_read(self) -> bool:
         """Return whether the worker has read all it was sent. If not, the channel calls `Supervisor.advance` once it has."""
-        return self.worker.channel.has_read()
+        return self._channel.has_read()
 
     @property
     def items(self) -> int:
@@ -177,7 +177,7 @@ class PoolWorker:
                 self._shares.introduce(self, call)
             if type(body) is int:
                 self.parked.add(call_id)
-                self.worker.channel.send_parcel(number, call_id, body, _Parked(self, call))
+                self._channel.send_parcel(number, call_id, body, _Parked(self, call))
             else:
                 self.tell(number, call_id, body)
 

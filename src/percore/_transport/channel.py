@@ -131,7 +131,7 @@ class Channel:
         self._told = 0
         self._rung_at = self._lag = 0.0
         self.waits_since = 0.0
-        """While the peer has unread messages, the time since which it has read nothing."""
+        """While the peer has unread messages, the time since which it has read nothing; 0 if the ring holds none."""
         self._ends_turn = self._is_lazy = False
         self.is_open = False
         self._bell_waits = False
@@ -410,6 +410,7 @@ class Channel:
                 self.waits_since = now = monotonic()
                 if tx.acknowledged == tx.written:
                     self._lag = now - self._rung_at
+                    self.waits_since = 0.0
             if published < 0 or consumed < 0 or logged < 0 or rx.end - rx.read > rx.size or tx.acknowledged > tx.written:
                 raise BrokenFrame(f"the peer published {published} and consumed {consumed} bytes")
             if logged:
