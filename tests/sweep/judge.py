@@ -214,6 +214,10 @@ class Stage:
     def close(self) -> None:
         """Close the runner: nothing is left of it but the program and its fork server."""
         self.order("close")
+        self.closed()
+
+    def closed(self) -> None:
+        """Wait for the end of the order "close"."""
         closed = self.told("closed")
         self._last = closed["last"]
         assert (closed["pending"], closed["left"], closed["complaints"]) == (0, [], [])

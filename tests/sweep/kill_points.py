@@ -544,9 +544,15 @@ def test_a_worker_dies_while_the_runner_closes(place: str, state: str, start: St
             else:
                 stage.plan(place, death)
                 stage.order("wave", how="burst")
-            stage.give("stay", HOLDERS)
-            stage.close()
-            hit = stage.hit(0)
+            if is_call and state == "busy":
+                stage.order("close")
+                hit = stage.hit()  # before the calls that keep the worker busy are let go
+                stage.give("stay", HOLDERS)
+                stage.closed()
+            else:
+                stage.give("stay", HOLDERS)
+                stage.close()
+                hit = stage.hit(0)
             assert hit is not None, f"{place} is not passed in closing"
             stage.unplan()
             stage.judge({hit.pid}, cut=True)
