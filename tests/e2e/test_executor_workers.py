@@ -187,6 +187,7 @@ def test_in_a_pool_one_death_breaks_it_all(context: Any, log: Log, gate: Gate) -
         held = executor.submit(jobs.wait, log.path, gate.path)
         lines(log, 1)
         others = [executor.submit(jobs.wait, log.path, gate.path) for _ in range(30)]
+        lines(log, 1)  # both workers run a call
         dying: concurrent.futures.Future[Any] = executor.submit(executor_jobs.exit_now, 3)
         dead = members_of(executor)[0]
         assert dead.pid is not None
