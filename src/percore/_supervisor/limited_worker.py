@@ -57,9 +57,9 @@ class LimitedWorker(PoolWorker):
             self._refused(call)
             return
         self._count(size)
-        super().send(call)
         if self.tickets <= self._few:
-            self._low(self)
+            self._low(self)  # before the sending: after an error, the worker must not have the call
+        super().send(call)
 
     def unbegun(self, calls: int) -> None:
         """Uncount the calls that the worker handed back."""

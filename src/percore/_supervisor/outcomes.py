@@ -6,7 +6,7 @@ before that, the call ends when the supervisor processes the worker's death.
 
 import marshal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
@@ -42,6 +42,9 @@ from percore._supervisor.pool_worker import PoolWorker
 if TYPE_CHECKING:
     from percore._supervisor.pool import WorkerSlot
     from percore._supervisor.supervisor import Supervisor
+
+_BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT)
+"""Messages about a call that are followed by its outcome. The worker holds the call until then."""
 
 
 class Outcomes:
@@ -131,14 +134,14 @@ class Outcomes:
                 except (BrokenFrame, IllegalEvent):
                     raise
                 except BaseException as error:
-                    self._isolate(member, call_id, call, error)
+                    self._isolate(member, op, call_id, call, error)
                 if not channel.is_open:  # user code, or a message sent because of it, closed the channel
                     return
             lowered()
 
         return receive
 
-    def _isolate(self, member: PoolWorker, call_id: int, call: PendingCall | None, error: BaseException) -> None:
+    def _isolate(self, member: PoolWorker, op: int, call_id: int, call: PendingCall | None, error: BaseException) -> None:
         """End only this call: its message was valid, but handling the message raised this error. A batch ends its map.
 
         Raises:
@@ -149,7 +152,7 @@ class Outcomes:
         if type(batch) is Batch:
             batch.map.broke(error)  # results that the batch has counted may not have reached the map
         elif call is not None and isinstance(error, Exception):
-            self._supervisor.failed_with(call, error)
+            self._supervisor.failed_with(call, error, stays=op in _BEFORE_OUTCOME)
             return
         raise error
 

@@ -156,7 +156,7 @@ class Submission:
             if member is not None:
                 member.send(call)
         except BaseException as error:
-            supervisor.failed_with(call, error)
+            supervisor.failed_with(call, error, member)
         return call
 
     def _prepare(self, call: Call, policy: Policy | None, member: "PoolWorker | None") -> bool:

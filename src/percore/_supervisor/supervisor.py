@@ -117,10 +117,12 @@ class Supervisor:
             except BaseException as error:
                 self.failed_with(call, error, member)
 
-    def failed_with(self, call: PendingCall, error: BaseException, chosen: PoolWorker | None = None) -> None:
+    def failed_with(
+        self, call: PendingCall, error: BaseException, chosen: PoolWorker | None = None, *, stays: bool = False
+    ) -> None:
         """End one call with an error that percore raised while it handled the call, wherever the call is.
 
-        `chosen`: the worker to which the call was being sent.
+        `chosen`: the worker to which the call was being sent. `stays`: a worker holds the call, and its outcome follows.
 
         Raises:
             BaseException: `error`, if it is no Exception. The call has ended by then.
@@ -130,7 +132,11 @@ class Supervisor:
         if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BROADCAST:
             with faults:
                 self.dispatch.left(call)  # the key counts it as sent
-        self.give_up(call, error, faults)
+        if not stays:
+            self.give_up(call, error, faults)
+        elif not call.done():
+            with faults:
+                call.abandon(as_error(error, "percore"))
         faults.finish()
 
     def give_up(self, call: PendingCall, error: BaseException, faults: Faults) -> None:
@@ -149,7 +155,8 @@ class Supervisor:
             else:
                 self.retries.drop(call)
                 self.broadcasts.remove(call)
-                self.dispatch.remove(call, call.queue)
+                if call.kind != Kind.BROADCAST:
+                    self.dispatch.remove(call, call.queue)
         with faults:
             self.release(call)
 
