@@ -232,8 +232,11 @@ def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeyp
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_fault_at_each_step_of_an_outcome(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_at_each_step_of_an_outcome(
+    tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver = Outcomes.receiver
     monkeypatch.setattr(Outcomes, "receiver", lambda *args: struck(receiver(*args)))
     monkeypatch.setattr(Supervisor, "advance", struck(Supervisor.advance))
     every(life, tmp_path, 1)
+    assert "KeyError" not in caplog.text  # each outcome was of a call that the supervisor still knew

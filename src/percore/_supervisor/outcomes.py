@@ -148,10 +148,11 @@ class Outcomes:
             BaseException: `error` itself, if the message is not about a single call, or if the error is no Exception. It breaks
                 the channel.
         """
-        batch = member.calls.get(call_id & ID_MASK)
-        if type(batch) is Batch:
-            batch.map.broke(error)  # results that the batch has counted may not have reached the map
-        elif call is not None and isinstance(error, Exception):
+        held = member.calls.get(call_id & ID_MASK)
+        batch = held or call
+        if type(batch) is Batch:  # results that it has counted may not have reached the map, or items that came back no queue
+            batch.map.broke(error)
+        if type(held) is not Batch and call is not None and isinstance(error, Exception):
             self._supervisor.failed_with(call, error, stays=op in _BEFORE_OUTCOME)
             return
         raise error
