@@ -155,7 +155,7 @@ async def life(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
         outcomes = await calls.outcomes()
         strike.is_armed = False
         for worker in workers:
-            if worker._is_killed:
+            if worker.exitcode is not None:  # killed
                 await threads_ended(worker)
         await serves(runner)
     return outcomes
