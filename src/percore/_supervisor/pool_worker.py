@@ -144,7 +144,7 @@ class PoolWorker:
 
     def has_read(self) -> bool:
         """Return whether the worker has read all it was sent. If not, the channel calls `Supervisor.advance` once it has."""
-        return self._channel.has_read()
+        return self.worker.channel.has_read()  # statistics ask, also while `attach` has not succeeded
 
     @property
     def items(self) -> int:
