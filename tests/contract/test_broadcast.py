@@ -110,7 +110,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
         assert members[0].load[Kind.BROADCAST] == MOST_BROADCASTS
         task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))
         assert await log.next() == "7"  # at the other worker, at once
-        assert len(supervisor_of(runner).broadcasts) == 1
+        assert len(supervisor_of(runner).calls.broadcasts) == 1
         if end == "goes on":
             _go_on(worker)
             assert await task == [7, 7]
@@ -124,7 +124,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
                 await task
             assert not caught.value.started
         elif end == "drains":
-            supervisor_of(runner).pool.draining(supervisor_of(runner).slots[0], members[0])
+            supervisor_of(runner).pool.draining(members[0])
             supervisor_of(runner).advance()
             with pytest.raises(percore.WorkerDied) as caught:
                 await task
@@ -135,7 +135,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
             with pytest.raises(percore.RunnerClosed):
                 await task
             return
-        assert len(supervisor_of(runner).broadcasts) == 0
+        assert len(supervisor_of(runner).calls.broadcasts) == 0
         assert await runner.run(jobs.aecho, 3) == 3
 
 
@@ -144,10 +144,10 @@ async def test_a_broadcast_that_waits_is_cancelled(make: MakeRunner, log: Log, g
         held = [asyncio.create_task(runner.broadcast(jobs.wait, log.path, gate.path, i)) for i in range(MOST_BROADCASTS)]
         await log.take(MOST_BROADCASTS)
         await _give_up(runner, jobs.echo, bytes(300_000))
-        assert len(supervisor_of(runner).broadcasts) == slots_used(runner) == 0
+        assert len(supervisor_of(runner).calls.broadcasts) == slots_used(runner) == 0
         waiting = [asyncio.create_task(runner.broadcast(jobs.aecho, i)) for i in range(3)]
         await asyncio.sleep(0)
-        assert len(supervisor_of(runner).broadcasts) == 3
+        assert len(supervisor_of(runner).calls.broadcasts) == 3
         waiting[1].cancel()
         gate.open()
         assert await asyncio.gather(*held) == [[i] for i in range(MOST_BROADCASTS)]

@@ -295,9 +295,9 @@ async def test_x2_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunne
     closings: list[asyncio.Task[None]] = []
     ready = Pool.ready
 
-    def close_first(pool: Pool, slot: Any, member: Any) -> None:
+    def close_first(pool: Pool, member: Any) -> None:
         closings.append(asyncio.create_task(runner.aclose()))  # runs before the one that waits for the start
-        ready(pool, slot, member)
+        ready(pool, member)
 
     monkeypatch.setattr(Pool, "ready", close_first)
     runner = make()

@@ -39,7 +39,8 @@ OTHERS: Final = tuple(
 
 SPINE: Final = {
     *("Pool._exited", "Pool._bury", "Deaths.end_calls", "Deaths._return", "Deaths._give_up"),
-    *("Supervisor.give_up", "Supervisor.failed_with", "Supervisor.advance", "Supervisor._advance_despite", "Supervisor._take"),
+    *("CallRegistry.give_up", "CallRegistry.failed_with"),
+    *("Supervisor.advance", "Supervisor._advance_despite", "Supervisor._take"),
     *("Outcomes.receiver.<locals>.receive", "Outcomes._isolate"),
     *("InFlight.ended", "InFlight.failed", "InFlight.broke"),
 }

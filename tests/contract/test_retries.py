@@ -25,7 +25,7 @@ FOR_EVER = 1e6
 
 async def _delayed(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their next attempt."""
-    while len(supervisor_of(runner).retries.delayed) < count:  # noqa: ASYNC110  # there is no event for it
+    while len(supervisor_of(runner).calls.retries.delayed) < count:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
 
 
@@ -316,10 +316,10 @@ async def test_cancelled_at_the_very_moment_of_its_next_attempt(make: MakeRunner
         view = runner.options(retries=1, retry_on=ValueError, backoff=FOR_EVER)
         task = asyncio.create_task(view.run(jobs.afail_first, str(tmp_path), 1, ValueError, 7))
         await _delayed(runner)
-        attempts = supervisor_of(runner).retries
+        calls = supervisor_of(runner).calls
         task.cancel()
-        (call,) = attempts.delayed
-        attempts._attempt(call)  # as the timer would, which has fired in the same iteration of the loop
+        (call,) = calls.retries.delayed
+        calls._attempt(call)  # as the timer would, which has fired in the same iteration of the loop
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await runner.run(jobs.aecho, 1) == 1

@@ -226,7 +226,7 @@ class Host:
             {
                 "last": self.last,
                 "pids": self.pids(),
-                "held": sum(len(member.calls) + len(member.parked) for member in supervisor.members) + supervisor.waiting(),
+                "held": sum(len(member.calls) + len(member.parked) for member in supervisor.members) + supervisor.calls.waiting(),
                 "arena": arena.in_use,
                 "complaints": self.complaints,
                 "restarts": self.runner.statistics().restarts,

@@ -60,14 +60,7 @@ ROOMS: dict[str, set[str]] = {
 }
 
 # Circles of modules within a room that only type-only imports close, each with its reason.
-CIRCLES: dict[frozenset[str], str] = {
-    frozenset(
-        {
-            *("_supervisor.supervisor", "_supervisor.pool", "_supervisor.outcomes", "_supervisor.submission", "_supervisor.deaths"),
-            *("_supervisor.retries", "_supervisor.broadcasts", "_supervisor.snapshot"),
-        }
-    ): "the parts of the supervisor name their owner, which is handed to them",
-}
+CIRCLES: dict[frozenset[str], str] = {}
 
 # A worker loads nothing of the parent's rooms. In rooms that both sides share, these modules are the parent's: they are costly to
 # import, or of no use in a worker.

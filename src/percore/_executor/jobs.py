@@ -237,7 +237,7 @@ class Jobs:
         for job in list(self._running):
             self._tell(self._leave(job), None, self._life.last_word())
             if job.member is None:  # it waits in the supervisor's queue
-                self.supervisor.cancelled(job)
+                self.supervisor.calls.cancelled(job)
 
     def end(self) -> None:
         """End every future that is left, when the thread ends."""

@@ -234,7 +234,7 @@ class Portal:
         self._has_launched.set()
         self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
         if self._is_pool:
-            supervisor.on_death = self._died
+            supervisor.pool.on_death = self._died
         self._take()
         while self._asked:
             self._asked.pop(0)()

@@ -27,7 +27,7 @@ class Feeder:
     """Pulls the open inputs of one map, and submits their items."""
 
     def __init__(self, items: InFlight, inputs: Inputs, spec: Spec) -> None:
-        self._supervisor = supervisor = items.owner
+        self._supervisor = supervisor = items.supervisor
         self._loop = supervisor.loop
         self._admission = supervisor.admission
         self._inputs = inputs
@@ -161,4 +161,4 @@ class Feeder:
     def _send(self) -> None:
         """Send the waiting batch items. This happens after several chunks, so that batches can be cut from all their items."""
         if self._is_batched and not self._life.is_closed:
-            self._supervisor.send_waiting(Kind.THREAD)
+            self._supervisor.calls.send_waiting(Kind.THREAD)

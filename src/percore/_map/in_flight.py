@@ -43,7 +43,8 @@ class InFlight:
     def __init__(
         self, supervisor: Supervisor, function: "Function", spec: Spec, context: Any, results: Results, life: MapLife
     ) -> None:
-        self.owner = supervisor
+        self.owner = supervisor.calls
+        self.supervisor = supervisor
         self.names = supervisor.dispatch.names
         self.function = function
         self.life = life
@@ -103,7 +104,7 @@ class InFlight:
 
     def leave(self, count: int) -> None:
         """Make room for `count` other calls under `max_pending`."""
-        admission = self.owner.admission
+        admission = self.supervisor.admission
         if admission is not None:
             assert count <= self.admitted
             self.admitted -= count
@@ -121,7 +122,7 @@ class InFlight:
         calls: list[Item | Batch] = [*self._leaving, *self._sent]
         self._leaving, self._sent, self.given = [], {}, {}
         with faults:
-            owner.functions.retire(self.function, calls)
+            self.supervisor.functions.retire(self.function, calls)
 
     # Submitting
 
@@ -275,7 +276,7 @@ class InFlight:
         window, batches = self.window, self.batches
         window.end(count, arguments, size, self._loop.time())
         if batches is not None and (seconds := batches.cost.seconds) is not None:
-            workers = len(self.owner.slots)
+            workers = len(self.supervisor.slots)
             window.batch = batches.cost.whole(workers)
             if not window.is_rated:
                 window.expect(int(workers * AHEAD_SECONDS / seconds))

@@ -89,7 +89,7 @@ class Verbs(MapVerbs):
             return await (call if isinstance(call, Future) else call.future)
         except CancelledError:
             if not isinstance(call, Future):
-                supervisor.withdraw(call)
+                supervisor.calls.withdraw(call)
             raise
         finally:
             del call  # it holds the error, whose traceback holds this frame: a cycle that would keep the callers' locals alive

@@ -5,22 +5,18 @@ them even after their callers have cancelled. So further calls for it wait here,
 calls.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterator
 
 from percore._calls.calls import PendingCall
 from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import MOST_BROADCASTS
 from percore._supervisor.pool_worker import PoolWorker
 
-if TYPE_CHECKING:
-    from percore._supervisor.supervisor import Supervisor
-
 
 class Broadcasts:
-    """Sends the calls of broadcasts, and holds those that wait for a place in their worker."""
+    """Holds the calls of broadcasts that wait for a place in their worker."""
 
-    def __init__(self, supervisor: "Supervisor") -> None:
-        self._supervisor = supervisor
+    def __init__(self) -> None:
         self.waiting: dict[PoolWorker, dict[PendingCall, None]] = {}
         """The waiting calls by worker, in order. A worker without waiting calls has no entry."""
         self._homes: dict[PendingCall, PoolWorker] = {}
@@ -29,13 +25,14 @@ class Broadcasts:
         """Return the number of waiting calls."""
         return len(self._homes)
 
-    def submit(self, call: PendingCall, member: PoolWorker) -> None:
-        """Send a call to its worker, or queue it until the worker has a place."""
-        if member.load[Kind.BROADCAST] < MOST_BROADCASTS and member not in self.waiting:
-            self._send(call, member)
-        else:
-            self.waiting.setdefault(member, {})[call] = None
-            self._homes[call] = member
+    def has_place(self, member: PoolWorker) -> bool:
+        """Return whether a new call for this worker can be sent at once."""
+        return member.load[Kind.BROADCAST] < MOST_BROADCASTS and member not in self.waiting
+
+    def add(self, call: PendingCall, member: PoolWorker) -> None:
+        """Queue a call until its worker has a place."""
+        self.waiting.setdefault(member, {})[call] = None
+        self._homes[call] = member
 
     def remove(self, call: PendingCall) -> None:
         """Remove a call from those that wait. It may be one that does not wait."""
@@ -46,23 +43,18 @@ class Broadcasts:
             if not calls:
                 del self.waiting[member]
 
-    def advance(self) -> None:
-        """Send the calls whose workers have a place now, and end those whose workers take no more calls."""
+    def fill(self, seats: Container[PoolWorker]) -> Iterator[tuple[PendingCall, PoolWorker, bool]]:
+        """Remove the calls that wait no longer. Return each with its worker, and with True if it can be sent to it now.
+
+        False: the worker is not among `seats`, so it takes no more calls. The caller sends or ends each call before it asks for the
+        next one.
+        """
         for member in list(self.waiting):
-            is_seated = member in self._supervisor.dispatch.seats
+            is_seated = member in seats
             while member in self.waiting and (not is_seated or member.load[Kind.BROADCAST] < MOST_BROADCASTS):
                 call = next(iter(self.waiting[member]))
                 self.remove(call)
-                if is_seated:
-                    self._send(call, member)
-                else:
-                    self._supervisor.unanswered(member, call)
-
-    def _send(self, call: PendingCall, member: PoolWorker) -> None:
-        try:
-            member.send(call)
-        except BaseException as error:
-            self._supervisor.failed_with(call, error, member)
+                yield call, member, is_seated
 
     def withdraw(self) -> list[PendingCall]:
         """Remove and return all waiting calls."""

@@ -1,6 +1,6 @@
 """Ends the calls of a dead worker: calls that had begun fail or are attempted again, the others go back to the queues."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from percore._calls.calls import PendingCall
 from percore._calls.items import Batch
@@ -8,17 +8,19 @@ from percore._common.log import Faults
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Fate
 from percore._protocol.messages import Kind
+from percore._scheduler.lifecycle import State
+from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
-
-if TYPE_CHECKING:
-    from percore._supervisor.supervisor import Supervisor
 
 
 class Deaths:
     """Ends the calls of dead workers."""
 
-    def __init__(self, supervisor: "Supervisor") -> None:
-        self._supervisor = supervisor
+    def __init__(self, calls: CallRegistry, members: Collection[PoolWorker]) -> None:
+        """`members`: all workers that have not ended."""
+        self._calls = calls
+        self._phase = calls.phase
+        self._members = members
 
     def end_calls(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> bool:
         """Fail or retry the calls that had begun, and queue the others again. Return whether any call had begun.
@@ -41,11 +43,11 @@ class Deaths:
         if isinstance(call, Batch):
             items = call.size if fate.begun is None else fate.items
             self._lost_items(member, call, items, exitcode, fate.age, faults)
-        elif not call.done() and (fate.begun is not False or self._supervisor.phase.is_cut):
+        elif not call.done() and (fate.begun is not False or self._phase.is_cut):
             delay = self._lost(member, call, exitcode, fate.age)
             member.take(call.call_id)
             if delay is not None:
-                self._supervisor.retries.again(call, delay)
+                self._calls.again(call, delay)
 
     def _give_up(self, member: PoolWorker, call: PendingCall, exitcode: int | None, faults: Faults) -> None:
         """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
@@ -54,16 +56,15 @@ class Deaths:
         with faults:
             failure = WorkerDied(member.pid, exitcode, call.function.name, why=member.killed_why)
             failure.__cause__ = fault
-        self._supervisor.give_up(call, failure or fault, faults)
+        self._calls.give_up(call, failure or fault, faults)
 
     def _lost(self, member: PoolWorker, call: PendingCall, exitcode: int | None, age: float | None) -> float | None:
         """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
 
         `age`: seconds since the call began; None: unknown.
         """
-        supervisor = self._supervisor
-        if supervisor.phase.is_cut:
-            supervisor.release(call)
+        if self._phase.is_cut:
+            self._calls.release(call)
             call.cut_off()
         else:
             attempts = 1 if call.plan is None else call.plan.failed + 1
@@ -72,11 +73,11 @@ class Deaths:
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
             late = None if call.plan is None else call.plan.late
-            delay, error = supervisor.retries.next(call, death) if late is None else (None if call.is_dropped() else late, death)
+            delay, error = self._calls.retries.next(call, death) if late is None else (None if call.is_dropped() else late, death)
             if delay is not None and not call.done():
                 member.retried += 1
                 return delay
-            supervisor.release(call)
+            self._calls.release(call)
             if not call.done():
                 call.set_exception(error)
         member.done += 1
@@ -97,18 +98,17 @@ class Deaths:
             with inner:
                 delay = self._lost(member, renewed, exitcode, age)
                 if delay is not None and not item.done():
-                    self._supervisor.retries.again(renewed, delay)
+                    self._calls.again(renewed, delay)
             if inner.last is not None:
                 self._give_up(member, renewed, exitcode, inner)
         member.take(batch.call_id)
         run = batch.rest(items)
         if run is not None:
-            self._supervisor.put_back(batch.map, run)
+            self._calls.put_back(batch.map, run)
         inner.finish()
 
     def _return(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> None:
         """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
-        supervisor = self._supervisor
         back: list[PendingCall] = []
         for call in list(member.calls.values()):
             with faults:
@@ -116,26 +116,26 @@ class Deaths:
                 back.append(call)
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
-        supervisor.loose.update(back)  # the code that runs when one call ends may cancel the others
+        self._calls.loose.update(back)  # the code that runs when one call ends may cancel the others
         for call in back:
             with faults:
                 self._refuse(member, call, exitcode)
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
-        supervisor.loose.difference_update(back)
+        self._calls.loose.difference_update(back)
         for call in reversed(back):  # each goes to the head of its queue, so the first one goes last
             with faults:
                 if not call.done():
-                    supervisor.dispatch.returned([(call, call.queue)])
+                    self._calls.dispatch.returned([(call, call.queue)])
             if faults.last is not None:
                 self._give_up(member, call, exitcode, faults)
 
     def _refuse(self, member: PoolWorker, call: PendingCall, exitcode: int | None) -> None:
         """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
         if call.done():
-            self._supervisor.release(call)
+            self._calls.release(call)
         elif self._is_hopeless() or call.kind == Kind.BROADCAST:
-            self._supervisor.release(call)
+            self._calls.release(call)
             attempts = 0 if call.plan is None else call.plan.failed
             name, why = call.function.name, member.killed_why
             death = WorkerDied(member.pid, exitcode, name, None, started=False, attempts=attempts, why=why)
@@ -144,5 +144,6 @@ class Deaths:
 
     def _is_hopeless(self) -> bool:
         """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""
-        supervisor = self._supervisor
-        return supervisor.phase.broken is not None or (supervisor.phase.is_closing and not supervisor.pool.is_expected())
+        if self._phase.broken is not None:
+            return True
+        return self._phase.is_closing and not any(m.life.state in (State.STARTING, State.READY) for m in self._members)

@@ -6,7 +6,7 @@ before that, the call ends when the supervisor processes the worker's death.
 
 import marshal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
@@ -37,23 +37,40 @@ from percore._scheduler.lifecycle import IllegalEvent
 from percore._serialization.exception_state import type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
+from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
-
-if TYPE_CHECKING:
-    from percore._supervisor.pool import WorkerSlot
-    from percore._supervisor.supervisor import Supervisor
 
 _BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
 
 
+class StateReports(Protocol):
+    """The pool, which learns how the state of a worker changes."""
+
+    def ready(self, member: PoolWorker) -> None:
+        """A worker has entered its lifespan. If it does not wait to take over, it gets calls from now on."""
+
+    def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
+        """A worker's start failed with this error, and the worker is about to end. `text`: the error as the log shows it."""
+
+    def failing(self, member: PoolWorker) -> None:
+        """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
+
+    def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
+        """Note and log the error by which a worker's lifespan failed. `text`: the error as the log shows it."""
+
+    def draining(self, member: PoolWorker) -> None:
+        """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
+
+
 class Outcomes:
-    """Handles the messages of all workers of a supervisor."""
+    """Handles the messages of all workers of a runner."""
 
-    def __init__(self, supervisor: "Supervisor") -> None:
-        self._supervisor = supervisor
+    def __init__(self, calls: CallRegistry, pool: StateReports) -> None:
+        self._calls = calls
+        self._pool = pool
 
-    def receiver(self, slot: "WorkerSlot", member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
+    def receiver(self, member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
         """Return the function that the channel calls with the messages of one worker.
 
         It raises for a message that no healthy worker sends. The channel then breaks, and the pool kills the worker.
@@ -67,17 +84,17 @@ class Outcomes:
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
-            FORGOTTEN: lambda number, _: self._supervisor.shares.forgotten(member, number),
-            READY: lambda _, pid: self._ready(slot, member, pid),
+            FORGOTTEN: lambda number, _: self._calls.shares.forgotten(member, number),
+            READY: lambda _, pid: self._ready(member, pid),
             UNREADY: lambda _, body: self._unready(member, body),
-            DRAINING: lambda _, __: self._supervisor.pool.draining(slot, member),
+            DRAINING: lambda _, __: self._pool.draining(member),
             FAILED: lambda _, body: self._failed(member, body),
         }
 
         channel = member.worker.channel
         handlers |= channel.own
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
-        left, lowered = self._supervisor.dispatch.left, self._supervisor.dispatch.lowered
+        left, lowered = self._calls.dispatch.left, self._calls.dispatch.lowered
 
         def receive(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
             for op, call_id, body in messages:
@@ -124,7 +141,7 @@ class Outcomes:
                             left(call)
                         member.done += 1
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
-                            self._supervisor.release(call)
+                            self._calls.release(call)
                         if POINTS:
                             point("supervisor.outcome.delivered")
                     elif op in handlers:
@@ -153,30 +170,30 @@ class Outcomes:
         if type(batch) is Batch:  # results that it has counted may not have reached the map, or items that came back no queue
             batch.map.broke(error)
         if type(held) is not Batch and call is not None and isinstance(error, Exception):
-            self._supervisor.failed_with(call, error, stays=op in _BEFORE_OUTCOME)
+            self._calls.failed_with(call, error, stays=op in _BEFORE_OUTCOME)
             return
         raise error
 
-    def _ready(self, slot: "WorkerSlot", member: PoolWorker, pid: int) -> None:
+    def _ready(self, member: PoolWorker, pid: int) -> None:
         member.worker.ready(pid)
-        self._supervisor.pool.ready(slot, member)
+        self._pool.ready(member)
 
     def _unready(self, member: PoolWorker, payload: Payload) -> None:
         error = member.worker.channel.load(payload).load(load_exception)
-        self._supervisor.pool.unready(member, error, _text(error))
+        self._pool.unready(member, error, _text(error))
 
     def _failed(self, member: PoolWorker, payload: Payload | None) -> None:
         """The worker's lifespan failed. The first message has no payload, the second one carries the exception."""
-        self._supervisor.pool.failing(member)
+        self._pool.failing(member)
         if payload is not None:
             error = member.worker.channel.load(payload).load(load_exception)
-            self._supervisor.pool.failed(member, error, _text(error))
+            self._pool.failed(member, error, _text(error))
 
     def _unpickled(self, member: PoolWorker, call_id: int) -> None:
         """The worker has read the arguments: free their slot, unless arrays use it or another attempt may need it."""
         call = member.calls[call_id]
         if call.plan is None or not call.plan.policy.retries:
-            self._supervisor.unpickled(call)
+            self._calls.unpickled(call)
 
     def _target(self, member: PoolWorker, call_id: int) -> Outcome:
         """Return the call or the item of a batch that this outcome is for.
@@ -259,7 +276,7 @@ class Outcomes:
         if self._is_late(member, target):
             return
         if not target.done():
-            delay, error = self._supervisor.retries.next(target, error)
+            delay, error = self._calls.retries.next(target, error)
             if not target.done():  # retry_on or backoff may have cancelled the call
                 if delay is not None:
                     self._try_again(member, target, delay)
@@ -280,16 +297,16 @@ class Outcomes:
         call = target.renewed()
         target.leave(member)
         try:
-            self._supervisor.retries.again(call, delay)
+            self._calls.again(call, delay)
         except BaseException as error:
-            self._supervisor.failed_with(call, error)
+            self._calls.failed_with(call, error)
 
     def _timed_out(self, member: PoolWorker, call_id: int) -> None:
         """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
         call = member.calls.get(call_id)
         if call is None or call.done() or call.plan is None:
             return  # the call has ended meanwhile, or was cancelled
-        delay, error = self._supervisor.retries.next(call, TimeoutError())
+        delay, error = self._calls.retries.next(call, TimeoutError())
         if call.done():
             return
         if delay is None:
@@ -305,11 +322,11 @@ class Outcomes:
         self._ended(member, target)
 
     def _returned(self, member: PoolWorker, call_id: int, count: int | None) -> None:
-        supervisor = self._supervisor
+        calls = self._calls
         if call_id == 0:  # the end of the answer to a recall
             member.recalling = False
             if not member.gave_back:  # its calls may wait for payload slots; without this note it would be asked again for ever
-                supervisor.dispatch.gave_nothing(member, member.asked_at)
+                calls.dispatch.gave_nothing(member, member.asked_at)
             member.gave_back = False
             return
         member.gave_back = True
@@ -321,13 +338,13 @@ class Outcomes:
         if call.kind != Kind.BROADCAST:
             member.unbegun(1)
         if call.done():
-            supervisor.release(call)
-        elif not supervisor.phase.begins:
-            supervisor.refuse(call)
+            calls.release(call)
+        elif not calls.phase.begins:
+            calls.refuse(call)
         elif call.kind == Kind.BROADCAST:
-            supervisor.unanswered(member, call)
+            calls.unanswered(member, call)
         else:
-            supervisor.dispatch.returned([(call, call.queue)])
+            calls.dispatch.returned([(call, call.queue)])
 
     def _returned_items(self, member: PoolWorker, batch: Batch, count: int | None) -> None:
         if type(count) is not int:
@@ -338,11 +355,11 @@ class Outcomes:
         if not batch.outstanding:
             member.take(batch.call_id)
         if run is not None:
-            self._supervisor.put_back(batch.map, run)
+            self._calls.put_back(batch.map, run)
 
     def _ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
         target.leave(member)
-        self._supervisor.release(target)
+        self._calls.release(target)
         member.done += 1
         member.failed += failed
         if POINTS:

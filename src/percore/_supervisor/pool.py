@@ -5,20 +5,21 @@
 
 import logging
 import signal
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from percore._calls.calls import PendingCall
-from percore._calls.items import Batch
 from percore._common.errors import RunnerClosed, shown
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults, report
+from percore._common.options import RunnerOptions
 from percore._common.worker_errors import RunnerBroken, StartupFailed, frozen_hint, how
-from percore._protocol.interfaces import Exit
+from percore._protocol.interfaces import Engine, Exit
 from percore._protocol.messages import DRAIN, FINISH
 from percore._scheduler.lifecycle import Deadline, Event, State
 from percore._scheduler.phase import Replaces
 from percore._scheduler.replacement import LIMIT, Act, Decision, Occupancy, Replacement
 from percore._serialization.exception_state import text_of
+from percore._supervisor.call_registry import CallRegistry, Progress
+from percore._supervisor.deaths import Deaths
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.outcomes import Outcomes
@@ -26,8 +27,7 @@ from percore._supervisor.pool_worker import PoolWorker, Turn
 
 if TYPE_CHECKING:
     import asyncio
-
-    from percore._supervisor.supervisor import Supervisor
+    from collections.abc import Callable
 
 
 class Past(NamedTuple):
@@ -78,21 +78,37 @@ class WorkerSlot(Replacement[PoolWorker]):
             self.timer = None
 
 
+class Keeper(Progress, Protocol):
+    """The supervisor, as the pool sees it."""
+
+    def fail(self, error: RunnerBroken) -> None:
+        """Break the runner, because no worker can be started any more."""
+
+
 class Pool:
     """The workers of one runner."""
 
-    def __init__(self, supervisor: "Supervisor", workers: int) -> None:
-        self.slots = [WorkerSlot(index) for index in range(workers)]
-        self.members = supervisor.members
+    def __init__(
+        self, options: RunnerOptions, engine: Engine, calls: CallRegistry, members: set[PoolWorker], keeper: Keeper
+    ) -> None:
+        self.slots = [WorkerSlot(index) for index in range(options.workers)]
+        self.members = members
+        self.on_death: Callable[[PoolWorker, int | None, bool], None] | None = None
+        """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
         self.low: set[LimitedWorker] = set()
         """Workers near or at their limit of calls that have not been replaced yet."""
-        self._supervisor = supervisor
-        self._loop = supervisor.loop
-        self._options = supervisor.options
+        self._engine = engine
+        self._calls = calls
+        self._dispatch = calls.dispatch
+        self._phase = calls.phase
+        self._keeper = keeper
+        self._loop = calls.loop
+        self._options = options
         seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
-        self._outcomes = Outcomes(supervisor)
-        self._turn = Turn(supervisor.loop)
+        self._outcomes = Outcomes(calls, self)
+        self._deaths = Deaths(calls, members)
+        self._turn = Turn(calls.loop)
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
 
@@ -135,23 +151,19 @@ class Pool:
             point("supervisor.worker.started")
 
     def _launch(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        supervisor = self._supervisor
-        member.worker = supervisor.engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        member.worker = self._engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
         self.members.add(member)  # at once: after any exception, only a member is killed
         slot.started(member)
-        member.attach(member.worker, supervisor.shares)
+        member.attach(member.worker, self._calls.shares)
         self.lifecycles.look(member)
-        member.worker.channel.open(
-            self._outcomes.receiver(slot, member),
-            lambda error: self._broke(member, error),
-            supervisor.advance,
-        )
+        broke, advance = lambda error: self._broke(member, error), self._keeper.advance
+        member.worker.channel.open(self._outcomes.receiver(member), broke, advance)
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
-        dispatch, limit = self._supervisor.dispatch, self._options.max_tasks_per_worker
+        dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
         if limit is None:
             return PoolWorker(slot.index, slot.generation, dispatch, self._turn)
-        return LimitedWorker(slot.index, slot.generation, dispatch, self._turn, limit, self._is_low, self._take_back)
+        return LimitedWorker(slot.index, slot.generation, dispatch, self._turn, limit, self._is_low, self._calls.take_back)
 
     def _overdue(self, member: PoolWorker) -> None:
         if member.deadline is Deadline.START:
@@ -162,11 +174,14 @@ class Pool:
         why = failing if is_failed else "it was asked to end and had no call left"
         self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
 
-    def ready(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        """A worker has entered its lifespan. If it does not wait to take over, it gets calls from now on."""
+    # The state of a worker, as its messages report it
+
+    def ready(self, member: PoolWorker) -> None:
+        """Implement `StateReports`."""
         if self.lifecycles.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
+        slot = self.slots[member.index]
         old = slot.current
         takes_over = slot.ready(member).act is Act.TAKE_OVER
         self._seat(slot)
@@ -179,7 +194,7 @@ class Pool:
             self._starting = None  # now: a worker that dies before `start` continues must be replaced
 
     def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """A worker's start failed with this error, and the worker is about to end. `text`: the error as the log shows it."""
+        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.FAIL)
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
@@ -190,12 +205,12 @@ class Pool:
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: PoolWorker) -> None:
-        """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
+        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.FAIL)
-        self._supervisor.dispatch.unseat(member)
+        self._dispatch.unseat(member)
 
     def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """Note and log the error by which a worker's lifespan failed. `text`: the error as the log shows it."""
+        """Implement `StateReports`."""
         self._last_report, member.failure = text, error
         report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
 
@@ -205,27 +220,19 @@ class Pool:
         """A worker may begin few more calls, or none: let the next `relieve` replace it."""
         if member not in self.low or member.is_spent:
             self.low.add(member)
-            self._loop.call_soon(self._supervisor.advance)  # deferred: the worker may be sending
-
-    def _take_back(self, call: PendingCall) -> None:
-        """Queue a call again whose worker may not begin it."""
-        if isinstance(call, Batch):
-            call.map.left(call)
-            self._supervisor.put_back(call.map, call.run)
-        else:
-            self._supervisor.dispatch.untaken(call, call.queue)
+            self._loop.call_soon(self._keeper.advance)  # deferred: the worker may be sending
 
     def relieve(self) -> None:
         """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
-        supervisor, rule = self._supervisor, self._supervisor.phase.replaces
-        if self._starting is not None or supervisor.phase.is_cut:
+        rule = self._phase.replaces
+        if self._starting is not None or self._phase.is_cut:
             return
         for member in list(self.low):
             slot = self.slots[member.index]
             if slot.current is not member or not member.is_ready:
                 self.low.discard(member)
                 continue
-            decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and supervisor.waiting() > 0)
+            decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and self._calls.waiting() > 0)
             if decision.act is Act.START:
                 report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
             self._carry_out(slot, decision, member)
@@ -253,7 +260,7 @@ class Pool:
 
     def _could_not_start(self, slot: WorkerSlot, exitcode: int | None) -> None:
         old = slot.current
-        decision = slot.could_not_start(self._supervisor.phase.replaces, is_first=self._starting is not None)
+        decision = slot.could_not_start(self._phase.replaces, is_first=self._starting is not None)
         self._carry_out(slot, decision, old, exitcode)
 
     def _fail_start(self, error: Exception) -> None:
@@ -262,22 +269,23 @@ class Pool:
 
     def _seat(self, slot: WorkerSlot) -> None:
         """Let the current worker get calls, if it is ready and does not get them yet."""
-        if slot.current is not None and slot.current.is_ready and slot.current not in self._supervisor.dispatch.seats:
-            self._supervisor.dispatch.seat(slot.current)
+        if slot.current is not None and slot.current.is_ready and slot.current not in self._dispatch.seats:
+            self._dispatch.seat(slot.current)
 
     def _retire(self, member: PoolWorker) -> None:
-        self._supervisor.dispatch.unseat(member)
+        self._dispatch.unseat(member)
         if member.life.state is State.READY:
             self.lifecycles.advance(member, Event.DRAIN)
             member.worker.channel.send(DRAIN, 0, None)
 
-    def draining(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
+    def draining(self, member: PoolWorker) -> None:
+        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.DRAIN)
-        self._supervisor.dispatch.unseat(member)
+        self._dispatch.unseat(member)
         if POINTS:
             point("supervisor.worker.draining")
-        decision = slot.asked_to_end(member, self._supervisor.phase.replaces)
+        slot = self.slots[member.index]
+        decision = slot.asked_to_end(member, self._phase.replaces)
         if decision.act is Act.START:
             report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
         self._carry_out(slot, decision, member)
@@ -314,19 +322,19 @@ class Pool:
 
     def _bury(self, slot: WorkerSlot, member: PoolWorker, end: Exit, faults: Faults) -> None:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        supervisor, exitcode = self._supervisor, end.code
+        exitcode = end.code
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
-            supervisor.dispatch.unseat(member)
+            self._dispatch.unseat(member)
         if faults.last is not None:
             with faults:
-                supervisor.dispatch.expel(member)
+                self._dispatch.expel(member)
         # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
-        began = supervisor.deaths.end_calls(member, exitcode, faults)
+        began = self._deaths.end_calls(member, exitcode, faults)
         began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
-            supervisor.shares.buried(member)
+            self._calls.shares.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
         slot.failure = member.failure
@@ -338,14 +346,14 @@ class Pool:
             self._report_death(member, state, exitcode)
         # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
         is_first, began = self._starting is not None, began or state is State.DRAINING
-        decision = slot.died(member, supervisor.phase.replaces, began=began, is_first=is_first)
+        decision = slot.died(member, self._phase.replaces, began=began, is_first=is_first)
         with faults:
             self._succeed(slot, member, decision, exitcode)
         if faults.last is not None:
             with faults:
                 self._succeed_despite(slot, exitcode)
         with faults:
-            supervisor.advance()
+            self._keeper.advance()
 
     def _is_gone(self, member: PoolWorker) -> None:
         if not member.life.is_gone:
@@ -358,16 +366,16 @@ class Pool:
             # `_kill` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode))
-        on_death = self._supervisor.on_death
+        on_death = self.on_death
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
-        if on_death is not None and not self._supervisor.phase.is_closing and not is_asked_for:
+        if on_death is not None and not self._phase.is_closing and not is_asked_for:
             on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
 
     def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision, exitcode: int | None) -> None:
         """Carry out what was decided about the slot of a dead worker."""
         if decision.act is not Act.FAIL_START:
             self._carry_out(slot, decision, member, exitcode)
-        elif self._supervisor.phase.is_closing:
+        elif self._phase.is_closing:
             self._fail_start(RunnerClosed("the runner was closed while it started"))
         elif member.killed_why:
             self._fail_start(StartupFailed(f"worker {slot.index} was killed: {member.killed_why}"))
@@ -396,11 +404,11 @@ class Pool:
                 LIMIT,
                 f". The last report:\n{self._last_report}" if self._last_report else "",
             )
-        elif self._supervisor.phase.broken is None:
+        elif self._phase.broken is None:
             error = RunnerBroken(LIMIT, exitcode, self._last_report)
             error.__cause__ = slot.failure
             report(logging.ERROR, "%s", error)
-            self._supervisor.fail(error)
+            self._keeper.fail(error)
 
     def _level(self, member: PoolWorker | None = None) -> int:
         """Return the log level for a death: DEBUG if it is expected, else WARNING.
@@ -408,9 +416,7 @@ class Pool:
         It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
         During the first start, StartupFailed reports the death.
         """
-        is_expected = (
-            self._supervisor.phase.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
-        )
+        is_expected = self._phase.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
         return logging.DEBUG if is_expected else logging.WARNING
 
     # Ending
@@ -442,10 +448,6 @@ class Pool:
             with faults:
                 member.worker.kill(signum)
         faults.finish()
-
-    def is_expected(self) -> bool:
-        """Return whether any worker is starting or ready."""
-        return any(member.life.state in (State.STARTING, State.READY) for member in self.members)
 
 
 def _name(member: PoolWorker) -> str:

@@ -22,7 +22,7 @@ def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
     workers = tuple(_of_slot(supervisor, slot, may_look) for slot in supervisor.slots)
     return Statistics(
         running=sum(worker.running for worker in workers),
-        queued=sum(worker.queued for worker in workers) + supervisor.waiting(),
+        queued=sum(worker.queued for worker in workers) + supervisor.calls.waiting(),
         done=sum(worker.done for worker in workers),
         failed=sum(worker.failed for worker in workers),
         retried=sum(worker.retried for worker in workers),

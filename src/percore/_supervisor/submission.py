@@ -18,22 +18,25 @@ from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Kind, Payload
 
 if TYPE_CHECKING:
+    from percore._calls.context_variables import Contexts
+    from percore._calls.functions import Functions
+    from percore._supervisor.call_registry import CallRegistry
     from percore._supervisor.pool_worker import PoolWorker
-    from percore._supervisor.supervisor import Supervisor
 
 
 class Submission:
     """Accepts the single calls of a runner. Pickling runs user code."""
 
-    def __init__(self, supervisor: "Supervisor") -> None:
-        self._supervisor = supervisor
-        self._loop: asyncio.AbstractEventLoop = supervisor.loop
-        self._dispatch = supervisor.dispatch
-        self._functions = supervisor.functions
-        self._contexts = supervisor.contexts
-        self._shares = supervisor.shares
-        self._is_placed = supervisor.store.is_placed
-        self._passes = supervisor.store.passes
+    def __init__(self, calls: "CallRegistry", functions: "Functions", contexts: "Contexts | None") -> None:
+        self._calls = calls
+        self._loop: asyncio.AbstractEventLoop = calls.loop
+        self._dispatch = calls.dispatch
+        self._phase = calls.phase
+        self._functions = functions
+        self._contexts = contexts
+        self._shares = calls.shares
+        self._is_placed = calls.store.is_placed
+        self._passes = calls.store.passes
 
     def submit(
         self,
@@ -58,8 +61,8 @@ class Submission:
             RunnerBroken: no worker can be started any more.
             KeyboardInterrupt: pickling raised it; the call was not accepted.
         """
-        if self._supervisor.phase.broken is not None:
-            raise self._supervisor.phase.refusal()
+        if self._phase.broken is not None:
+            raise self._phase.refusal()
         call = Call(loop=self._loop) if call is None else call
         body: tuple[Any, ...] | Payload = args
         met: Sequence[Share] = ()
@@ -76,7 +79,7 @@ class Submission:
         """As `submit`, for `Runner.run`.
 
         Returns:
-            Either an `Awaited`, whose `future` the caller awaits and for which it must call `Supervisor.withdraw` if the await is
+            Either an `Awaited`, whose `future` the caller awaits and for which it must call `CallRegistry.withdraw` if the await is
             cancelled, or a `Call`, which is a future itself: it holds a slot, a context or shared objects until it ends, or has
             ended already.
 
@@ -85,9 +88,8 @@ class Submission:
         """
         if self._contexts is not None or not function.number:
             return self.submit(function, args, kwargs, policy)
-        supervisor = self._supervisor
-        if supervisor.phase.broken is not None:
-            raise supervisor.phase.refusal()
+        if self._phase.broken is not None:
+            raise self._phase.refusal()
         body: tuple[Any, ...] | Payload = args
         if kwargs or not self._passes(args):
             try:
@@ -95,7 +97,7 @@ class Submission:
             except BaseException as error:
                 return self._unpicklable(Call(loop=self._loop), function, error)
             # Pickling has run user code, which may have closed the runner.
-            if met or type(body) is int or not supervisor.phase.accepts:
+            if met or type(body) is int or not self._phase.accepts:
                 return self._accept(Call(loop=self._loop), function, body, met, policy)
         if policy is None:
             call = Awaited()
@@ -113,12 +115,12 @@ class Submission:
         if POINTS:
             point("supervisor.call.pickled")
         member = None
-        try:  # as `Supervisor.accept`: the fastest way in makes no call for it
+        try:  # as `CallRegistry.accept`: the fastest way in makes no call for it
             member = self._dispatch.submitted(call)
             if member is not None:
                 member.send(call)
         except BaseException as error:
-            supervisor.failed_with(call, error, member)
+            self._calls.failed_with(call, error, member)
         return call
 
     def _accept(
@@ -131,8 +133,7 @@ class Submission:
         member: "PoolWorker | None" = None,
     ) -> Call:
         """Set up a call whose arguments are ready, and send or queue it, or refuse it. Return the call."""
-        supervisor = self._supervisor
-        call.owner = supervisor
+        call.owner = self._calls
         call.function = function
         call.kind = function.kind if member is None else Kind.BROADCAST
         call.body = body
@@ -144,19 +145,19 @@ class Submission:
         if (
             policy is not None or type(body) is not tuple or self._contexts is not None or member is not None
         ) and not self._prepare(call, policy, member):
-            supervisor.release(call)
+            self._calls.release(call)
             return call
         if POINTS:
             point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
         if member is not None:
-            supervisor.broadcasts.submit(call, member)
+            self._calls.broadcast(call, member)
             return call
-        try:  # as `Supervisor.accept`, which would make `submit` 3 % slower
+        try:  # as `CallRegistry.accept`, which would make `submit` 3 % slower
             member = self._dispatch.submitted(call)
             if member is not None:
                 member.send(call)
         except BaseException as error:
-            supervisor.failed_with(call, error, member)
+            self._calls.failed_with(call, error, member)
         return call
 
     def _prepare(self, call: Call, policy: Policy | None, member: "PoolWorker | None") -> bool:
@@ -166,17 +167,17 @@ class Submission:
         try:
             context = None if self._contexts is None else self._contexts.capture()
         except BaseException as error:
-            self._supervisor.release(call)
+            self._calls.release(call)
             _ = self._unpicklable(call, call.function, error)
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = CallPlan(policy or DEFAULT, context, is_broadcast=member is not None)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
-        if not self._supervisor.phase.accepts:
-            self._supervisor.refuse(call)
+        if not self._phase.accepts:
+            self._calls.refuse(call)
             return False
         if member is not None and member not in self._dispatch.seats:
-            self._supervisor.unanswered(member, call)
+            self._calls.unanswered(member, call)
             return False
         return True
 

@@ -1,0 +1,287 @@
+"""The registry of calls: it knows where each pending call is. Every step of a call from its start to its end goes through it.
+
+Every call has one owner. While it waits, this is a queue of Dispatch; once it is sent, this is the PoolWorker. A call leaves its
+queue when it is sent or withdrawn, and its worker when its outcome arrives, when it is handed back, or when the worker dies. Two
+kinds of calls wait elsewhere: those between two attempts in Retries, and those of broadcasts in Broadcasts.
+"""
+
+import asyncio
+import os
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from percore._calls.calls import Awaited, Outcome, PendingCall
+from percore._calls.items import Batch, RunningMap
+from percore._calls.shared_objects import Shares
+from percore._common.errors import as_error
+from percore._common.fault_points import POINTS, point
+from percore._common.log import Faults
+from percore._common.worker_errors import WorkerDied
+from percore._protocol.messages import CANCEL, Kind
+from percore._scheduler.batching import Run
+from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.phase import RunnerPhase
+from percore._supervisor.broadcasts import Broadcasts
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.retries import Retries
+
+
+class Progress(Protocol):
+    """The supervisor, as its parts see it."""
+
+    def advance(self) -> None:
+        """Send all calls that can be sent now. To be called when calls or workers have ended, and on messages of workers."""
+
+    def look_idle(self) -> None:
+        """Let a closing check whether it can go on. To be called when a call has ended that took no place."""
+
+
+class CallRegistry:
+    """The pending calls of one runner. Only the thread of the loop may call its methods."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        dispatch: Dispatch[Any, PoolWorker],
+        shares: Shares,
+        phase: RunnerPhase,
+        progress: Progress,
+    ) -> None:
+        self.loop = loop
+        self.dispatch = dispatch
+        self.shares = shares
+        self.store = shares.store
+        self.phase = phase
+        self.retries = Retries(phase)
+        self.broadcasts = Broadcasts()
+        self.loose: set[PendingCall] = set()
+        """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
+        self._progress = progress
+        self._pid = os.getpid()
+
+    def withdraw(self, call: Awaited) -> None:
+        """Withdraw a call of `run` whose await was cancelled."""
+        if not call.is_over:
+            call.is_over = True
+            self.cancelled(call)
+
+    def accept(self, call: PendingCall) -> None:
+        """Send a call, or queue it. An error ends the call."""
+        member = None
+        try:
+            member = self.dispatch.submitted(call, call.queue)
+            if member is not None:
+                member.send(call)
+        except BaseException as error:
+            self.failed_with(call, error, member)
+
+    def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
+        """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
+        try:
+            if self.broadcasts.has_place(member):
+                member.send(call)
+            else:
+                self.broadcasts.add(call, member)
+        except BaseException as error:
+            self.failed_with(call, error, member)
+
+    def send_broadcasts(self) -> None:
+        """Send the calls of broadcasts whose workers have a place now, and end those whose workers take no more calls."""
+        for call, member, is_seated in self.broadcasts.fill(self.dispatch.seats):
+            try:
+                if is_seated:
+                    member.send(call)
+                else:
+                    self.unanswered(member, call)
+            except BaseException as error:
+                self.failed_with(call, error, member)
+
+    def again(self, call: PendingCall, delay: float) -> None:
+        """Attempt a call once more after `delay` seconds. The call has left its worker, and keeps its pickled arguments."""
+        plan = call.plan
+        assert plan is not None
+        plan.failed += 1
+        plan.late = None
+        call.repeated()
+        if not self.phase.begins or (delay and not self.phase.delays) or call.is_dropped():
+            # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
+            self.refuse(call)
+        elif delay:
+            self.retries.delayed.add(call)
+            plan.timer = self.loop.call_later(delay, self._attempt, call)
+        else:
+            self.accept(call)
+
+    def _attempt(self, call: PendingCall) -> None:
+        if call.is_dropped():
+            call.drop()
+            self.cancelled(call)
+            return
+        self.retries.drop(call)
+        self.accept(call)
+
+    def send_waiting(self, kind: int) -> None:
+        """Send the waiting calls of one kind, as far as workers have room."""
+        for call, member in self.dispatch.fill(kind):
+            try:
+                if not call.is_dropped():
+                    member.send(call)
+                    continue
+                call.drop()  # it is cancelled; its task will call `withdraw` soon
+                if call.key is not None:
+                    self.dispatch.left(call)
+            except BaseException as error:
+                self.failed_with(call, error, member)
+
+    def failed_with(
+        self, call: PendingCall, error: BaseException, chosen: PoolWorker | None = None, *, stays: bool = False
+    ) -> None:
+        """End one call with an error that percore raised while it handled the call, wherever the call is.
+
+        `chosen`: the worker to which the call was being sent. `stays`: a worker holds the call, and its outcome follows.
+
+        Raises:
+            BaseException: `error`, if it is no Exception. The call has ended by then.
+        """
+        faults = Faults(f"a call of {call.function.name} was sent, or its outcome received")
+        faults.note(error)
+        if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BROADCAST:
+            with faults:
+                self.dispatch.left(call)  # the key counts it as sent
+        if not stays:
+            self.give_up(call, error, faults)
+        elif not call.done():
+            with faults:
+                call.abandon(as_error(error, "percore"))
+        faults.finish()
+
+    def give_up(self, call: PendingCall, error: BaseException, faults: Faults) -> None:
+        """End a call with this error and remove it from wherever it is: a worker, a queue, or the calls that wait for an attempt.
+
+        `faults` takes the errors of these steps.
+        """
+        failure = as_error(error, "percore")
+        with faults:
+            if not call.done():
+                call.set_exception(failure)
+        with faults:
+            member = call.member
+            if member is not None and member.calls.get(call.call_id) is call:
+                member.give_up(call)
+            else:
+                self.retries.drop(call)
+                self.broadcasts.remove(call)
+                if call.kind != Kind.BROADCAST:
+                    self.dispatch.remove(call, call.queue)
+        with faults:
+            self.release(call)
+
+    def put_back(self, running: RunningMap, run: Run) -> None:
+        """Queue the items of a batch again that its worker has not begun, or fail them if no more calls may begin."""
+        batches = running.queue.batches
+        assert batches is not None
+        if not self.phase.begins:
+            for number in range(run.start, run.start + len(run.bodies)):
+                running.failed(number, self.phase.refusal(), 0)
+        else:
+            batches.put_back(run)
+            self.dispatch.appended(running.queue)
+
+    def take_back(self, call: PendingCall) -> None:
+        """Queue a call again that was chosen for a worker which may not begin it."""
+        if isinstance(call, Batch):
+            call.map.left(call)
+            self.put_back(call.map, call.run)
+        else:
+            self.dispatch.untaken(call, call.queue)
+
+    def unanswered(self, member: PoolWorker, call: PendingCall) -> None:
+        """End a broadcast's call that has not begun in its worker and never will. Its error is WorkerDied."""
+        try:
+            self.release(call)
+            if not call.done():
+                why, name = member.killed_why, call.function.name
+                code = None if why else 0  # a worker that was asked to end exits with 0 once its calls have ended
+                call.set_exception(WorkerDied(member.pid, code, name, None, started=False, attempts=0, why=why))
+        except BaseException as error:
+            self.failed_with(call, error)
+
+    def cancelled(self, call: PendingCall) -> None:
+        """Withdraw a cancelled call if it waits, or ask its worker to cancel it."""
+        if os.getpid() != self._pid:  # a copy of the call in a fork of this process, which has no workers
+            return
+        member: PoolWorker | None = call.member
+        if member is None:
+            self.release(call)
+            if call.kind == Kind.BROADCAST:
+                self.broadcasts.remove(call)
+            elif call in self.retries.delayed:
+                self.retries.drop(call)
+            elif call not in self.loose:
+                self.dispatch.ended(call, call.queue)
+            self._progress.look_idle()
+        elif call.call_id in member.parked:
+            self.release(member.take(call.call_id))
+            self._progress.advance()
+        elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
+            member.tell(CANCEL, call.call_id, call.wanted)
+
+    def release(self, call: Outcome) -> None:
+        """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""
+        if call.body is None:  # a batch: its items are scalars or small pickles, which hold no slots
+            return
+        self._free(call, ())
+        if self.shares.held:
+            self.shares.drop(call)
+
+    def unpickled(self, call: PendingCall) -> None:
+        """Release the call's arguments, because no worker will unpickle them again. The call keeps its shared objects."""
+        self._free(call, b"" if call in self.shares.held else ())  # not a tuple: `receive` then calls `release`
+
+    def _free(self, call: Outcome, body: tuple[()] | bytes) -> None:
+        before, call.body = call.body, body
+        if type(before) is int:
+            self.store.discard(before)
+            if POINTS:
+                point("supervisor.call.released")
+
+    def refuse(self, call: PendingCall) -> None:
+        """End a call that no worker will run."""
+        self.release(call)
+        if call.done():
+            return
+        if self.phase.broken is not None:
+            call.refuse(self.phase.refusal)
+        else:
+            call.cut_off()
+
+    def refuse_delayed(self) -> None:
+        """End all calls that wait for their next attempt, because the runner closes or is broken."""
+        faults = Faults("calls between two attempts were ended")
+        for call in list(self.retries.delayed):
+            with faults:
+                self.retries.drop(call)
+                self.refuse(call)
+            if faults.last is not None:
+                self.give_up(call, faults.last, faults)
+        faults.finish()
+
+    def refuse_waiting(self) -> None:
+        """End all calls that wait for a worker."""
+        calls: list[PendingCall] = [*self.dispatch.withdraw(), *self.broadcasts.withdraw()]
+        self._refuse_all(calls)
+
+    def _refuse_all(self, calls: Collection[PendingCall]) -> None:
+        faults = Faults("calls that nobody will run were ended")
+        self.loose.update(calls)
+        for call in calls:
+            with faults:
+                self.refuse(call)
+            if faults.last is not None:
+                self.give_up(call, faults.last, faults)
+        self.loose.difference_update(calls)
+        faults.finish()
+
+    def waiting(self) -> int:
+        """Return the number of calls that wait for a place or for their next attempt."""
+        return self.dispatch.waiting() + len(self.retries.delayed) + len(self.broadcasts)
