@@ -1,6 +1,7 @@
 """Workers that die while they start or end: what is started again, how often, and that closing comes to its end."""
 
 import asyncio
+import multiprocessing.spawn
 import os
 import signal
 import time
@@ -54,10 +55,8 @@ async def test_k5_an_interpreter_that_ends_before_it_runs_anything_fails_the_sta
 ) -> None:
     interpreter = tmp_path / "python3"  # by its name; what has another one is not started at all
     interpreter.symlink_to("/bin/false")
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", str(interpreter))  # it was sys.executable when it was imported
     monkeypatch.setattr("sys.executable", str(interpreter))
-    monkeypatch.setattr(
-        "multiprocessing.spawn._python_exe", str(interpreter)
-    )  # which counts where multiprocessing was imported before
     with pytest.raises(percore.StartupFailed, match="died with exit code 1"):
         await asyncio.wait_for(percore.Runner(2, start_method="spawn").start(), LIMIT)
 
