@@ -8,8 +8,6 @@ from typing import Final
 
 _logger: Final = logging.getLogger("percore")
 _reporter: Final = logging.NullHandler()
-PREFIX: Final = "percore: "
-"""Prefix of each message. Without configuration, `logging` writes only the text, which must name its source."""
 
 
 def report(level: int, text: str, *args: object, exc_info: BaseException | None = None) -> None:
@@ -17,7 +15,7 @@ def report(level: int, text: str, *args: object, exc_info: BaseException | None 
 
     It is reported in the way `logging` reports errors of handlers.
     """
-    text = PREFIX + text
+    text = "percore: " + text  # without configuration, `logging` writes only the text, which must name its source
     try:
         _logger.log(level, text, *args, exc_info=exc_info, stacklevel=2)
     except Exception:

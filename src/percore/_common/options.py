@@ -6,7 +6,7 @@ The validating functions are also used for the options of calls, of maps and of 
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,21 +29,30 @@ _MOST_MESSAGE: Final = 1 << 36
 def usable_cpus() -> int:
     """Return how many CPUs this process may use: the smaller of its CPU affinity and its cgroup's CPU quota, rounded up."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, cpus if quota is None else min(cpus, math.ceil(quota)))
+    return max(1, math.ceil(min(cpus, *_cgroup_quotas())))
 
 
-def _cgroup_quota() -> float | None:
-    """Return the CPU quota of this process in CPUs: the smallest of its cgroup and its ancestors (v2 and v1). None: no quota."""
-    quotas = []
+def _cgroup_quotas() -> Iterator[float]:
+    """Yield the CPU quotas, in CPUs, of this process's cgroup and its ancestors (v2 and v1). Infinity: no quota."""
+    yield math.inf
     with suppress(OSError):
         for line in text_of("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                quotas += _quotas_v2("/sys/fs/cgroup", path)
+                yield from _quotas("/sys/fs/cgroup", path, ("cpu.max",))
             elif "cpu" in controllers.split(","):
-                quotas += _quotas_v1("/sys/fs/cgroup/cpu", path)
-    return min(quotas, default=None)
+                yield from _quotas("/sys/fs/cgroup/cpu", path, ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+
+
+def _quotas(root: str, path: str, files: tuple[str, ...]) -> Iterator[float]:
+    # In a container the path may belong to the host's hierarchy, of which only the root is mounted. So look at the root too.
+    names = path.strip("/").split("/")
+    for count in range(len(names) + 1):
+        folder = "/".join((root, *names[:count]))
+        with suppress(OSError, ValueError, ZeroDivisionError):  # without a quota its file has "max", or -1 for the quota
+            quota, period = " ".join(text_of(f"{folder}/{file}") for file in files).split()
+            if int(quota) > 0:
+                yield int(quota) / int(period)
 
 
 def text_of(path: str) -> str:
@@ -54,32 +63,6 @@ def text_of(path: str) -> str:
     """
     with open(path, errors="surrogateescape") as file:
         return file.read()
-
-
-def _ancestors(root: str, path: str) -> list[str]:
-    # In a container the path may belong to the host's hierarchy, of which only the root is mounted. So look at the root too.
-    names = path.strip("/").split("/")
-    return ["/".join((root, *names[:count])) for count in range(len(names), -1, -1)]
-
-
-def _quotas_v2(root: str, path: str) -> list[float]:
-    quotas = []
-    for folder in _ancestors(root, path):
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = text_of(f"{folder}/cpu.max").split()
-            if quota != "max":
-                quotas.append(int(quota) / int(period))
-    return quotas
-
-
-def _quotas_v1(root: str, path: str) -> list[float]:
-    quotas = []
-    for folder in _ancestors(root, path):
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            quota = int(text_of(f"{folder}/cpu.cfs_quota_us"))
-            if quota > 0:
-                quotas.append(quota / int(text_of(f"{folder}/cpu.cfs_period_us")))
-    return quotas
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -232,25 +215,7 @@ RUNNER_ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """The validated options of one Runner.
-
-    Attributes:
-        workers: number of worker processes.
-        lifespan: returns the (async) context manager that each worker enters before its first call and exits after its last one.
-        concurrency: how many coroutines a worker runs at once.
-        threads: size of each worker's thread pool for plain functions.
-        loop_factory: creates a worker's event loop. None: uvloop if it is installed, otherwise asyncio's loop.
-        start_method: "forkserver" or "spawn".
-        max_message: the largest pickled message in either direction, in bytes.
-        start_timeout: how many seconds a worker may take to become ready.
-        kill_after: seconds between asking a worker to end, or cancelling its calls, and killing it.
-        max_tasks_per_worker: how many calls a worker begins before it is replaced. None: no limit.
-        retries: how many more times to attempt a call whose worker died.
-        per_key: how many calls with the same key run at once, over all workers. None: as many as one worker can run.
-        contextvars: the context variables whose values travel with each call.
-        thread_initializer: called in each thread of a worker's pool before its first call.
-        max_pending: how many calls may be pending. None: no limit.
-    """
+    """The validated options of one Runner, with the names and the meaning of its arguments."""
 
     workers: int
     lifespan: Lifespan | None

@@ -4,11 +4,17 @@ PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop" makes percore on Linux behav
 can test all of the fallbacks. Workers inherit the environment, so both sides of a channel always agree.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Iterator
 
 _without = frozenset(filter(None, os.environ.get("PERCORE_WITHOUT", "").replace(" ", "").split(",")))
 _known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop"})
@@ -47,6 +53,18 @@ IS_FREE_THREADED = "t" in sys.abiflags
 def uvloop_wanted() -> bool:
     """Whether the default loop of workers may be uvloop. It must also be installed."""
     return "uvloop" not in _without
+
+
+def new_loop() -> AbstractEventLoop:
+    """Return a new event loop: uvloop's if it is wanted and installed, otherwise asyncio's."""
+    if uvloop_wanted():
+        with suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop()
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 def default_start_method() -> str:

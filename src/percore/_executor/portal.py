@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from percore._calls.functions import Function
-from percore._common.system import uvloop_wanted
+from percore._common.system import new_loop
 from percore._executor.jobs import Jobs, Request, begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
 from percore._runner.assembly import MODULES, Assembly
@@ -152,7 +152,7 @@ class Portal:
                 return
             self.check()
             self._pid = os.getpid()
-            loop = _new_loop()
+            loop = new_loop()
             # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
             thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
             self._loop = loop
@@ -289,15 +289,6 @@ class Portal:
             self.jobs.fail_running()
             self._loop.call_soon(self.jobs.supervisor.kill_all)
         self.look()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    if uvloop_wanted():
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
 
 
 def _at_exit() -> None:

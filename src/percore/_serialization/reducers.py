@@ -38,13 +38,7 @@ _live: dict[type, Reducer] = {}
 _copyreg: Final[dict[type, Any]] = {}
 
 is_worker = False
-"""Whether this process is a worker. Other processes must not depend on fetching descriptors from a worker."""
-
-
-def become_worker() -> None:
-    """Mark this process as a worker, which sends no descriptors."""
-    global is_worker
-    is_worker = True
+"""Whether this process is a worker, which sends no descriptors: other processes must not depend on fetching them from a worker."""
 
 
 def is_current() -> bool:
@@ -131,14 +125,6 @@ _INSTEAD: Final = {
 _ANYIO: Final = ("Event", "Lock", "Condition", "Semaphore", "CapacityLimiter")
 
 
-def _refuse_asyncio(obj: object) -> NoReturn:
-    _refuse("asyncio", obj)
-
-
-def _refuse_anyio(obj: object) -> NoReturn:
-    _refuse("anyio", obj)
-
-
 def _refuse(library: str, obj: object) -> NoReturn:
     known = [cls.__name__ for cls in type(obj).__mro__ if cls.__name__ in _INSTEAD]
     advice = f"; {_INSTEAD[known[0]]}" if known else ""
@@ -146,6 +132,10 @@ def _refuse(library: str, obj: object) -> NoReturn:
         f"{type(obj).__qualname__} of {library} works within one event loop: the other process would get an independent copy"
         f"{advice}. What the calls of one worker are to have in common is made in the lifespan"
     )
+
+
+_refuse_asyncio: Final = functools.partial(_refuse, "asyncio")
+_refuse_anyio: Final = functools.partial(_refuse, "anyio")
 
 
 # Objects of multiprocessing

@@ -75,22 +75,19 @@ class Answers:
         return fn, args, kwargs
 
     def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
-        if type(payload) is bytes and payload[-1:] == b".":  # the common case: a pickle without buffers
-            try:
+        try:
+            if type(payload) is bytes and payload[-1:] == b".":  # the common case: a pickle without buffers
                 loaded = load(payload)
-            except IMPORT_ERRORS as error:
-                advise_importing(error)
-                raise
-        else:
-            received = self._channel.load(payload)
-            try:
-                loaded = received.load()
-            except IMPORT_ERRORS as error:
-                advise_importing(error)
-                raise
-            finally:
-                if type(payload) is int:
-                    send(UNPICKLED, call_id, None)
+            else:
+                received = self._channel.load(payload)
+                try:
+                    loaded = received.load()
+                finally:
+                    if type(payload) is int:
+                        send(UNPICKLED, call_id, None)
+        except IMPORT_ERRORS as error:
+            advise_importing(error)
+            raise
         if POINTS:
             point("worker.call.unpickled")
         return loaded

@@ -97,14 +97,14 @@ class Server:
         self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._handlers: dict[int, Callable[[int, Any], None]] = {
+        self._handlers: dict[int, Callable[[int, Any], object]] = {
             DEFINE: self._define,
-            UNDEFINE: self._undefine,
+            UNDEFINE: lambda number, _: self._functions.pop(number),
             CANCEL: self._cancel,
-            RECALL: self._recall,
+            RECALL: lambda count, stay: self._plain.recall(count, frozenset(memoryview(stay).cast("I"))),
             FINISH: self._finish,
-            ONCE_TASK: self._once_task,
-            ONCE_THREAD: self._once_thread,
+            ONCE_TASK: lambda call_id, body: self._start_task(call_id, None, body),
+            ONCE_THREAD: lambda call_id, body: self._put_on_thread(call_id, None, body),
             BATCH: self._batch,
             TERMS: self._under,
             DRAIN: lambda _, __: self.drain(),
@@ -185,15 +185,6 @@ class Server:
         kind, payload = body
         self._functions[number] = WorkerFunction(kind, payload)
 
-    def _undefine(self, number: int, _body: None) -> None:
-        del self._functions[number]
-
-    def _once_task(self, call_id: int, body: Payload) -> None:
-        self._start_task(call_id, None, body)
-
-    def _once_thread(self, call_id: int, body: Payload) -> None:
-        self._put_on_thread(call_id, None, body)
-
     def _batch(self, call_id: int, body: bytes) -> None:
         number, bodies, is_bare = marshal.loads(body)
         if type(bodies) is bytes:
@@ -229,9 +220,6 @@ class Server:
             task.cancel()
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
-
-    def _recall(self, count: int, stay: bytes) -> None:
-        self._plain.recall(count, frozenset(memoryview(stay).cast("I")))
 
     def _finish(self, _zero: int, _body: None) -> None:
         if not self.finished.done():

@@ -8,11 +8,11 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from percore._common.fault_points import POINTS, point, this_is_worker
-from percore._common.system import uvloop_wanted
+from percore._common.system import new_loop
 from percore._serialization import reducers
 from percore._serialization.pickler import MainInfo, load
 from percore._transport.doorbell import Bell, bell_of
@@ -65,7 +65,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     signal.signal(signal.SIGINT, _ignore_interrupt)
     tracker = fds[-1] if boot.has_tracker else None
     *memory_fds, out_fd, in_fd, log_fd, pipe = fds if tracker is None else fds[:-1]
-    reducers.become_worker()
+    reducers.is_worker = True
     after_fork.withhold([*memory_fds, log_fd], [pipe, *lifelines])
     bell = bell_of((out_fd, in_fd))
     _forward_logs(log_fd, bell, pipe, boot.levels)  # before any user code runs
@@ -80,7 +80,8 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     gc.collect()
     gc.freeze()
     failure = None if executor is None else initialize(executor)
-    loop = _new_loop(boot)
+    make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop
+    loop: asyncio.AbstractEventLoop = make_loop()
     loop.set_debug(boot.debug)
     asyncio.set_event_loop(loop)
     try:
@@ -96,18 +97,6 @@ def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:
     memory = Memory(fd, LOG_RING_SIZE, writable=True)
     memory.close_fds()
     forward(LogWriter(RingWriter(memory.view), bell, pipe).write, levels)
-
-
-def _new_loop(boot: Boot) -> asyncio.AbstractEventLoop:
-    if boot.loop_factory:
-        factory: Callable[[], asyncio.AbstractEventLoop] = load(boot.loop_factory)  # type: ignore[assignment]
-        return factory()
-    if uvloop_wanted():
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
 
 
 async def _serve(loop: asyncio.AbstractEventLoop, worker: WorkerCore, *, sigterm_drains: bool) -> int:

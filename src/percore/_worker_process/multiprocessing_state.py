@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 Step = Callable[[Any], None]
@@ -87,22 +87,12 @@ def _leave_untracked(shared_memory: Any) -> None:
 
     A tracker of this worker would remove shared memory that the program still uses.
     """
-    shared_memory.resource_tracker = _NoTracker()
+    shared_memory.resource_tracker = SimpleNamespace(register=lambda _name, _kind: None, unregister=lambda _name, _kind: None)
     logger.warning(
         "percore: a worker uses multiprocessing.shared_memory, which the program had not imported when the worker was started: "
         "shared memory that nobody unlinks is not removed when the program ends. Import multiprocessing.shared_memory in the "
         "program before the runner is started"
     )
-
-
-class _NoTracker:
-    """A resource tracker that tracks nothing."""
-
-    def register(self, name: str, rtype: str) -> None:
-        """Do nothing."""
-
-    def unregister(self, name: str, rtype: str) -> None:
-        """Do nothing."""
 
 
 class _AfterImport:

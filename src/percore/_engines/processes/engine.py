@@ -130,9 +130,8 @@ class ProcessEngine:
         try:
             start = replace(self._boot.start, index=index, generation=generation)
             boot = self._boot._replace(start=start, levels=levels())
-            tracker = (
-                multiprocessing_state.tracker()
-            )  # also if multiprocessing passes it on: otherwise a fork would start a tracker itself
+            # Also if multiprocessing passes it on: otherwise a fork would start a tracker itself.
+            tracker = multiprocessing_state.tracker()
             if self._passes_on:
                 boot = boot._replace(authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None)
             more = [tracker] if self._passes_on and tracker is not None else []

@@ -77,12 +77,7 @@ class ForkServerLauncher:
             servers.warm_up(self.preload)
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> ForkedProcess:
-        """Start a worker in the environment of this moment. Call it from the running loop. See `percore._engine.Launcher`.
-
-        Raises:
-            OSError: the worker could not be started; nothing is left behind.
-            RuntimeError: the launcher is closed.
-        """
+        """As `Launcher.launch`, in the environment of this moment. Call it from the running loop."""
         if not self.is_open():
             raise RuntimeError("this launcher is closed")
         return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)

@@ -115,10 +115,9 @@ class LogReceiver:
         except BrokenFrame:
             raise
         except Exception:
-            _reporter.handleError(record or self._unmade())
-
-    def _unmade(self) -> logging.LogRecord:
-        return logging.LogRecord("percore", logging.ERROR, __file__, 0, "a record of worker %d", (self._index,), None)
+            if record is None:
+                record = logging.LogRecord("percore", logging.ERROR, __file__, 0, "a record of worker %d", (self._index,), None)
+            _reporter.handleError(record)
 
     def _tell(self) -> None:
         self._told = self._ring.read

@@ -52,12 +52,7 @@ class MultiprocessLauncher:
         self._method: str = context.get_start_method()
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> MultiprocessProcess:
-        """As percore._engine.Launcher.launch.
-
-        Raises:
-            OSError: the process could not be started; nothing is left behind.
-            Exception: the initializer or its arguments cannot be pickled.
-        """
+        """As `Launcher.launch`. An exception from pickling the initializer or its arguments propagates."""
         read_end, write_end = os.pipe()
         read_end, lifeline = above_streams(read_end), hold(Fd(above_streams(write_end)))
         try:

@@ -35,11 +35,7 @@ class SpawnLauncher:
     def launch(
         self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]
     ) -> SpawnedProcess | ThreadWatchedProcess:
-        """Start a worker in the environment of this moment. Call it from the running loop. See `percore._engine.Launcher`.
-
-        Raises:
-            OSError: the worker could not be started; nothing is left behind.
-        """
+        """As `Launcher.launch`, in the environment of this moment. Call it from the running loop."""
         with contextlib.ExitStack() as cleanup:
             read_end, lifeline = pipe()
             cleanup.callback(let_go, lifeline)
