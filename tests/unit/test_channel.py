@@ -43,6 +43,7 @@ class CountedBell:
         self.rings: list[tuple[int, int]] = []
         self.fileno, self.read, self.log, self.close = bell.fileno, bell.read, bell.log, bell.close
         self.out_fileno = bell.out_fileno
+        self.adds_up = bell.adds_up
 
     def ring(self, published: int, consumed: int) -> bool:
         self.rings.append((published, consumed))
@@ -239,6 +240,27 @@ async def test_no_frame_is_larger_than_half_a_ring(pair: Pair, monkeypatch: pyte
     assert [call_id for _, call_id, _ in got] == list(range(700))
     assert max(frames) <= MAX_FRAME
     assert len(frames) < 350
+
+
+async def test_a_thread_publishes_while_this_side_rings_for_what_it_has_read(pair: Pair) -> None:
+    """Otherwise a process that dies then takes along the result of a call that a thread has just sent."""
+    down = pair.down
+    written: list[int] = []
+    bell = down.bell.bell
+
+    def ring(published: int, consumed: int) -> bool:
+        if not published and not written:
+            thread = threading.Thread(target=down.channel.send_from_thread, args=(1, 2, None))
+            thread.start()
+            thread.join()
+            written.append(down.channel.tx.written)
+        return bell.ring(published, consumed)
+
+    down.bell.bell = cast("Bell", SimpleNamespace(ring=ring))
+    pair.up.channel.send(1, 1, None)
+    await until(lambda: bool(written))
+    assert (written[0] > 0) == down.bell.adds_up
+    assert await pair.up.receive(1) == [(1, 2, None)]
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "in turn"])
@@ -845,7 +867,7 @@ async def test_the_loop_that_finds_the_lock_taken_leaves_its_ring_to_whoever_has
     bell, rings = channel._bell, 0
 
     class Interrupted:
-        read = bell.read
+        read, adds_up = bell.read, bell.adds_up
 
         def ring(self, published: int, consumed: int) -> bool:
             nonlocal rings

@@ -270,13 +270,20 @@ class Channel:
         """Move the queued messages into the ring, as far as they fit, and ring the bell."""
         try:
             while self.is_open and (self._is_ring_due or self._has_work()) and self._lock.acquire(False):
+                consumed = 0
                 try:
                     if self._has_work():
                         self._publish()
+                    elif self._bell.adds_up:
+                        consumed = self._take_owed()
                     else:
                         self._ring(0)
                 finally:
                     self._lock.release()
+                # Without the lock. Otherwise: 1. this thread rings, and waits for the GIL afterwards  2. another thread queues the
+                # result of a call, and does not get the lock  3. the process dies, and the result with it.
+                if consumed:
+                    self._bell.ring(0, consumed)
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
@@ -325,11 +332,15 @@ class Channel:
         return "worker" if self._prompt else "supervisor"
 
     def _ring(self, published: int) -> None:
+        if not self._bell.ring(published, self._take_owed()):
+            self._wait_for_bell()
+
+    def _take_owed(self) -> int:
+        """Return how many bytes were read since the peer was last told, and count them as told."""
         self._is_ring_due = False
         consumed = self.rx.read - self._told
         self._told += consumed
-        if not self._bell.ring(published, consumed):
-            self._wait_for_bell()
+        return consumed
 
     def _wait_for_bell(self) -> None:
         if not self._bell_waits:

@@ -38,6 +38,9 @@ class Bell(Protocol):
     def out_fileno(self) -> int:
         """Return the descriptor that becomes writable when `ring` can send again."""
 
+    adds_up: bool
+    """Whether threads may ring at once, and each ring counts. Otherwise only one thread may ring at a time."""
+
     def ring(self, published: int, consumed: int) -> bool:
         """Report `published` and `consumed` bytes more to the other side.
 
@@ -66,6 +69,8 @@ class EventBell:
     """A bell of two eventfds, one for each direction."""
 
     __slots__ = ("in_fd", "out_fd")
+
+    adds_up = True
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
         self.out_fd = out_fd
@@ -100,6 +105,8 @@ class SocketBell:
     """A bell of two datagram socket pairs, one for each direction."""
 
     __slots__ = ("_consumed", "_in", "_logged", "_out", "_peer_consumed", "_peer_logged", "_peer_published", "_published", "_told")
+
+    adds_up = False
 
     _RECORD = struct.Struct("<QQ")
     _LOGGED = struct.Struct("<Q")  # a separate record, because two threads may call `ring` and `log` at once
