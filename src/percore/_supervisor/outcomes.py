@@ -167,7 +167,9 @@ class Outcomes:
         """
         held = member.calls.get(call_id & ID_MASK)
         batch = held or call
-        if type(batch) is Batch:  # results that it has counted may not have reached the map, or items that came back no queue
+        if type(batch) is Batch and isinstance(error, Exception):
+            # Results that it has counted may not have reached the map, or items that came back no queue. A KeyboardInterrupt costs
+            # the worker alone: the death of the worker ends what it held.
             batch.map.broke(error)
         if type(held) is not Batch and call is not None and isinstance(error, Exception):
             self._calls.failed_with(call, error, stays=op in _BEFORE_OUTCOME)
