@@ -159,11 +159,13 @@ class Outcomes:
         return receive
 
     def _isolate(self, member: PoolWorker, op: int, call_id: int, call: PendingCall | None, error: BaseException) -> None:
-        """End only this call: its message was valid, but handling the message raised this error. A batch ends its map.
+        """End only this call: its message was valid, but handling the message raised this error.
+
+        An Exception in a batch ends its map, and breaks the channel.
 
         Raises:
             BaseException: `error` itself, if the message is not about a single call, or if the error is no Exception. It breaks
-                the channel.
+                the channel, and the death of the worker ends its calls.
         """
         held = member.calls.get(call_id & ID_MASK)
         batch = held or call
