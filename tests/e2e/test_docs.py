@@ -40,7 +40,7 @@ def parse(block: str) -> ast.AST:
     return tree
 
 
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks_of(page)]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks_of(page)]
 
 
 def test_most_pages_show_some_python() -> None:
@@ -140,7 +140,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     @asynccontextmanager
     async def served(*changes: tuple[str, str]) -> AsyncIterator[Client]:
-        source = "\n\n".join(blocks_of(DOCS / "service.md"))
+        source = "\n\n".join(blocks_of(DOCS / "how-to" / "service.md"))
         for old, new in changes:
             assert source.count(old) == 1
             source = source.replace(old, new)

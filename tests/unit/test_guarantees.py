@@ -1,4 +1,4 @@
-"""docs/guarantees.md: each promise names the tests that hold it, and these exist."""
+"""docs/explanation/guarantees.md: each promise names the tests that hold it, and these exist."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise ")]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
