@@ -11,7 +11,8 @@ The package imports each public name on first use, so that a worker does not loa
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+
+TYPE_CHECKING = False  # as type checkers know it; importing typing would take most of the time that `import percore` takes
 
 if sys.platform == "win32":
     raise ImportError(
@@ -58,7 +59,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES: Final = {
+_HOMES = {
     "CurrentWorker": "_worker.context",
     "LoopPoolExecutor": "_executor.executor",
     "Map": "_map.map",
@@ -95,4 +96,4 @@ if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+import percore
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "percore"
 
@@ -131,14 +133,19 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterator[Import]:
-    """Every import below `node`; `from a import b` gives `a.b`, because b may be a module."""
+    """Every import below `node`; `from a import b` gives `a.b`, because b may be a module.
+
+    A public name, as in `percore.Map`, counts as an import of its home, because its first use imports that.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and is_type_checking(child.test):
             for statement in child.body:
                 yield from imports(module, ast.Module([statement], []), typing_only=True)
             yield from imports(module, ast.Module(child.orelse, []), typing_only=typing_only)
         elif isinstance(child, ast.Import):
-            yield from (Import(module, alias.name, typing_only, child.lineno) for alias in child.names)
+            yield from (Import(module, alias.name, typing_only, child.lineno) for alias in child.names if alias.name != "percore")
+        elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "percore":
+            yield Import(module, f"percore.{percore._HOMES[child.attr]}", typing_only, child.lineno)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"{module}, line {child.lineno}: a relative import"
             yield from (Import(module, f"{child.module}.{alias.name}", typing_only, child.lineno) for alias in child.names)

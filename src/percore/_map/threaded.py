@@ -6,16 +6,13 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 from contextvars import copy_context
 from inspect import isgenerator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from percore._common.options import whole
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
 
 T = TypeVar("T")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import percore
 from percore._common.options import advising
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    from collections.abc import Awaitable
     from typing import Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
     from percore._calls.policy import Policy
@@ -71,8 +72,10 @@ class MapVerbs:
 
     __slots__ = ()
 
-    _supervisor: Supervisor
-    _policy: Policy | None = None
+    if TYPE_CHECKING:
+        _supervisor: Supervisor
+        _policy: Policy | None
+    _policy = None
 
     def _check_open(self) -> None:
         """Check that the runner accepts calls, and accepts them from this caller.
@@ -159,7 +162,7 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
-    ) -> Map[Any]:
+    ) -> percore.Map[Any]:
         """Return a Map that calls `fn` with one item of each iterable at a time, until the shortest iterable ends.
 
         The map is lazy and can be used once: `await` it for a list, or iterate it with `async for` in bounded memory. It pulls
@@ -268,7 +271,7 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
-    ) -> Map[tuple[Any, Any]]:
+    ) -> percore.Map[tuple[Any, Any]]:
         """Like `map`, but return pairs of item and result. With several iterables the item is a tuple.
 
         With `return_exceptions`, a pair shows which item failed, and with which error.
@@ -299,7 +302,7 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
-    ) -> Map[Any]:
+    ) -> percore.Map[Any]:
         """Like `map`, but the iterable yields tuples of arguments: each call is `fn(*row)`."""
         return self._map(fn, (iterable,), ordered, window, key, return_exceptions, star=True)
 
@@ -314,7 +317,7 @@ class MapVerbs:
         *,
         pairs: bool = False,
         star: bool = False,
-    ) -> Map[Any]:
+    ) -> percore.Map[Any]:
         if self._policy is not None and self._policy.key is not None:
             raise TypeError(
                 "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
+from collections.abc import Callable, Hashable, Iterable
+from contextvars import ContextVar
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+import percore
+from percore._calls.policy import Backoff, RetryOn
 from percore._common.errors import RunnerClosed
-from percore._common.options import RUNNER_ADVICE, RunnerOptions, advising, grace_of
+from percore._common.options import RUNNER_ADVICE, Lifespan, RunnerOptions, StartMethod, advising, grace_of
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop, warm_up
 from percore._runner.verbs import Options, Verbs
 from percore._worker import context
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Hashable, Iterable
-    from contextvars import ContextVar
-    from types import TracebackType
-
-    from percore._calls.policy import Backoff, RetryOn
-    from percore._common.options import Lifespan, StartMethod
-    from percore._monitor.statistics import Statistics
-    from percore._monitor.usage import Usage
-    from percore._protocol.shared import Shared
     from percore._supervisor.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -272,11 +268,11 @@ class Runner(Verbs):
         )
         if key is not None:
             policy.key = supervisor.dispatch.names.of(key)
-        return Options(supervisor, policy, self._check_open)
+        return Options(self, policy)
 
     # Shared objects
 
-    async def share(self, obj: T) -> Shared[T]:
+    async def share(self, obj: T) -> percore.Shared[T]:
         """Put an object into shared memory once, for all workers, and return a handle to it.
 
         Pass the handle to calls and read its `.value` in them. percore pickles the object once, in a thread; each worker that reads
@@ -302,7 +298,7 @@ class Runner(Verbs):
 
     # Statistics and usage
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> percore.Statistics:
         """Return a snapshot of the runner's counters.
 
         It is cheap and makes no system calls. Any thread may call it, for example the thread of a metrics server.
@@ -317,7 +313,7 @@ class Runner(Verbs):
 
         return snapshot(assembly.supervisor, is_here=assembly.is_here)
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> percore.Usage:
         """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.
 
         A thread reads them from the system. All runners of this process share one fork server.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import CancelledError, Future
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+from percore._calls.policy import Policy
 from percore._runner.map_verbs import MapVerbs
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Awaitable, Callable
-
     from percore._calls.calls import Call
     from percore._calls.functions import Function
-    from percore._calls.policy import Policy
-    from percore._supervisor.supervisor import Supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -141,10 +139,10 @@ class Options(Verbs):
 
     __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
 
-    def __init__(self, supervisor: Supervisor, policy: Policy, check: Callable[[], None]) -> None:
-        self._supervisor = supervisor
+    def __init__(self, runner: Verbs, policy: Policy) -> None:
+        self._supervisor = runner._supervisor
         self._policy = policy
-        self._check_open = check  # type: ignore[method-assign]
+        self._check_open = runner._check_open  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return f"<percore.Options {self._policy}>"
