@@ -1,5 +1,6 @@
 """The types of percore's face: mypy and pyright accept what is right, and find what is wrong."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ HERE = Path(__file__).parent
 
 
 def check(*command: str) -> None:
-    run = subprocess.run([sys.executable, "-m", *command], cwd=HERE.parents[1], capture_output=True, text=True, check=False)
+    source = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src")}  # of an editable installation, pyright finds no py.typed
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=HERE.parents[1], env=source, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -22,3 +26,8 @@ def test_mypy() -> None:
 def test_pyright() -> None:
     pytest.importorskip("basedpyright", reason="comes with the extra test")  # pyright, in a wheel that brings what it runs on
     check("basedpyright", "--project", str(HERE), "--pythonpath", sys.executable)
+
+
+def test_the_type_of_every_public_name_is_known() -> None:
+    pytest.importorskip("basedpyright", reason="comes with the extra test")
+    check("basedpyright", "--verifytypes", "percore", "--ignoreexternal", "--pythonpath", sys.executable)  # 1 unless 100 %

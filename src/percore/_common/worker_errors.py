@@ -82,7 +82,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
-        self.signal = signal_of(exitcode)
+        self.signal: str | None = signal_of(exitcode)
         self.call = call
         self.age = age
         self.started = started

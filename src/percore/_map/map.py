@@ -1,18 +1,24 @@
 """Map: the results of one function over many inputs, as a list or as a stream."""
 
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
 from types import AsyncGeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, cast
 
 from percore._calls.functions import kind_of
 from percore._common.options import check_plain
 from percore._map.inputs import Inputs
 from percore._map.rows import Spec
-from percore._map.run import MapRun
-from percore._supervisor.supervisor import Supervisor
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Run(Protocol):
+    """The run of a map: `percore._map.run.MapRun`."""
+
+    async def collect(self) -> list[Any]: ...
+    def stream(self) -> AsyncGenerator[Any]: ...
+    async def close(self) -> None: ...
 
 
 class Map(Generic[T_co]):
@@ -28,13 +34,17 @@ class Map(Generic[T_co]):
 
     def __init__(
         self,
-        supervisor: Supervisor,
         fn: Callable[..., Any],
         iterables: tuple[Iterable[Any] | AsyncIterable[Any], ...],
         spec: Spec,
         check: Callable[[], None],
+        make_run: Callable[[Inputs], Run],
     ) -> None:
-        """`check` raises if the map cannot be used: from another event loop or thread, or after the runner was closed."""
+        """Validate the arguments.
+
+        `check` raises if the map cannot be used: from another event loop or thread, or after the runner was closed. `make_run`
+        makes the run of this map, now.
+        """
         kind_of(fn)
         if not iterables:
             raise TypeError("map needs at least one iterable")
@@ -51,8 +61,7 @@ class Map(Generic[T_co]):
             raise ValueError(f"window must be at least 1, not {spec.window}")
         self._check = check
         self._inputs = Inputs(iterables)
-        context = None if supervisor.contexts is None else supervisor.contexts.capture()
-        self._run = MapRun(supervisor, fn, self._inputs, spec, context)
+        self._run = make_run(self._inputs)
         self._stream: AsyncGeneratorType[T_co, None] | None = None
         self._is_used = self._is_closed = False
 

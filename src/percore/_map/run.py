@@ -18,12 +18,13 @@ _STEP: Final = 12
 class MapRun:
     """The run of a map. It does not refer to the `Map`, so a stream that is under way ends when the user drops the map."""
 
-    def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec, context: Any) -> None:
+    def __init__(self, supervisor: Supervisor, fn: Callable[..., Any], inputs: Inputs, spec: Spec) -> None:
+        """The calls get the values that the context variables have now."""
         self._supervisor = supervisor
         self._fn = fn
         self._inputs = inputs
         self._spec = spec
-        self._context = context
+        self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
         self._life = MapLife()
         self._parts: tuple[InFlight, Feeder] | None = None
 

@@ -325,6 +325,7 @@ class MapVerbs:
         self._check_open()
         from percore._map.map import Map
         from percore._map.rows import Spec
+        from percore._map.run import MapRun
 
-        spec = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy)
-        return Map(self._supervisor, fn, iterables, spec, self._check_open)
+        spec, supervisor = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy), self._supervisor
+        return Map(fn, iterables, spec, self._check_open, lambda inputs: MapRun(supervisor, fn, inputs, spec))
