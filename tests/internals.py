@@ -69,7 +69,8 @@ class Held:
 
 def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
     """What a map holds; None if it has not begun."""
-    parts: Any = mapped._run._parts
+    run: Any = mapped._run
+    parts = run._parts
     if parts is None:
         return None
     items, feeder = parts
@@ -89,4 +90,5 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
 
 def pulls(mapped: Map[Any]) -> bool:
     """Whether a map still pulls inputs."""
-    return mapped._run._life.pulls
+    run: Any = mapped._run
+    return bool(run._life.pulls)
