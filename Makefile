@@ -11,6 +11,8 @@
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
+#   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
+#   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make lint       ruff and mypy --strict
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
 #   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
@@ -36,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The ways of other systems, forced on Linux.
 comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos lint bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs lint bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -93,6 +95,12 @@ lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff check $(SOURCES)
 	$(RUN) -m ruff format --check $(SOURCES)
 	$(RUN) -m mypy $(SOURCES)
+
+docs: $(VENV)/.percore-docs
+	$(VENV)/bin/zensical build --strict
+
+test-docs: $(VENV)/.percore-docs-test
+	$(RUN) -m pytest -n $(JOBS) tests/docs $(PYTEST_ARGS)
 
 BENCH_OUT := build/bench
 

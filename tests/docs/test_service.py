@@ -1,13 +1,10 @@
-"""The pages in docs/: their Python is Python, names what exists, and does what the page says."""
+"""The page "In an existing service": its pieces are one program, which does what the page says."""
 
-import ast
 import asyncio
 import hashlib
 import importlib
-import inspect
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,60 +12,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
-
-import percore
-
-pytest.importorskip("aiohttp")
-
-import aiohttp
 from aiohttp import web
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-VERBS = ("map", "map_items", "starmap", "options", "aclose")
+import percore
+from tests.docs.blocks import DOCS, blocks_of
 
-
-def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def parse(block: str) -> ast.AST:
-    """A piece of a page may await, as at the prompt of `python -m asyncio`."""
-    tree = compile(block, "<page>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    assert isinstance(tree, ast.AST)
-    return tree
-
-
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks_of(page)]
-
-
-def test_most_pages_show_some_python() -> None:
-    assert {"crawling.md", "guarantees.md", "logging.md", "service.md"} <= {page.name for page in PAGES}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_exists(page: Path) -> None:
-    for node in (node for block in blocks_of(page) for node in ast.walk(parse(block))):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "percore":
-            assert node.attr in percore.__all__
-        if isinstance(node, ast.Call) and (signature := signature_of(node.func)):
-            given = {keyword.arg for keyword in node.keywords if keyword.arg}
-            assert given <= set(signature.parameters), ast.unparse(node)
-
-
-def signature_of(called: ast.expr) -> inspect.Signature | None:
-    """Of the runner's class and of those of its methods that take options, and of an executor's map."""
-    if not isinstance(called, ast.Attribute):
-        return None
-    if ast.unparse(called) == "executor.map":
-        return inspect.signature(percore.LoopPoolExecutor.map)
-    if ast.unparse(called) == "percore.Runner":
-        return inspect.signature(percore.Runner)
-    return inspect.signature(getattr(percore.Runner, called.attr)) if called.attr in VERBS else None
-
-
-# "In an existing service"
+PAGE = DOCS / "how-to" / "service.md"
 
 
 class Upstream:
@@ -140,7 +92,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     @asynccontextmanager
     async def served(*changes: tuple[str, str]) -> AsyncIterator[Client]:
-        source = "\n\n".join(blocks_of(DOCS / "how-to" / "service.md"))
+        source = "\n\n".join(block.text for block in blocks_of(PAGE) if block.language == "python")
         for old, new in changes:
             assert source.count(old) == 1
             source = source.replace(old, new)

@@ -1,0 +1,44 @@
+"""The pages in docs/: each block of code runs, and prints what its page says."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import DOCS, ROOT, blocks_of, name_of, pages, story_of
+from tests.docs.story import Story
+
+FILES = {"yaml", "toml", "ini", "dockerfile", "json", "html", "text"}
+LANGUAGES = {"python", "pycon", "console", "diff", *FILES, "prelude", "skip", "story"}
+RUN = ("python", "pycon", "console", "prelude")
+
+# TODO: these pages have names that nothing defines; each needs a prelude.
+NOT_YET = {
+    "explanation/guarantees.md", "how-to/crawling.md", "how-to/data.md", "how-to/logging.md", "how-to/service.md", "migrating.md",
+    "performance.md", "testing.md", "changelog.md", "performance-record.md",
+}  # fmt: skip
+PAGES = [page for page in pages() if name_of(page) not in NOT_YET]
+RUNNING = [page for page in PAGES if not story_of(page) and any(block.language in RUN for block in blocks_of(page))]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("page", RUNNING, ids=name_of)
+def test_the_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    Story(page, folder).run()
+
+
+def test_each_block_is_of_a_language_that_the_tests_know(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(page=name_of(page)):
+            assert {block.language for block in blocks_of(page)} <= LANGUAGES
+
+
+def test_a_page_with_a_story_of_its_own_names_a_test() -> None:
+    for page in PAGES:
+        story = story_of(page)
+        assert story is None or (ROOT / story).is_file(), name_of(page)
+
+
+def test_the_pages_that_nothing_runs_exist() -> None:
+    assert all((DOCS / name).is_file() for name in NOT_YET)
