@@ -128,7 +128,8 @@ def largest_recall() -> bytes:
 LARGEST_ARGUMENTS: Final = (WIDE * 4065, *[2**255] * 31)
 PICKLE: Final = b"x" * INLINE_LIMIT
 LARGEST: Final[dict[str, Any]] = {
-    "DEFINE": (Kind.THREAD, PICKLE),
+    "DEFINE_TASK": PICKLE,
+    "DEFINE_THREAD": PICKLE,
     "UNDEFINE": None,
     "CANCEL": MOST_OF_ONE,
     "RELEASE": 1 << 36,

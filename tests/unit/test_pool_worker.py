@@ -1,4 +1,4 @@
-"""A worker as the supervisor keeps it: for how long it has been silent."""
+"""A worker as the supervisor keeps it: for how long it has been silent, and which functions and shared objects it knows."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,6 +6,10 @@ from typing import Any, cast
 
 import pytest
 
+from percore._calls.functions import Function
+from percore._calls.shared_objects import Share, Shares
+from percore._protocol.interfaces import Ticket
+from percore._protocol.messages import DEFINE_TASK, DEFINE_THREAD, FORGET, SHARE, Body, Kind, Message
 from percore._scheduler.dispatch import Dispatch
 from percore._supervisor.pool_worker import PoolWorker, Turn
 
@@ -41,3 +45,98 @@ def test_a_worker_that_has_read_everything_is_not_silent() -> None:
 def test_a_worker_that_was_sent_something_late_in_a_long_iteration_is_not_silent() -> None:
     # The time of a turn is that of its beginning; the channel noted the real time at which it wrote, here 200 ms later.
     assert member_that_waits(since=NOW + 0.2).silence() == 0
+
+
+# Functions and shared objects
+
+
+class Wire:
+    """A channel that cannot send one of its messages."""
+
+    def __init__(self, fails_on: int | None = None) -> None:
+        self.sent: list[Message] = []
+        self._fails_on = fails_on
+
+    def send(self, op: int, number: int, body: Body) -> None:
+        if op == self._fails_on:
+            self._fails_on = None
+            raise MemoryError
+        self.sent.append((op, number, body))
+
+    def send_parcel(self, op: int, number: int, parcel: int, ticket: Ticket) -> None:
+        assert ticket.is_wanted()
+        assert ticket.stored(parcel)
+        self.send(op, number, parcel)
+
+
+class Caller:
+    """A call of a function, with this argument."""
+
+    call_id = 0
+    member: Any = None
+    key = plan = None
+    size = 1
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.kind = function.kind
+        self.body = (1,)
+
+
+def member_on(wire: Wire, shares: Any = None) -> PoolWorker:
+    dispatch: Dispatch[Any, PoolWorker] = Dispatch(10, 4)
+    member = PoolWorker(0, 1, dispatch, FrozenTurn())
+    member.attach(cast(Any, SimpleNamespace(channel=wire)), shares or cast(Any, SimpleNamespace(held={})))
+    return member
+
+
+def function_of(kind: int, payload: bytes | int) -> Function:
+    function = Function(len, kind)
+    function.number, function.payload = 7, payload
+    return function
+
+
+@pytest.mark.parametrize(("kind", "op"), [(Kind.TASK, DEFINE_TASK), (Kind.THREAD, DEFINE_THREAD)])
+@pytest.mark.parametrize("payload", [b"pickle.", 5])
+def test_a_function_is_told_once_before_its_first_call(kind: int, op: int, payload: bytes | int) -> None:
+    """A parcel goes through `send_parcel`: a channel that keeps payloads elsewhere finds every one of them there."""
+    wire = Wire()
+    member = member_on(wire)
+    calls = [cast(Any, Caller(function_of(kind, payload))) for _ in range(2)]
+    for call in calls:
+        member.send(call)
+    assert wire.sent == [(op, 7, payload), *((7, call.call_id, (1,)) for call in calls)]
+
+
+@pytest.mark.parametrize("payload", [b"pickle.", 5])
+def test_a_function_that_could_not_be_told_is_told_with_the_next_call(payload: bytes | int) -> None:
+    wire = Wire(fails_on=DEFINE_TASK)
+    member = member_on(wire)
+    call = cast(Any, Caller(function_of(Kind.TASK, payload)))
+    with pytest.raises(MemoryError):
+        member.send(call)
+    assert not member.calls
+    member.send(call)
+    assert wire.sent == [(DEFINE_TASK, 7, payload), (7, call.call_id, (1,))]
+
+
+def test_a_shared_object_that_could_not_be_told_is_neither_forgotten_there_nor_lost() -> None:
+    """The worker does not know its number: FORGET would end it."""
+    loop = asyncio.new_event_loop()
+    try:
+        wire, shares = Wire(fails_on=SHARE), Shares(loop, cast(Any, SimpleNamespace(most_shared=1, load=None, discard=None)))
+        member = member_on(wire, shares)
+        function = function_of(Kind.TASK, b"pickle.")
+        share = Share(shares, 9)
+        shares.hold(function, [share])
+        call = cast(Any, Caller(function))
+        with pytest.raises(MemoryError):
+            member.send(call)
+        assert not share.members
+        member.send(call)
+        member.send(call)
+        assert wire.sent[:2] == [(SHARE, share.number, 9), (DEFINE_TASK, 7, b"pickle.")]
+        shares.drop(function)
+        assert wire.sent[-1] == (FORGET, share.number, None)
+    finally:
+        loop.close()

@@ -31,6 +31,9 @@ class Reader(Protocol):
     tell: Callable[[int, int, Body], None]
     """Sends a message to the worker."""
 
+    def tell_parcel(self, op: int, number: int, parcel: int) -> None:
+        """Send a message with a placed parcel, in order with other messages. The parcel stays its owner's."""
+
 
 _numbers: Final = itertools.count(1)
 _live: Final[WeakValueDictionary[int, "Share"]] = WeakValueDictionary()
@@ -226,8 +229,8 @@ class Shares:
         """Tell a worker about the shared objects that a call or a function holds, which it is about to be sent."""
         for share in self.held[holder]:
             if member not in share.members:
-                share.members.add(member)
-                member.tell(SHARE, share.number, share.payload)
+                member.tell_parcel(SHARE, share.number, share.payload)
+                share.members.add(member)  # only now: a worker that does not know the object cannot forget it
 
     def forgotten(self, member: Reader, number: int) -> None:
         """Note that a worker has forgotten a shared object, as it was asked to.

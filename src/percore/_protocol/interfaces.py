@@ -90,7 +90,7 @@ class Store(Protocol):
         """Release a parcel. Workers that still use it keep what they need of it."""
 
     def share(self, obj: object, waiter: asyncio.Future[int]) -> None:
-        """Keep an object where every worker can read it, and end `waiter` in the loop with its parcel or with the error.
+        """Keep an object where every worker can read it, and end `waiter` in the loop with its placed parcel or with the error.
 
         If `waiter` is done by then, keep nothing.
         """
@@ -167,7 +167,11 @@ class Channel(Protocol):
         """Send a message, at the end of this iteration of the loop or earlier."""
 
     def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
-        """Send a message whose body is a parcel, now or when there is room for it. Later messages may overtake it."""
+        """Send a message whose body is a parcel.
+
+        A parcel that is placed (`Store.is_placed`) is sent now, in order with all other messages. Another one is sent when there is
+        room for it, and later messages may overtake it.
+        """
 
     def load(self, payload: Payload, /) -> Received:
         """Read a payload that the worker has sent.

@@ -19,7 +19,7 @@ class BrokenFrame(Exception):
 
 
 # To a worker. A positive op calls the function with that number; body: the arguments.
-DEFINE: Final = -1  # id: number of a function; body: (kind, payload)
+DEFINE_TASK: Final = -1  # id: number of a coroutine function that later calls name; body: its pickle
 UNDEFINE: Final = -2  # id: number of a function that no later call will use
 CANCEL: Final = -3  # body, for a batch: the first item that is no longer wanted
 RELEASE: Final = -4  # id: a result slot that has been read
@@ -32,6 +32,7 @@ TERMS: Final = -10  # options for the next message with this id; body: (seconds 
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
+DEFINE_THREAD: Final = -14  # as DEFINE_TASK, for a plain function
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -66,3 +67,6 @@ class Kind:
 
 ONCE_OPS: Final = (ONCE_TASK, ONCE_THREAD)
 """By kind: the op of a call whose function has no number."""
+
+DEFINE_OPS: Final = (DEFINE_TASK, DEFINE_THREAD)
+"""By kind: the op that gives a function its number."""

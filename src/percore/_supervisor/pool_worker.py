@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
-from percore._protocol.messages import BATCH, DEFINE, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
+from percore._protocol.messages import BATCH, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 from percore._scheduler.dispatch import Dispatch, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
 
@@ -205,9 +205,17 @@ class PoolWorker:
             return ONCE_OPS[function.kind]
         if function in self._holders:
             self._shares.introduce(self, function)
-        self.defined.add(function.number)
-        self.tell(DEFINE, function.number, (function.kind, function.payload))
-        return function.number
+        op, number, payload = DEFINE_OPS[function.kind], function.number, function.payload
+        if type(payload) is int:
+            self.tell_parcel(op, number, payload)
+        else:
+            self.tell(op, number, payload)
+        self.defined.add(number)  # only now: if it was not sent, the next call sends it
+        return number
+
+    def tell_parcel(self, op: int, number: int, parcel: int) -> None:
+        """Send a message with a placed parcel, in order with other messages. The parcel stays its owner's, who discards it."""
+        self._channel.send_parcel(op, number, parcel, _Lent(parcel))
 
     def take(self, call_id: int) -> PendingCall:
         """Remove and return the call of that id, and free its place. The worker is done with the call.
@@ -280,6 +288,22 @@ class PoolWorker:
     @property
     def is_ready(self) -> bool:
         return self.life.state is State.READY
+
+
+class _Lent:
+    """The channel's ticket for a placed parcel that a function or a shared object keeps, to send it to other workers too."""
+
+    __slots__ = ("_parcel",)
+
+    def __init__(self, parcel: int) -> None:
+        self._parcel = parcel
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def stored(self, parcel: int) -> bool:
+        assert parcel == self._parcel, "a placed parcel keeps its number: its owner would discard another one"
+        return True
 
 
 class _Parked:

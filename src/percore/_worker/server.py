@@ -22,7 +22,8 @@ from percore._protocol.messages import (
     BATCH,
     CANCEL,
     CANCELLED,
-    DEFINE,
+    DEFINE_TASK,
+    DEFINE_THREAD,
     DRAIN,
     DRAINING,
     FINISH,
@@ -98,7 +99,8 @@ class Server:
         self._tickets: deque[None] = deque()
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._handlers: dict[int, Callable[[int, Any], object]] = {
-            DEFINE: self._define,
+            DEFINE_TASK: lambda number, payload: self._define(number, Kind.TASK, payload),
+            DEFINE_THREAD: lambda number, payload: self._define(number, Kind.THREAD, payload),
             UNDEFINE: lambda number, _: self._functions.pop(number),
             CANCEL: self._cancel,
             RECALL: lambda count, stay: self._plain.recall(count, frozenset(memoryview(stay).cast("I"))),
@@ -181,8 +183,7 @@ class Server:
         self._marks[place + 1] = monotonic_ns()
         self._marks[place] = call_id
 
-    def _define(self, number: int, body: tuple[int, Payload]) -> None:
-        kind, payload = body
+    def _define(self, number: int, kind: int, payload: Payload) -> None:
         self._functions[number] = WorkerFunction(kind, payload)
 
     def _batch(self, call_id: int, body: bytes) -> None:

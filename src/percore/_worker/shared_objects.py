@@ -48,8 +48,9 @@ class WorkerShares:
         self._known: dict[int, Known] = {}
 
     def meet(self, number: int, parcel: int) -> None:
-        """Learn of a shared object that later calls refer to. From the loop."""
-        self._known[number] = Known(self._channel, number, parcel)
+        """Learn of a shared object that later calls refer to. A second time changes nothing. From the loop."""
+        if number not in self._known:  # a supervisor that was interrupted as it told this tells it again
+            self._known[number] = Known(self._channel, number, parcel)
 
     def arrive(self, number: int) -> Shared[Any] | None:
         """Return the handle of a shared object while a call that contains it is unpickled. From any thread."""
