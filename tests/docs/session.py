@@ -1,8 +1,8 @@
 """The program that runs the untitled blocks of a page, as a user would type them: `__main__` is a prompt's and has no file.
 
 The story of a page starts it by `python -c`, and executes this source with two names: `main`, the namespace of `__main__`, and
-`answers`, the descriptor for the answers. Each line on standard input is a block in JSON; each answer is the traceback of its error or
-an empty string.
+`answers`, the descriptor for the answers. Each line on standard input is a JSON block. Each answer is the traceback of an error,
+or an empty string.
 """
 
 import ast
