@@ -1,5 +1,5 @@
 # Every target does its own set-up: it needs python3 (3.11 or newer) with venv, and on its first run a network for pip.
-# What it installs is in .venv; a stamp there per extra makes the second run start at once, offline too.
+# What it installs is in .venv; a stamp there per dependency group makes the second run start at once, offline too.
 #
 #   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
 #   make test       what every change must pass: each test on the engines and loops where it differs  PYTEST_ARGS="-k ring" for a part
@@ -14,6 +14,8 @@
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make lint       ruff and mypy --strict
+#   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
+#   make package-all   the same, with every Python found
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
 #   make bench-check   the cheap ones in a minute, against those on record; status 1 when one became worse
 #   make bench-record  every benchmark, as the new record: its JSON, and the tables and plots of docs/performance*.md
@@ -28,6 +30,7 @@ JOBS   ?= 2
 CHAOS_KILLS ?= 1000
 RUN    := $(VENV)/bin/python
 
+comma  := ,
 SOURCES := $(wildcard src tests examples benchmarks scripts)
 
 # The tests start thousands of interpreters: each would compile percore anew.
@@ -36,9 +39,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
-comma := ,
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs lint bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -53,10 +55,11 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "percore needs Python 3.11 or newer; choose one: make PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv --clear $(VENV)
 
-# One stamp per extra of pyproject.toml: $(VENV)/.percore-test says that percore[test] is installed as it stands there now.
+# One stamp per dependency group of pyproject.toml: $(VENV)/.percore-test says that the group `test` is installed as it stands there now.
 # The interpreter only has to be there: its time is the system's and may be newer than any stamp.
 $(VENV)/.percore-%: pyproject.toml $(STALE) | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@$(RUN) -m pip install --quiet --disable-pip-version-check 'pip>=25.1'  # older ones know no dependency groups
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable . $(addprefix --group ,$(subst $(comma), ,$*))
 	@printf '%s' '$(CURDIR)' >$(VENV)/.percore-home
 	@touch $@
 
@@ -101,6 +104,12 @@ docs: $(VENV)/.percore-docs
 
 test-docs: $(VENV)/.percore-docs-test
 	$(RUN) -m pytest -n $(JOBS) tests/docs $(PYTEST_ARGS)
+
+package: $(VENV)/.percore-package
+	$(RUN) scripts/package.py $(RUN)
+
+package-all: $(VENV)/.percore-package
+	$(RUN) scripts/package.py $$($(RUN) scripts/interpreters.py | cut -f2)
 
 BENCH_OUT := build/bench
 

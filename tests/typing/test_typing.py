@@ -19,15 +19,15 @@ def check(*command: str) -> None:
 
 
 def test_mypy() -> None:
-    pytest.importorskip("mypy", reason="comes with the extras test and lint")
+    pytest.importorskip("mypy", reason="is in the groups test and lint")
     check("mypy", str(HERE / "right.py"), str(HERE / "wrong.py"))
 
 
 def test_pyright() -> None:
-    pytest.importorskip("basedpyright", reason="comes with the extra test")  # pyright, in a wheel that brings what it runs on
+    pytest.importorskip("basedpyright", reason="is in the group test")  # pyright, in a wheel that brings what it runs on
     check("basedpyright", "--project", str(HERE), "--pythonpath", sys.executable)
 
 
 def test_the_type_of_every_public_name_is_known() -> None:
-    pytest.importorskip("basedpyright", reason="comes with the extra test")
+    pytest.importorskip("basedpyright", reason="is in the group test")
     check("basedpyright", "--verifytypes", "percore", "--ignoreexternal", "--pythonpath", sys.executable)  # 1 unless 100 %
