@@ -88,6 +88,16 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
     )
 
 
+def rests(mapped: Map[Any]) -> bool:
+    """Whether all items that a map has pulled have ended, and it pulls no more before results are handed over."""
+    parts: Any = mapped._run._parts
+    if parts is None:
+        return False
+    items, _ = parts
+    waiter = items.space_waiter
+    return waiter is not None and not waiter.done() and items.window.ended == items.window.pulled
+
+
 def pulls(mapped: Map[Any]) -> bool:
     """Whether a map still pulls inputs."""
     run: Any = mapped._run

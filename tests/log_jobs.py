@@ -3,8 +3,10 @@
 import asyncio
 import atexit
 import gc
+import itertools
 import logging
 import os
+import select
 import sys
 import threading
 import warnings
@@ -66,6 +68,24 @@ async def count(name: str, n: int) -> None:
 def count_in_thread(name: str, n: int) -> None:
     for i in range(n):
         log.warning("%s %d", name, i)
+
+
+async def count_until(gate: str) -> int:
+    """Log, and let the loop do nothing else, until the gate is open. Return how many records that were."""
+    return count_in_thread_until(gate)
+
+
+def count_in_thread_until(gate: str) -> int:
+    poll = select.poll()
+    fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
+    poll.register(fd, select.POLLIN)
+    try:
+        for i in itertools.count():
+            if i % 100 == 0 and poll.poll(0):
+                return i
+            log.warning("flood %d", i)
+    finally:
+        os.close(fd)
 
 
 def count_under_lock(n: int) -> None:

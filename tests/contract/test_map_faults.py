@@ -15,7 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.counts import times
-from tests.internals import slots_used
+from tests.internals import rests, slots_used
 
 BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 
@@ -52,6 +52,12 @@ class Number:
         return int, (self.value,)
 
 
+async def _at_rest(runner: percore.Runner, mapped: percore.Map[Any]) -> None:
+    """Until all items have ended that were pulled, and the map waits for its consumer."""
+    while not rests(mapped):
+        await runner.run(jobs.aecho)
+
+
 async def _idle(runner: percore.Runner) -> None:
     """Until nothing is under way, and what that brings about has been done."""
     while runner.statistics().running or runner.statistics().queued:
@@ -75,7 +81,7 @@ async def test_m1_while_the_consumer_waits_the_window_is_all_that_is_alive(
             for turn in range(1, 6):
                 first = await anext(results)
                 del first
-                await _idle(runner)
+                await _at_rest(runner, mapped)
                 assert items.count == turn + 10
                 assert items.alive <= 11  # the generator itself holds the last one
         assert items.closed.is_set()
@@ -88,10 +94,10 @@ async def test_m1_without_a_window_what_is_pulled_stays_bounded_while_the_consum
     items = Items()
     async with make() as runner, runner.map(fn, items) as results:
         await anext(results)
-        await _idle(runner)
+        await _at_rest(runner, results)
         before = items.count
         assert before <= 16_384 + 1
-        await _idle(runner)
+        await runner.map(jobs.echo, range(100))
         assert items.count == before
 
 
