@@ -18,7 +18,7 @@ from tests.docs.blocks import Block, blocks_of
 from tests.docs.console import ANY, Command, commands_of, matches
 
 SESSION = Path(__file__).with_name("session.py")
-LIMIT = 60.0
+LIMIT = 40.0
 """Seconds that one command may take, or one block."""
 _PORT = re.compile(r"(?:127\.0\.0\.1:|127\.0\.0\.1\", |localhost:|--port[ =]|http\.server )(\d{4,5})\b")
 _INSTALL = re.compile(r"(?:python -m )?pip install (?P<names>.+)")
@@ -77,7 +77,9 @@ class Story:
         if installs := _INSTALL.fullmatch(command.line):
             check_installed(installs["names"])
         elif command.serves:
-            self._servers.append(Server(block, command, self.folder))
+            server = Server(block, command, self.folder)
+            self._servers.append(server)
+            server.wait()
         else:
             run_command(block, command, self.folder)
 
@@ -125,23 +127,23 @@ class Server:
         self._log = folder.parent / f"{folder.name}-server-{time.monotonic_ns()}.log"
         line = command.line.removesuffix("&").rstrip()
         port = next(iter(_PORT.findall(f"{line}\n{_text(command.expected)}")), None)
-        if port is None and "percore.demo_server" in line:
-            port = str(free_port())
+        if "percore.demo_server" in line and "--port" not in line:
+            port = port or str(free_port())
             line = f"{line} --port {port}"
         if port is None:
             raise Failed(f"{self._about} names no port: write 127.0.0.1:8000, or --port 8000")
+        self._port = int(port)
         with self._log.open("wb") as log:
             self._process = _start(line, folder, log)
-        self._wait_for(int(port))
 
-    def _wait_for(self, port: int) -> None:
+    def wait(self) -> None:
+        """Return when the server listens."""
         deadline = time.monotonic() + LIMIT
         while self._process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
                 return
             time.sleep(0.02)  # nothing tells when another program listens
-        self.kill()
-        raise Failed(f"{self._about} does not answer on port {port}:\n{self._log.read_text()}")
+        raise Failed(f"{self._about} does not answer on port {self._port}:\n{self._log.read_text()}")
 
     def end(self) -> None:
         """As Ctrl-C does."""
