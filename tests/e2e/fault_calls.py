@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import percore
-from percore._protocol import codec
 from percore._protocol.messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
 from percore._protocol.start_marks import MARK_WORDS
+from percore._transport import codec
 from percore._transport.channel import Channel
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -45,6 +45,7 @@ class Pickled:
         self.second_is_there = threading.Event()
         self.function.loading = Lock(self.second_is_there)  # type: ignore[assignment]
         self.pickler: Any = None
+        self.passes = self.pack_values = self.pickler
         self.answers = Answers(self)  # type: ignore[arg-type]
         self.fails = fails
         self.loads = 0

@@ -36,7 +36,7 @@ class BatchesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: Batches[Run] = Batches(lambda run: run)
+        self.batches: Batches[Run] = Batches(lambda run: run, FRAME)
         self.waiting: list[int] = []
         self.sort: dict[int, tuple[bool, int]] = {}
         """Of every item: whether it is bare, and its weight at least."""
@@ -112,7 +112,7 @@ TestBatches.settings = settings(max_examples=80, stateful_step_count=30, deadlin
 
 
 def batches_of(*runs: Run, seconds: float = 1e-6, cost: Cost | None = None) -> Batches[Run]:
-    batches: Batches[Run] = Batches(lambda run: run, cost)
+    batches: Batches[Run] = Batches(lambda run: run, FRAME, cost)
     batches.cost.measured(1, seconds)
     for run in runs:
         batches.append(run)
@@ -162,13 +162,13 @@ def test_what_does_not_belong_together_is_never_one_batch(one: Run, other: Run) 
 
 
 def test_a_batch_is_made_of_its_run() -> None:
-    batches: Batches[tuple[str, Run]] = Batches(lambda run: ("made", run))
+    batches: Batches[tuple[str, Run]] = Batches(lambda run: ("made", run), FRAME)
     batches.append(run_of(3, 1))
     assert batches.pop(1) == ("made", run_of(3, 1))
 
 
 def test_without_a_measurement_items_go_one_by_one() -> None:
-    batches: Batches[Run] = Batches(lambda run: run)
+    batches: Batches[Run] = Batches(lambda run: run, FRAME)
     batches.append(run_of(0, 3))
     assert popped(batches) == [[0], [1], [2]]
 
@@ -176,7 +176,7 @@ def test_without_a_measurement_items_go_one_by_one() -> None:
 def test_what_is_known_of_a_function_is_used_and_kept() -> None:
     cost = Cost()
     cost.measured(1, 1e-4)
-    batches: Batches[Run] = Batches(lambda run: run, cost)
+    batches: Batches[Run] = Batches(lambda run: run, FRAME, cost)
     assert batches.cost is cost
     batches.append(run_of(0, 100))
     assert len(batches.pop(1).bodies) == 10

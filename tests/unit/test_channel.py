@@ -14,13 +14,13 @@ import pytest_asyncio
 from percore._calls.calls import Call
 from percore._calls.functions import Function
 from percore._common.system import HAS_EVENTFD
-from percore._protocol.codec import encode
 from percore._protocol.messages import Body, BrokenFrame, Kind, Message
 from percore._scheduler.dispatch import Dispatch
 from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._transport import doorbell
 from percore._transport.arena import Arena
 from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
+from percore._transport.codec import encode
 from percore._transport.doorbell import Bell, bell_fds, bell_of
 from percore._transport.memory import Memory
 from percore._transport.ring import HEADER_SIZE, RingReader, RingWriter

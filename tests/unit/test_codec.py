@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._protocol.codec import SMALL, decode, encode, encode_small, is_inline, is_inline_value, list_small, weight_inline
 from percore._protocol.messages import BrokenFrame
+from percore._transport.codec import SMALL, decode, encode, encode_small, is_inline, is_inline_value, list_small, weight_inline
 
 SCALARS = st.one_of(
     st.none(),

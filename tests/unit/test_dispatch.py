@@ -415,7 +415,7 @@ class DispatchMachine(RuleBasedStateMachine):
         self.opened += 1
         name, is_batched = f"map {self.opened}", is_batched and kind == THREAD
         line: Line
-        queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(line, run)) if is_batched else None)
+        queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(line, run), 65_536) if is_batched else None)
         line = Line(name, kind, queue, is_batched=is_batched)
         self.dispatch.open(queue)
         self.maps.append(line)
@@ -728,7 +728,7 @@ def end(dispatch: Dispatch[Unit, Seat], seat: Seat, call: Unit) -> None:
 
 def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = False) -> Queue[Unit, Seat]:
     home = Line("map", kind, None)
-    queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(home, run)) if is_batched else None)
+    queue: Queue[Unit, Seat] = Queue(kind, Batches(lambda run: FakeBatch(home, run), 65_536) if is_batched else None)
     dispatch.open(queue)
     return queue
 
@@ -1389,7 +1389,7 @@ def _is_hit(at: int, per_key: int | None) -> bool:
     for call in calls:
         assert dispatch.submitted(call) is None
     line = Line("map", THREAD, None, is_batched=True)
-    batches: Batches[Any] = Batches(lambda run: FakeBatch(line, run))
+    batches: Batches[Any] = Batches(lambda run: FakeBatch(line, run), 65_536)
     queue: Queue[Any, Seat] = Queue(THREAD, batches)
     dispatch.open(queue)
     for start in (0, 10, 20):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from percore._transport.exports import Endings, export
+from percore._common.endings import Endings
+from percore._transport.exports import export
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -1,7 +1,7 @@
 """The inputs of a map on their way: what a worker says of a batch, told to the map item by item, once each."""
 
-import marshal
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -15,6 +15,7 @@ from percore._common.errors import RunnerClosed
 from percore._protocol.messages import BrokenFrame, Kind
 from percore._scheduler.batching import Run
 from percore._scheduler.dispatch import Queue
+from percore._transport.codec import pack_items, unpack_items
 
 START = 100
 
@@ -26,6 +27,7 @@ class Running:
         self.function = Function(len, Kind.THREAD)
         self.function.number = 7
         self.queue: Queue[Any, Any] = Queue(Kind.THREAD)
+        self.store = cast("Any", SimpleNamespace(pack_items=pack_items))
         self.told: list[tuple[int, object]] = []
         self.arguments = self.sizes = 0
         self.withdrawn: list[object] = []
@@ -219,7 +221,7 @@ TestBatch.settings = settings(max_examples=100, stateful_step_count=20, deadline
 @pytest.mark.parametrize("is_bare", [False, True])
 def test_the_worker_is_told_the_function_and_the_bodies(is_bare: bool) -> None:
     batch = batch_of(3, is_bare=is_bare)
-    assert marshal.loads(batch.message()) == (7, [100, 101, 102] if is_bare else [b"", b"x", b"xx"], is_bare)
+    assert unpack_items(cast("bytes", batch.message())) == (7, [100, 101, 102] if is_bare else [b"", b"x", b"xx"], is_bare)
 
 
 def test_results_are_told_all_at_once() -> None:

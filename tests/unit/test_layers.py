@@ -26,14 +26,14 @@ ROOMS: dict[str, set[str]] = {
     "_serialization": {"_common"},
     # Records alone, so the seam may speak of them.
     "_monitor": set(),
-    "_protocol": {"_monitor", "_serialization"},
+    "_protocol": {"_monitor"},
     "_transport": {"_common", "_protocol", "_serialization"},
-    # A worker.
-    "_worker": {"_common", "_protocol", "_serialization", "_transport"},
-    "_worker_process": {"_common", "_protocol", "_serialization", "_transport", "_worker"},
+    # A worker. It knows its channel by `interfaces` alone.
+    "_worker": {"_common", "_protocol", "_serialization"},
+    "_worker_process": {"_common", "_serialization", "_transport", "_worker"},
     # The program's process.
     "_scheduler": {"_common", "_protocol"},
-    "_calls": {"_common", "_protocol", "_scheduler", "_serialization", "_transport"},
+    "_calls": {"_common", "_protocol", "_scheduler", "_serialization"},
     "_supervisor": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization"},
     # The program's half of an engine knows the layout of what it hands to its workers at their start.
     "_engines.processes": {
@@ -81,7 +81,7 @@ SYSTEM = frozenset({"asyncio", "os", "select", "selectors", "signal", "socket", 
 COSTLY = frozenset({"argparse", "concurrent.futures.process", "multiprocessing", "psutil"})
 MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
     "_scheduler": SYSTEM,
-    "_protocol.codec": SYSTEM,
+    "_transport.codec": SYSTEM,
     "_transport.ring": SYSTEM,
     "_transport.slots": SYSTEM - {"threading"},  # a worker's threads take slots; its lock waits for no other process
     **dict.fromkeys(("_calls.items", "_calls.policy", "_executor.life", "_map.results"), SYSTEM),

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import pytest
 
+from percore._common.endings import Endings
 from percore._protocol.messages import BrokenFrame, Payload
 from percore._serialization.pickler import dump
 from percore._transport.buffers import BUFFER_LIMIT
-from percore._transport.exports import Endings
 from percore._transport.leases import Leases, Received
 from percore._transport.memory import Memory
 from percore._transport.slots import SLOT_BITS, SLOT_MASK, Sink, SlotReader, SlotWriter

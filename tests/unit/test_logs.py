@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from percore._common.system import HAS_EVENTFD
 from percore._engines.processes import log_receiver
 from percore._engines.processes.log_receiver import LogReceiver, _name_here
-from percore._protocol.log_records import RECORD_LIMIT, pack, unpack
 from percore._protocol.messages import BrokenFrame
 from percore._transport import doorbell
 from percore._transport.doorbell import bell_fds, bell_of
+from percore._transport.log_records import RECORD_LIMIT, pack, unpack
 from percore._transport.memory import Memory
 from percore._transport.ring import RingWriter
 from percore._worker_process import log_forwarding as worker_logs

@@ -17,16 +17,17 @@ from percore._calls.items import Batch
 from percore._common.system import HAS_EVENTFD
 from percore._map.rows import Rows, Spec
 from percore._protocol import messages as _messages
-from percore._protocol.codec import encode, is_inline
-from percore._protocol.log_records import pack
 from percore._protocol.messages import ID_MASK, ITEM_SHIFT, Body, Kind
 from percore._scheduler.batching import Batches, Run
 from percore._scheduler.dispatch import Dispatch, places_for, room_of
 from percore._scheduler.key_names import Names
 from percore._scheduler.windows import MOST_OF_ONE
 from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._transport import codec
 from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
+from percore._transport.codec import encode, is_inline
 from percore._transport.doorbell import EventBell
+from percore._transport.log_records import pack
 from percore._transport.ring import HEADER_SIZE
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK
 from percore._worker_process.log_forwarding import LOG_RING_SIZE
@@ -50,7 +51,7 @@ HEAVY_ROWS: Final[list[tuple[Any, ...]]] = [
 
 
 NO_SHARES: Final = cast("Any", SimpleNamespace(held={}))
-STORE: Final = cast("Any", SimpleNamespace(passes=is_inline, pickled=pickle.dumps))
+STORE: Final = cast("Any", SimpleNamespace(**vars(codec), passes=is_inline, pickled=pickle.dumps))
 
 
 class Wire:
@@ -69,7 +70,7 @@ class Taker:
     names = Names()
 
     def __init__(self) -> None:
-        self.batches: Batches[Run] = Batches(lambda run: run)
+        self.batches: Batches[Run] = Batches(lambda run: run, codec.HEAVIEST_BATCH)
         self.batches.cost.measured(1000, 1e-6)  # batches are as large as can be
 
     def is_done(self) -> bool:
@@ -97,8 +98,8 @@ def batches_of(rows: list[Any], *, is_single: bool) -> list[bytes]:
     )
     spec = Spec(ordered=True, window=None, key=None, return_exceptions=False, pairs=False, star=not is_single, policy=None)
     Rows(cast("Any", functions), function, spec, taker, is_single=True, is_batched=True).submit(0, rows)
-    flow = cast("Any", SimpleNamespace(function=function, queue=None))
-    messages = []
+    flow = cast("Any", SimpleNamespace(function=function, queue=None, store=STORE))
+    messages: list[Any] = []
     while taker.batches:
         messages.append(Batch(flow, taker.batches.pop(1), None).message())
     return messages

@@ -9,6 +9,7 @@ import pytest
 
 from percore._protocol.messages import VALUE, Body, Kind
 from percore._protocol.start_marks import MARK_WORDS
+from percore._transport.codec import is_inline_value
 from percore._worker import plain_calls as module
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.plain_calls import PlainCalls
@@ -35,7 +36,8 @@ class Post:
 
     def __init__(self) -> None:
         self.loop = self
-        self.pickler = SimpleNamespace
+        self.pickler = self.pack_values = SimpleNamespace
+        self.passes = is_inline_value
         self.queued: list[int] = []
         self.gone: list[int] = []
         self.timers: list[Callable[[], None]] = []

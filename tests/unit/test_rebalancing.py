@@ -74,7 +74,7 @@ def batch_of(items: int, seconds: float | None) -> Batch:
     cost = Cost()
     if seconds is not None:
         cost.measured(1, seconds)
-    queue: Queue[Any, Any] = Queue(Kind.THREAD, Batches(lambda run: run, cost))
+    queue: Queue[Any, Any] = Queue(Kind.THREAD, Batches(lambda run: run, 65_536, cost))
     flow = SimpleNamespace(function=SimpleNamespace(kind=Kind.THREAD), queue=queue)
     return Batch(cast("Any", flow), Run(0, list(range(items)), True, 5), None)
 

@@ -3,21 +3,18 @@
 Items are not futures, since no task awaits a single one. The end of an item is reported to its map immediately.
 """
 
-import marshal
 from collections.abc import Callable, Hashable
 from math import inf
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
-from percore._protocol.codec import list_small
-from percore._protocol.messages import BrokenFrame
+from percore._protocol.interfaces import Store
+from percore._protocol.messages import Body, BrokenFrame
 from percore._scheduler.batching import Run
 from percore._scheduler.dispatch import Queue
-
-_MARSHAL: Final = 2
 
 
 class RunningMap(Protocol):
@@ -25,6 +22,7 @@ class RunningMap(Protocol):
 
     function: Function
     queue: Queue[Any, Any]
+    store: Store
 
     @property
     def owner(self) -> Owner: ...
@@ -164,10 +162,10 @@ class Batch(CallBase):
         """Whether the map needs none of the items any more."""
         return self.wanted <= 0
 
-    def message(self) -> bytes:
-        """Return the message for the worker: the function's number, the bodies, and whether they are bare."""
+    def message(self) -> Body:
+        """Return the body of the BATCH."""
         run = self.run
-        return marshal.dumps((self.function.number, list_small(run.data) if run.data else run.bodies, run.is_bare), _MARSHAL)
+        return self.map.store.pack_items(self.function.number, run.bodies, run.data, is_bare=run.is_bare)
 
     def cancel_from(self, number: int) -> None:
         """Cancel the items from this number on. The map is not told when they end."""

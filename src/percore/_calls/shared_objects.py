@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
+from percore._common.endings import Endings
 from percore._common.errors import RunnerClosed
 from percore._protocol import shared
 from percore._protocol.interfaces import Store
 from percore._protocol.messages import FORGET, SHARE, Body, BrokenFrame
-from percore._protocol.shared import Shared
-from percore._transport.copies import CLOSED, Copy
-from percore._transport.exports import Endings
+from percore._protocol.shared import CLOSED, Copy, Shared
 
 
 class Reader(Protocol):

@@ -45,6 +45,7 @@ class InFlight:
     ) -> None:
         self.owner = supervisor.calls
         self.supervisor = supervisor
+        self.store = supervisor.store
         self.names = supervisor.dispatch.names
         self.function = function
         self.life = life
@@ -71,7 +72,9 @@ class InFlight:
         self._unmeasured = 0
         is_batched = function.kind == Kind.THREAD and bool(function.number) and spec.key is None
         is_batched &= policy is None or policy.is_plain
-        self.batches: Batches[Batch | Item] | None = Batches(self._make_batch, function.cost) if is_batched else None
+        self.batches: Batches[Batch | Item] | None = None
+        if is_batched:
+            self.batches = Batches(self._make_batch, self.store.heaviest_batch, function.cost)
         self.queue: Queue[Any, Any] = Queue(function.kind, self.batches)
         workers = len(supervisor.slots)
         most = sys.maxsize if supervisor.admission is None else supervisor.admission.limit

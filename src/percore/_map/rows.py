@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from percore._calls.functions import Function, Functions
 from percore._calls.policy import Policy
 from percore._calls.shared_objects import Share
 from percore._common.errors import as_error
 from percore._common.options import check_awaited
-from percore._protocol.codec import SMALL, encode_small, weight_inline, weight_of
 from percore._scheduler.batching import Run
 from percore._scheduler.key_names import Name, Names
-
-_SMALL: Final = 16_384
-"""Largest size in bytes of pickled arguments that may be sent in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +71,7 @@ class Rows:
         self._is_single = is_single
         self._is_bare = is_single and not spec.star
         self._is_batched = is_batched
+        self._store = functions.store
         self._passes = functions.store.passes
 
     def submit(self, number: int, rows: list[Any]) -> int:
@@ -83,10 +80,9 @@ class Rows:
         User code may end the map or the runner while it runs. The remaining rows are then not taken.
         """
         if self._is_batched and self._is_bare:
-            data = encode_small(rows)
-            weight = SMALL if data else weight_inline(rows)
-            if weight is not None:
-                self._taker.take_run(Run(number, rows, True, weight, data), 0)
+            weighed = self._store.weigh_rows(rows)
+            if weighed is not None:
+                self._taker.take_run(Run(number, rows, True, *weighed), 0)
                 return len(rows)
         for place, row in enumerate(rows):
             try:
@@ -117,10 +113,9 @@ class Rows:
             self._functions.discard(body)
             return False
         size = self._functions.size_of(body)
-        if not self._is_batched or type(body) is int or size > _SMALL or shares:
+        weight = self._store.weigh(body) if self._is_batched and not shares else None
+        if weight is None:
             self._taker.take_item(body, size, key, shares)
-            return True
-        weight = size or weight_of(args)
-        assert weight is not None  # `passes` is true for them
-        self._taker.take_run(Run(number, [body], False, weight), size)
+        else:
+            self._taker.take_run(Run(number, [body], False, weight), size)
         return True

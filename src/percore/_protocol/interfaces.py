@@ -47,6 +47,10 @@ class Received(Protocol):
 class ObjectPickler(Protocol):
     """A pickler, for one object."""
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the pickling failed for lack of memory."""
+
     def payload(self, obj: object) -> Payload:
         """Pickle `obj`. Return the bytes if they fit into a message, else the parcel, which the caller must discard.
 
@@ -63,10 +67,12 @@ class Store(Protocol):
     Attributes:
         most_shared: how many objects may be shared at a time.
         in_use: how many parcels it keeps.
+        heaviest_batch: the weight that the items of a batch may have together.
     """
 
     most_shared: int
     in_use: int
+    heaviest_batch: int
 
     def passes(self, args: tuple[object, ...], /) -> bool:
         """Whether these arguments may be sent as they are."""
@@ -97,6 +103,34 @@ class Store(Protocol):
 
     def load(self, parcel: int, ended: Callable[[], None], /) -> Received:
         """Read a shared object in this process, read-only. The loop calls `ended` when the last view of it is gone."""
+
+    # Items of maps, several of which travel in the body of one BATCH, and their results in that of a VALUES
+
+    def weigh(self, body: object, /) -> int | None:
+        """Return the weight in a batch of an item with this body. None: it is too heavy for one."""
+
+    def weigh_rows(self, rows: list[Any], /) -> tuple[int, bytes] | None:
+        """Return the weight of the heaviest of these values, each of which is the only argument of its call.
+
+        With it comes an encoding in which each value takes as many bytes as it weighs, or no bytes. None: not all of them pass.
+        """
+
+    def pack_items(self, function: int, bodies: list[Any], data: bytes, *, is_bare: bool) -> Body:
+        """Return the body of a BATCH.
+
+        Args:
+            function: the number of the function.
+            bodies: the bodies of the items; of a bare item, its only argument.
+            data: their encoding by `weigh_rows`, or no bytes.
+            is_bare: whether the items are bare.
+        """
+
+    def unpack_values(self, body: Any, /) -> tuple[int, float, list[Any], list[int]]:
+        """Return the contents of a VALUES: see `WorkerChannel.pack_values`.
+
+        Raises:
+            BrokenFrame: the body is of another kind.
+        """
 
 
 # Messages
@@ -191,6 +225,97 @@ class Channel(Protocol):
 
     def lag(self) -> float:
         """Seconds the worker took to read the last message, or, if it has not yet, at least the time since then."""
+
+
+class WorkerChannel(Protocol):
+    """The worker's side of a channel.
+
+    Any thread may call `load`, `load_shared`, `flush`, `keep`, `send_from_thread`, the picklers, and `send_payload` and
+    `send_exception` with one of these methods as their `send`. All other methods may be called on the loop only.
+
+    Attributes:
+        is_open: whether it receives.
+        on_batch: called after everything that arrived together was delivered, and when the supervisor has read what it was sent.
+        own: handlers of the messages between the two sides of the channel itself, by op.
+    """
+
+    on_batch: Callable[[], None] | None
+    is_open: bool
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def own(self) -> Mapping[int, Callable[[int, Any], None]]: ...
+
+    def open(self, on_frame: Callable[[list[Message]], None], on_broken: Callable[[BaseException], None]) -> None:
+        """Begin to receive, as `Channel.open`."""
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message, at the end of this iteration of the loop or earlier."""
+
+    def send_later(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message at the end of this iteration of the loop."""
+
+    def send_from_thread(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message now."""
+
+    def keep(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message together with the next one, or with the next `flush`."""
+
+    def flush(self) -> None:
+        """Send all messages that wait for others."""
+
+    def is_flushed(self) -> bool:
+        """Whether everything was sent. Call it while no thread sends."""
+
+    # Payloads
+
+    def passes(self, value: object, /) -> bool:
+        """Whether this result may be sent as it is."""
+
+    def pickler(self) -> ObjectPickler:
+        """Return a pickler for the next object. The channel discards its payload once the supervisor has released it."""
+
+    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
+        """Send a message with a payload or a pickle of any size, now or when there is room for it.
+
+        `send`: the method that sends it; None: `send`.
+        """
+
+    def send_exception(
+        self,
+        op: int,
+        call_id: int,
+        error: BaseException,
+        send: Callable[[int, int, Body], None] | None = None,
+        *,
+        as_itself: bool = False,
+    ) -> None:
+        """Send a message with an exception. `send`: as for `send_payload`. `as_itself`: as it is, also if it is of a class that
+        would be turned into a RemoteError.
+        """
+
+    def load(self, payload: Payload, /) -> Received:
+        """Read a payload that the supervisor has sent."""
+
+    def load_shared(self, parcel: int, ended: Callable[[], None], /) -> Received:
+        """Read a shared object, as `Store.load`."""
+
+    # Items of maps
+
+    def unpack_items(self, body: Any, /) -> tuple[int, list[Any], bool]:
+        """Return the contents of a BATCH: the number of the function, the bodies of the items, and whether they are bare."""
+
+    def pack_values(self, first: int, seconds: float, values: list[Any], pickled: list[int]) -> Body | None:
+        """Return the body of a VALUES, or None if it is too large.
+
+        Args:
+            first: the number of the first item.
+            seconds: how long the items took; negative if that is unknown.
+            values: the results of this item and the following ones.
+            pickled: the indexes of those that are pickles.
+        """
 
 
 # Workers

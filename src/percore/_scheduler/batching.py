@@ -12,8 +12,6 @@ from percore._scheduler.windows import Cost
 
 _FEW: Final = 64
 _MERGED: Final = 4096
-_BYTES: Final = 65_536
-"""Approximate limit for the bytes of a batch, which must fit into one frame."""
 
 B = TypeVar("B")
 
@@ -25,8 +23,8 @@ class Run(NamedTuple):
         start: the number of the first item in its map.
         bodies: the bodies of the items.
         is_bare: whether each body is the only argument of its call, instead of a tuple of arguments or a payload.
-        weight: approximate size in bytes of the heaviest body.
-        data: all bodies encoded, each in `weight` bytes; empty if they were not encoded this way.
+        weight: the weight of the heaviest body.
+        data: all bodies encoded, each in `weight` bytes; empty if they are not encoded.
     """
 
     start: int
@@ -57,9 +55,14 @@ class Batches(Generic[B]):
     into its batch: cutting does not copy the rest of the first run, it only advances an index.
     """
 
-    def __init__(self, make: Callable[[Run], B], cost: Cost | None = None) -> None:
-        """`make` makes a batch of a run. `cost` is the measured cost of the function, if it was called before."""
+    def __init__(self, make: Callable[[Run], B], heaviest: int, cost: Cost | None = None) -> None:
+        """`make` makes a batch of a run.
+
+        `heaviest` is about how much the items of a batch may weigh. `cost` is the measured cost of the function, if it was called
+        before.
+        """
         self._make = make
+        self._heaviest = heaviest
         self._runs: deque[Run] = deque()
         self._at = 0
         """Number of items already taken from the first run."""
@@ -114,10 +117,10 @@ class Batches(Generic[B]):
             raise
 
     def _cut(self, most: int, weight: int, beside: int = 0) -> Run:
-        """Take up to `most` items from the first run, for a batch that has `beside` other items of up to `weight` bytes."""
+        """Take up to `most` items from the first run, for a batch that has `beside` other items of up to `weight`."""
         run, at = self._runs[0], self._at
         weight = max(run.weight, weight)
-        count = min(most, max(0 if beside else 1, _BYTES // max(1, weight) - beside))
+        count = min(most, max(0 if beside else 1, self._heaviest // max(1, weight) - beside))
         end = min(at + count, len(run.bodies))
         is_whole = end - at == len(run.bodies)
         # Mark the items as taken before copying them: a garbage collection may run user code that takes items, too.

@@ -4,7 +4,6 @@ The pool opens each channel with `Outcomes.receiver`. A call stays its worker's 
 before that, the call ends when the supervisor processes the worker's death.
 """
 
-import marshal
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -221,11 +220,8 @@ class Outcomes:
         batch = member.calls[call_id]
         if type(batch) is not Batch:
             raise BrokenFrame(f"results of batch {call_id}, which is none")
-        try:
-            first, seconds, results, pickled = marshal.loads(body)
-            count = len(results)
-        except (EOFError, ValueError, TypeError) as error:
-            raise BrokenFrame(f"results of a batch do not decode: {error}") from error
+        first, seconds, results, pickled = self._calls.store.unpack_values(body)
+        count = len(results)
         if batch.queue.batches is not None and count and seconds >= 0:
             batch.queue.batches.cost.measured(count, seconds)
         size = sum(len(results[place]) for place in pickled) if pickled else 0

@@ -10,13 +10,13 @@ from contextlib import suppress
 from itertools import count
 from typing import cast
 
+from percore._common.endings import Endings
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
-from percore._protocol.codec import is_inline
 from percore._protocol.messages import Payload
 from percore._serialization.advice import Nowhere, unsendable
 from percore._serialization.pickler import CANNOT, dump
-from percore._transport.exports import Endings
+from percore._transport import codec
 from percore._transport.leases import Leases
 from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers
@@ -35,7 +35,10 @@ class Arena(SlotWriter):
         self._main_by_value = main_by_value
         self._private: dict[int, bytes] = {}
         self._numbers = count(-1, -1)
-        self.passes = is_inline
+        self.passes = codec.is_inline
+        self.heaviest_batch = codec.HEAVIEST_BATCH
+        self.weigh, self.weigh_rows = codec.weigh, codec.weigh_rows
+        self.pack_items, self.unpack_values = codec.pack_items, codec.unpack_values
         # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
         # could occupy all slots, and a call that is due before them could not be sent.
         self.pickler = PayloadPicklers(self, main_by_value=main_by_value, sparing=True).take

@@ -37,11 +37,11 @@ from time import monotonic
 from typing import Final
 from weakref import WeakSet
 
+from percore._common.endings import Endings
 from percore._common.fault_points import POINTS, point
-from percore._protocol.codec import decode, encode
 from percore._protocol.messages import Body, BrokenFrame, Message
+from percore._transport.codec import decode, encode
 from percore._transport.doorbell import Bell
-from percore._transport.exports import Endings
 from percore._transport.leases import Leases
 from percore._transport.ring import HEADER_SIZE, OWED, RingReader, RingWriter, largest_frame
 from percore._transport.slots import INLINE_LIMIT, SlotReader, SlotWriter

@@ -5,17 +5,13 @@ end of the view nor its `release` means that the memory is unused. This module t
 exports the memory, and is freed after everything that refers to it.
 """
 
-import asyncio
-import contextlib
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any, Final
 from weakref import ref
 
-Ended = Callable[[], None]
+from percore._common.endings import Ended, Endings
 
 
 def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool = False) -> list[memoryview]:
@@ -25,34 +21,6 @@ def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonl
     """
     views = [PickleBuffer(exported.obj).raw()[start:end] for start, end in places]
     return [view.toreadonly() for view in views] if readonly else views
-
-
-class Endings:
-    """Runs the callbacks of finalisers in the loop. A finaliser may run in any thread, at any point, so it only queues one."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call this in the thread of `loop`."""
-        self._loop = loop
-        self._thread = threading.get_ident()
-        self._ended: deque[Ended] = deque()
-        self._is_due = False
-
-    def add(self, ended: Ended) -> None:
-        """Have the loop call `ended`. If the loop is closed, it is never called. Any thread may call this."""
-        self._ended.append(ended)
-        if self._is_due:
-            return
-        self._is_due = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._run)
-            else:
-                self._loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        self._is_due = False
-        while self._ended:
-            self._ended.popleft()()
 
 
 _watched: Final[dict[int, ref[Any]]] = {}

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from percore._common.endings import Endings
 from percore._protocol.messages import Payload
 from percore._transport.buffers import has_buffers, places_in
-from percore._transport.exports import Endings, export, parts_of
+from percore._transport.exports import export, parts_of
 from percore._transport.slots import SLOT_MASK, SlotReader
 
 

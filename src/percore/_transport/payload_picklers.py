@@ -28,6 +28,10 @@ class PayloadPickler:
         self._main_by_value = main_by_value
         self._pickler: Pickler = FastPickler(sink, PROTOCOL, buffer_callback=sink.keep)
 
+    @property
+    def lacks_room(self) -> bool:
+        return self.sink.lacks_room
+
     def payload(self, obj: object) -> Payload:
         """Pickle `obj` and return the bytes, or the slot that holds them, which the caller must then discard.
 

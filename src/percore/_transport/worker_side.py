@@ -9,12 +9,13 @@ from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._serialization.exceptions import dump_exception
 from percore._transport.channel import RING_SIZE, Channel
+from percore._transport.codec import is_inline_value, pack_values, unpack_items
 from percore._transport.doorbell import Bell
 from percore._transport.leases import Received
 from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers
 from percore._transport.ring import RingReader, RingWriter
-from percore._transport.slots import Sink, SlotReader, SlotWriter
+from percore._transport.slots import INLINE_LIMIT, Sink, SlotReader, SlotWriter
 
 
 class WorkerSide(Channel):
@@ -34,9 +35,14 @@ class WorkerSide(Channel):
         super().__init__(loop, rings, bell, slots, prompt=True, leases=leases)
         self._main_by_value = main_by_value
         self.pickler = PayloadPicklers(slots[0], main_by_value=main_by_value).take
+        self.passes, self.unpack_items = is_inline_value, unpack_items
         self.load_shared = self.leases.receive_shared
         self.leases.on_end = self._unleased
         self.own: dict[int, Callable[[int, Any], None]] = {RELEASE: self._release}
+
+    def pack_values(self, first: int, seconds: float, values: list[Any], pickled: list[int]) -> bytes | None:
+        body = pack_values(first, seconds, values, pickled)
+        return body if len(body) <= INLINE_LIMIT else None
 
     def load(self, payload: Payload) -> Received:
         """Return a payload, ready to be unpickled. If it has a lease, queue LEASED for the supervisor.

@@ -2,15 +2,16 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from percore._common.errors import PayloadTooLarge
 from percore._common.fault_points import POINTS, point
-from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
 from percore._serialization.advice import IMPORT_ERRORS, advise_importing, unpicklable
 from percore._serialization.pickler import load, qualified_name
-from percore._transport.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
 
 Send = Callable[[int, int, Body], None]
 
@@ -35,9 +36,10 @@ class WorkerFunction:
 class Answers:
     """Unpacks calls and answers them. Any exception of the user's code, also a BaseException, propagates from `unpack`."""
 
-    def __init__(self, channel: WorkerSide) -> None:
+    def __init__(self, channel: "WorkerChannel") -> None:
         self._channel = channel
         self._pickler = channel.pickler
+        self.passes, self.pack_values = channel.passes, channel.pack_values
 
     def function(self, function: WorkerFunction) -> Callable[..., Any]:
         """Return the function itself. Unpickle it first if no call has done so yet."""
@@ -94,7 +96,7 @@ class Answers:
 
     def result(self, call_id: int, value: object, send: Send, *, keep_small: bool = False) -> bytes | None:
         """Send a result. With `keep_small`, do not send a small result that is not a scalar: return its pickle instead."""
-        if is_inline_value(value):
+        if self.passes(value):
             if POINTS:
                 point("worker.outcome.ready")
             send(VALUE, call_id, value)
@@ -109,7 +111,7 @@ class Answers:
         except PayloadTooLarge as error:
             self.error(call_id, error.with_traceback(None), send)  # percore's own traceback would itself exceed some limits
         except BaseException as error:
-            self.error(call_id, error if pickler.sink.lacks_room else self._refused(value, error), send)
+            self.error(call_id, error if pickler.lacks_room else self._refused(value, error), send)
         else:
             if POINTS:
                 point("worker.outcome.stored" if type(payload) is int else "worker.outcome.ready")

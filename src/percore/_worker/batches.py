@@ -7,7 +7,6 @@ Results are sent together, but kept for a few milliseconds at most. Millions of 
 the inner loop of `run` counts.
 """
 
-import marshal
 import threading
 import time
 from collections import deque
@@ -18,12 +17,10 @@ from operator import length_hint
 from typing import Any, Final, cast
 
 from percore._common.fault_points import POINTS, point
-from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import ITEM_SHIFT, RESULT, VALUES, Body
 from percore._protocol.start_marks import StartMarks
 from percore._serialization.advice import IMPORT_ERRORS, advise_importing
 from percore._serialization.pickler import load
-from percore._transport.slots import INLINE_LIMIT
 from percore._worker.answers import Answers, Send, WorkerFunction
 from percore._worker.terms import Terms
 
@@ -36,7 +33,6 @@ _LONGEST_STEP: Final = 32
 """A batch is sized to take a millisecond, and runs in `_STEPS` steps of up to `_LONGEST_STEP` items. Only between steps does the
 thread check the clock and write the start mark, since each costs as much as a tiny call."""
 
-_MARSHAL: Final = 2
 _SCALARS: Final = frozenset({int, float, bool, type(None)})
 
 
@@ -146,7 +142,7 @@ class BatchResults:
 
     def add(self, index: int, value: object) -> None:
         """Add a result of any type. Runs user code."""
-        if is_inline_value(value):
+        if self._answers.passes(value):
             self.values.append(value)
             self._size += len(value) if isinstance(value, str | bytes) else 0
         elif hasattr(type(value), "__await__"):  # may run code of a metaclass
@@ -202,11 +198,11 @@ class BatchResults:
         # Remove them before they are sent: `_first` is then right for results that the thread appends from now on.
         self._first, self._size = end, 0
         del self.values[: len(values)], self._pickled[: len(pickled)]
-        message = marshal.dumps((first, seconds, values, pickled), _MARSHAL)
-        if len(message) <= INLINE_LIMIT:
-            self._send(VALUES, self._call_id, message)
-        else:
+        body = self._answers.pack_values(first, seconds, values, pickled)
+        if body is None:
             self._send_one_by_one(first, values, pickled)
+        else:
+            self._send(VALUES, self._call_id, body)
 
     def _send_one_by_one(self, first: int, values: list[Any], pickled: list[int]) -> None:
         """Send each result in its own message: huge ints, whose size is not counted, have made the message too large."""

@@ -12,14 +12,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
 from percore._serialization.advice import unpicklable
 from percore._serialization.pickler import load
-from percore._transport.worker_side import WorkerSide
 from percore._worker.answers import Answers, Send, WorkerFunction
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
 
 logger: Final = logging.getLogger("concurrent.futures")
 """The logger to which the standard library reports a failed initializer."""
@@ -83,7 +85,7 @@ class ThreadStart:
 class ExecutorAnswers(Answers):
     """Answers calls as the standard library's workers do."""
 
-    def __init__(self, channel: WorkerSide, *, is_pool: bool) -> None:
+    def __init__(self, channel: "WorkerChannel", *, is_pool: bool) -> None:
         super().__init__(channel)
         self._is_pool = is_pool
 

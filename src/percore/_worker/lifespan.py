@@ -16,19 +16,21 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import Context
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import FAILED, READY, UNREADY
-from percore._transport.worker_side import WorkerSide
 from percore._worker.context import WorkerContext, of_call
 from percore._worker.server import Server
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
 
 logger: Final = logging.getLogger("percore")
 
 
 async def serve_until_finished(
-    channel: WorkerSide,
+    channel: "WorkerChannel",
     server: Server,
     context: WorkerContext,
     lifespan: Callable[[], Callable[[], Any] | None],
@@ -86,7 +88,7 @@ async def _unseen(future: "asyncio.Future[None]") -> None:
         asyncio._register_task(me)
 
 
-async def _fail(channel: WorkerSide, server: Server, stack: "_Entered", error: asyncio.CancelledError) -> None:
+async def _fail(channel: "WorkerChannel", server: Server, stack: "_Entered", error: asyncio.CancelledError) -> None:
     """Handle the failure of a lifespan, which has cancelled the main task: one of its tasks has failed, or it has timed out.
 
     The cancellation is thrown into the lifespan at once, as task groups and cancel scopes require. The supervisor receives the

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
-from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import RETURNED, TIMED_OUT, VALUE, Body
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
-from percore._transport.channel import Channel
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
 from percore._worker.terms import Terms, Variables
@@ -27,6 +25,8 @@ from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     import asyncio
+
+    from percore._protocol.interfaces import WorkerChannel
 
 SPLIT_AFTER: Final = 0.002
 """Seconds that a batch may run before a recall takes items from it. Batches are sized to take one millisecond."""
@@ -56,7 +56,7 @@ class PlainCalls:
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of one worker, put together in one place
         self,
-        channel: Channel,
+        channel: "WorkerChannel",
         answers: Answers,
         marks: StartMarks,
         threads: int,
@@ -71,6 +71,7 @@ class PlainCalls:
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
         self._answers = answers
+        self._passes = answers.passes
         self._marks = marks
         self._mask = len(marks) // MARK_WORDS - 1
         self._initializer = initializer
@@ -319,12 +320,12 @@ class PlainCalls:
             if POINTS:
                 point("worker.call.running")
             result = fn(*args, **kwargs) if kwargs else fn(*args)
-            is_inline = is_inline_value(result)
-            is_awaitable = not is_inline and hasattr(type(result), "__await__")  # may run code of a metaclass
+            passes = self._passes(result)
+            is_awaitable = not passes and hasattr(type(result), "__await__")  # may run code of a metaclass
         except BaseException as error:
             self._answers.error(call_id, error, send)
         else:
-            if is_inline:
+            if passes:
                 if POINTS:
                     point("worker.outcome.ready")
                 self._send_result(VALUE, call_id, result)

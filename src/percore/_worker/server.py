@@ -10,14 +10,12 @@ Invariants:
 
 import asyncio
 import inspect
-import marshal
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from percore._common.fault_points import POINTS, point
-from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import (
     BATCH,
     CANCEL,
@@ -43,7 +41,6 @@ from percore._protocol.messages import (
     Payload,
 )
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
-from percore._transport.worker_side import WorkerSide
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
 from percore._worker.eager_tasks import task_starter
@@ -54,6 +51,8 @@ from percore._worker.terms import Terms, Variables, within
 if TYPE_CHECKING:
     from contextvars import Context
     from types import CoroutineType
+
+    from percore._protocol.interfaces import WorkerChannel
 
 TASK: Final = Kind.TASK
 
@@ -67,7 +66,7 @@ class Server:
 
     def __init__(  # parts of one worker, put together in one place
         self,
-        channel: WorkerSide,
+        channel: "WorkerChannel",
         marks: StartMarks,
         *,
         threads: int,
@@ -81,6 +80,7 @@ class Server:
         """
         self._channel = channel
         self._loop = channel.loop
+        self._passes = channel.passes
         self._marks = marks
         self._mask = len(marks) // MARK_WORDS - 1
         assert not (self._mask + 1) & self._mask, "two calls at once could have one start mark"
@@ -187,9 +187,7 @@ class Server:
         self._functions[number] = WorkerFunction(kind, payload)
 
     def _batch(self, call_id: int, body: bytes) -> None:
-        number, bodies, is_bare = marshal.loads(body)
-        if type(bodies) is bytes:
-            bodies = marshal.loads(bodies)
+        number, bodies, is_bare = self._channel.unpack_items(body)
         if self._is_draining:
             self._channel.send(RETURNED, call_id, len(bodies))
             return
@@ -312,7 +310,7 @@ class Server:
                 self._cancelled.discard(call_id)
             if POINTS:
                 self._answers.result(call_id, result, self._channel.send)
-            elif is_inline_value(result):
+            elif self._passes(result):
                 self._channel.send(VALUE, call_id, result)
             else:
                 self._answers.pickled(call_id, result, self._channel.send)

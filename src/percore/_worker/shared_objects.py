@@ -1,19 +1,20 @@
 """Shared objects in a worker: they arrive in arguments, are unpickled when a call asks for the value, and are dropped on FORGET."""
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from percore._protocol import shared
 from percore._protocol.messages import FORGOTTEN
-from percore._protocol.shared import Shared
-from percore._transport.copies import Copy
-from percore._transport.worker_side import WorkerSide
+from percore._protocol.shared import Copy, Shared
 from percore._worker.context import current
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
 
 
 class Known:
     """A shared object that this worker was told about. It is the `Source` of its handles here."""
 
-    def __init__(self, channel: WorkerSide, number: int, payload: int) -> None:
+    def __init__(self, channel: "WorkerChannel", number: int, payload: int) -> None:
         self._number = number
         self._channel = channel
         self.copy = Copy(channel.load_shared, payload, self._forgotten)
@@ -43,7 +44,7 @@ class Known:
 class WorkerShares:
     """All shared objects that have arrived in one worker."""
 
-    def __init__(self, channel: WorkerSide) -> None:
+    def __init__(self, channel: "WorkerChannel") -> None:
         self._channel = channel
         self._known: dict[int, Known] = {}
 

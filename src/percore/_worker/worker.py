@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from percore._protocol.start_marks import StartMarks
 from percore._serialization.pickler import load
-from percore._transport.worker_side import WorkerSide
 from percore._worker.context import WorkerContext, context_of_calls
 from percore._worker.executor_worker import ExecutorAnswers, ExecutorSettings
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.server import Server
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class WorkerCore:
 
     def __init__(
         self,
-        channel: WorkerSide,
+        channel: "WorkerChannel",
         marks: StartMarks,
         start: WorkerStart,
         context: WorkerContext,

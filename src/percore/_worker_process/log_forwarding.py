@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TextIO, TypeAlias
 
-from percore._protocol.log_records import RECORD_LIMIT, pack
 from percore._transport.doorbell import Bell
+from percore._transport.log_records import RECORD_LIMIT, pack
 from percore._transport.ring import HEADER_SIZE, RingWriter, largest_frame
 
 LOG_RING_SIZE: Final = 2 * RECORD_LIMIT

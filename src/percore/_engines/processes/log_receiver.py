@@ -17,8 +17,8 @@ import sys
 from contextlib import ExitStack
 from typing import Final
 
-from percore._protocol.log_records import unpack
 from percore._protocol.messages import BrokenFrame
+from percore._transport.log_records import unpack
 from percore._transport.memory import Memory
 from percore._transport.ring import OWED, RingReader
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, MAIN_THERE, POSITION, Levels

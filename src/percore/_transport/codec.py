@@ -1,4 +1,4 @@
-"""Encode messages as frames, and decode them.
+"""Encode messages as frames, and the items of maps as the bodies of messages, and decode them.
 
 Frames are marshalled: marshal is several times faster than pickle for scalars, and loading never runs code. Three rules make it
 safe:
@@ -12,7 +12,7 @@ safe:
 import marshal
 from collections.abc import Collection, Sequence
 from operator import countOf
-from typing import Final
+from typing import Any, Final
 
 from percore._protocol.messages import BrokenFrame, Message
 
@@ -116,6 +116,55 @@ def weight_inline(values: list[object]) -> int | None:
     if kinds <= _PLAIN:
         return _HEAVIEST_INT if int not in kinds or all(map(is_inline_value, values)) else None
     return 4 * _TEXT_LIMIT + _HEAD if all(map(is_inline_value, values)) else None
+
+
+# Items of maps: `Store` and `WorkerChannel` say what these functions promise.
+
+HEAVIEST_BATCH: Final = 65_536
+"""Bytes that the items of a batch may take, which must fit into one frame."""
+
+_LARGEST_PICKLE: Final = 16_384
+"""Bytes of the largest pickle that is part of a batch."""
+
+
+def weigh(body: object) -> int | None:
+    if type(body) is tuple:
+        return weight_of(body)
+    return len(body) if type(body) is bytes and len(body) <= _LARGEST_PICKLE else None
+
+
+def weigh_rows(rows: list[object]) -> tuple[int, bytes] | None:
+    data = encode_small(rows)
+    if data:
+        return SMALL, data
+    weight = weight_inline(rows)
+    return None if weight is None else (weight, b"")
+
+
+def pack_items(function: int, bodies: list[Any], data: bytes, *, is_bare: bool) -> bytes:
+    return marshal.dumps((function, list_small(data) if data else bodies, is_bare), _VERSION)
+
+
+def unpack_items(body: bytes) -> tuple[int, list[Any], bool]:
+    function, bodies, is_bare = marshal.loads(body)
+    return function, marshal.loads(bodies) if type(bodies) is bytes else bodies, is_bare
+
+
+def pack_values(first: int, seconds: float, values: list[Any], pickled: list[int]) -> bytes:
+    return marshal.dumps((first, seconds, values, pickled), _VERSION)
+
+
+def unpack_values(body: bytes) -> tuple[int, float, list[Any], list[int]]:
+    try:
+        first, seconds, values, pickled = marshal.loads(body)
+    except (EOFError, ValueError, TypeError) as error:
+        raise BrokenFrame(f"results of a batch do not decode: {error}") from error
+    if type(values) is not list:
+        raise BrokenFrame(f"results of a batch are {type(values).__name__}")
+    return first, seconds, values, pickled
+
+
+# Frames
 
 
 def encode(messages: Sequence[Message]) -> bytes:

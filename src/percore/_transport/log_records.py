@@ -13,9 +13,9 @@ import marshal
 from operator import itemgetter
 from typing import Any, Final
 
-from percore._protocol.codec import is_inline_value
 from percore._protocol.messages import BrokenFrame
 from percore._serialization.exception_state import format_parts
+from percore._transport.codec import is_inline_value
 
 RECORD_LIMIT: Final = 1 << 15
 """The largest size of a packed record in bytes."""

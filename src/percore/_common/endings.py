@@ -1,0 +1,37 @@
+"""Finalisers run in any thread, at any point of the program. `Endings` lets them only queue a callback, which the loop runs."""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+
+Ended = Callable[[], None]
+
+
+class Endings:
+    """Runs the callbacks of finalisers in the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call this in the thread of `loop`."""
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._ended: deque[Ended] = deque()
+        self._is_due = False
+
+    def add(self, ended: Ended) -> None:
+        """Have the loop call `ended`. If the loop is closed, it is never called. Any thread may call this."""
+        self._ended.append(ended)
+        if self._is_due:
+            return
+        self._is_due = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._run)
+            else:
+                self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._is_due = False
+        while self._ended:
+            self._ended.popleft()()
