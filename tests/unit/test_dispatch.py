@@ -87,6 +87,13 @@ class Seat:
         self.load[call.kind] -= 1
 
 
+def withdrawn_from(dispatch: Dispatch[Any, Any]) -> list[Any]:
+    """Withdraw all calls that wait. Return those that were not cancelled."""
+    calls: list[Any] = []
+    dispatch.withdraw(calls)
+    return [call for call in calls if not call.done()]
+
+
 class Line:
     """What the model knows to wait in one queue."""
 
@@ -594,7 +601,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
     @rule()
     def withdraw(self) -> None:
-        withdrawn = self.dispatch.withdraw()
+        withdrawn = withdrawn_from(self.dispatch)
         calls = [call for call in withdrawn if isinstance(call, Call)]
         items = [(call.home, item) for call in withdrawn if isinstance(call, FakeBatch) for item in call.run.bodies]
         for line in self.lines():
@@ -931,7 +938,7 @@ def test_what_comes_back_is_first_in_its_order() -> None:
     dispatch.submitted(waiting)
     back = [Call(THREAD, 2), Call(TASK, 3), Call(THREAD, 4), Call(TASK, 5, "key"), Call(TASK, 6, "key")]
     dispatch.returned((call, None) for call in back)
-    assert dispatch.withdraw() == [back[1], back[3], back[4], back[0], back[2], waiting]
+    assert withdrawn_from(dispatch) == [back[1], back[3], back[4], back[0], back[2], waiting]
     assert dispatch.waiting() == 0
 
 
@@ -966,7 +973,7 @@ def test_cancelled_calls_do_not_pile_up(kind: int, key: str | None) -> None:
         lanes = dispatch.keys._keys["key"].lanes if key else {}
         assert len(queue.calls) + sum(len(lane.calls) for lane in lanes.values()) <= 67
     assert dispatch.waiting() == 1
-    assert dispatch.withdraw() == [keeper]
+    assert withdrawn_from(dispatch) == [keeper]
 
 
 # Turns
@@ -1306,17 +1313,7 @@ def test_s6_a_collection_that_submits_and_cancels_while_cancelled_calls_are_drop
         call.is_done = True
         dispatch.ended(call)
     assert dispatch.waiting() == 200
-    assert {call.number for call in dispatch.withdraw()} == {call.number for call in (*waiting[200:], *late[100:])}
-    assert dispatch.waiting() == 0
-
-
-def test_s6_a_collection_that_submits_while_everything_is_withdrawn() -> None:
-    dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
-    late = Call(TASK, 7)
-    for call in (first := Call(TASK, 1)), (acting := ActingCall(TASK, 2)):
-        dispatch.submitted(call)
-    acting.act = lambda: dispatch.submitted(late)
-    assert dispatch.withdraw() == [first, acting, late]
+    assert {call.number for call in withdrawn_from(dispatch)} == {call.number for call in (*waiting[200:], *late[100:])}
     assert dispatch.waiting() == 0
 
 
@@ -1330,6 +1327,15 @@ class _ActingCalls(deque[Any]):
     def __bool__(self) -> bool:
         self.act()
         return len(self) > 0
+
+
+def test_s6_a_collection_that_submits_while_everything_is_withdrawn() -> None:
+    dispatch: Dispatch[Any, Seat] = Dispatch(2, 1)
+    first, late = Call(TASK, 1), Call(TASK, 7)
+    rest = [late]
+    dispatch.singles[TASK].calls = _ActingCalls(lambda: rest and dispatch.submitted(rest.pop()))
+    dispatch.singles[TASK].calls.append(first)
+    assert withdrawn_from(dispatch) == [first, late]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1381,10 +1387,22 @@ def test_an_error_on_the_way_loses_no_call(per_key: int | None) -> None:
     assert at > 20
 
 
-def _is_hit(at: int, per_key: int | None) -> bool:
-    """Hand out calls of every kind with a fault at one step; look for all of them. Whether the fault happened."""
+@dataclass
+class Waiting:
+    """Calls of every kind and items of a map that wait, numbered from 0."""
+
+    dispatch: Dispatch[Unit, Seat]
+    calls: list[Call]
+
+    def check(self, found: list[Unit], when: str) -> None:
+        """Check that each of them was found once."""
+        assert sorted(call.number for call in found if isinstance(call, Call)) == sorted(call.number for call in self.calls), when
+        items = [number for batch in found if isinstance(batch, FakeBatch) for number in batch.run.bodies]
+        assert sorted(items) == list(range(30)), when
+
+
+def _waiting(per_key: int | None) -> Waiting:
     dispatch: Dispatch[Unit, Seat] = Dispatch(2, 2, per_key)
-    seats = [Seat(0), Seat(1)]
     calls = [Call(kind, number, key) for kind in KINDS for number, key in enumerate([None, "a", None, "b", "a"])]
     for call in calls:
         assert dispatch.submitted(call) is None
@@ -1395,7 +1413,14 @@ def _is_hit(at: int, per_key: int | None) -> bool:
     for start in (0, 10, 20):
         batches.append(Run(start, list(range(start, start + 10)), start != 10, 16))
     dispatch.appended(queue)
-    for seat in seats:
+    return Waiting(dispatch, calls)
+
+
+def _is_hit(at: int, per_key: int | None) -> bool:
+    """Hand out calls of every kind with a fault at one step; look for all of them. Whether the fault happened."""
+    waiting = _waiting(per_key)
+    dispatch = waiting.dispatch
+    for seat in (Seat(0), Seat(1)):
         dispatch.seat(seat)
     spared = {"done", "part", "untaken", "fill", "<genexpr>"}
     strike = Strike(at, lambda code: "/_scheduler/" in code.co_filename and code.co_name not in spared)
@@ -1403,10 +1428,35 @@ def _is_hit(at: int, per_key: int | None) -> bool:
     with contextlib.suppress(Fault):
         _hand_out(dispatch, sent, strike)
     _hand_out(dispatch, sent, strike)
-    assert sorted(call.number for call in sent if isinstance(call, Call)) == sorted(call.number for call in calls), strike.name
-    items = [number for batch in sent if isinstance(batch, FakeBatch) for number in batch.run.bodies]
-    assert sorted(items) == list(range(30)), strike.name
+    waiting.check(sent, strike.name)
     return bool(strike.name)
+
+
+@pytest.mark.parametrize("has_seats", [False, True])
+def test_an_error_while_calls_are_withdrawn_loses_no_call(has_seats: bool) -> None:
+    """Each step is struck, and then some steps of the second try."""
+    spared = {"part", "<genexpr>"}
+    at = [0, 0]
+    hits = 0
+    while True:
+        waiting = _waiting(1)
+        dispatch = waiting.dispatch
+        if has_seats:
+            dispatch.seat(Seat(0))
+        withdrawn: list[Unit] = []
+        strikes = [Strike(place, lambda code: "/_scheduler/" in code.co_filename and code.co_name not in spared) for place in at]
+        for strike in strikes:
+            with contextlib.suppress(Fault), strike.on():
+                dispatch.withdraw(withdrawn)
+        assert dispatch.waiting() + sum(call.size for call in withdrawn) == 40, at
+        dispatch.withdraw(withdrawn)
+        waiting.check(withdrawn, str(at))
+        assert (dispatch.waiting(), len(dispatch.keys)) == (0, 0)
+        if not strikes[0].name:
+            break
+        hits += 1
+        at = [at[0], at[1] + 5] if strikes[1].name else [at[0] + 1, at[0] % 5]
+    assert hits > 20
 
 
 def _hand_out(dispatch: "Dispatch[Unit, Seat]", sent: list[Unit], strike: Strike) -> None:

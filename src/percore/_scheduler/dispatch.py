@@ -220,10 +220,10 @@ class Dispatch(Generic[C, S]):
     def close(self, queue: Queue[C, S]) -> None:
         """Remove the queue of a map, with all calls in it. The map must have ended these calls before."""
         self._maps.pop(queue, None)
-        self.keys.forget(queue)
         if queue.is_listed:
             queue.is_listed = False
             self._turns[queue.kind].remove(queue)
+        self.keys.forget(queue, [])
 
     def waiting(self) -> int:
         """Return the number of waiting calls, without cancelled ones."""
@@ -451,20 +451,18 @@ class Dispatch(Generic[C, S]):
                     return call, seat
         return None
 
-    def withdraw(self) -> list[C]:
-        """Remove all waiting calls and return them, without cancelled ones."""
-        calls: list[C] = []
+    def withdraw(self, into: list[C]) -> None:
+        """Move all waiting calls to `into`, and cancelled ones with them.
+
+        After an error, each call either is in `into` or waits. Call this again to move the rest.
+        """
         for queue in (*self.singles, *self._maps):
             while queue.calls:
-                call = queue.calls.popleft()
-                if call.done():
-                    queue.ended -= 1
-                else:
-                    calls.append(call)
-            calls += self.keys.forget(queue)
+                into.append(queue.calls.popleft())
+            queue.ended = 0
+            self.keys.forget(queue, into)
             while queue.batches:
-                calls.append(queue.batches.pop(1))
-        return calls
+                into.append(queue.batches.pop(1))
 
     def is_dry(self) -> bool:
         """Whether plain calls are queued ahead and none waits here."""

@@ -324,20 +324,21 @@ class Keys(Generic[C, S]):
             self._note(key)
         return listed
 
-    def forget(self, queue: Lanes[C, S]) -> list[C]:
-        """Remove all waiting calls from this queue and return those that are not cancelled. The queue may be used again."""
-        calls: list[C] = []
-        lanes = list(queue.lanes.values())
-        queue.lanes.clear()
+    def forget(self, queue: Lanes[C, S], into: list[C]) -> None:
+        """Move all waiting calls of this queue to `into`, and cancelled ones with them. The queue may be used again.
+
+        After an error, each call either is in `into` or waits. Call this again to move the rest.
+        """
         queue.by_seat.clear()
-        queue.count = 0
-        self._queues.pop(queue, None)
-        for lane in lanes:
-            lane.key.lanes.pop(queue, None)
-            waiting, lane.calls = lane.calls, deque()
-            calls += (call for call in waiting if not call.done())
+        for name, lane in list(queue.lanes.items()):
+            queue.count -= len(lane.calls) - lane.ended
+            lane.ended = 0
+            while lane.calls:
+                into.append(lane.calls.popleft())
             self._note(lane.key)
-        return calls
+            lane.key.lanes.pop(queue, None)
+            queue.lanes.pop(name, None)
+        self._queues.pop(queue, None)
 
     def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
         """Set the workers that take calls. Return the queues from which a call may be sent now.

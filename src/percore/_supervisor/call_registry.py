@@ -7,7 +7,6 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 
 import asyncio
 import os
-from collections.abc import Collection
 from typing import Any, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
@@ -268,11 +267,10 @@ class CallRegistry:
 
     def refuse_waiting(self) -> None:
         """End all calls that wait for a worker."""
-        calls: list[PendingCall] = [*self.dispatch.withdraw(), *self.broadcasts.withdraw()]
-        self._refuse_all(calls)
-
-    def _refuse_all(self, calls: Collection[PendingCall]) -> None:
+        calls: list[PendingCall] = []
         faults = Faults("calls that nobody will run were ended")
+        faults.surely(lambda: self.dispatch.withdraw(calls))
+        faults.surely(lambda: calls.extend(self.broadcasts.withdraw()))
         self.loose.update(calls)
         for call in calls:
             with faults:
