@@ -1,4 +1,4 @@
-"""A worker as the supervisor keeps it: for how long it has been silent, and which functions and shared objects it knows."""
+"""A worker as the supervisor keeps it: how long it has been silent, what it knows, and how many calls it may begin."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ from percore._calls.functions import Function
 from percore._calls.shared_objects import Share, Shares
 from percore._protocol.interfaces import Ticket
 from percore._protocol.messages import DEFINE_TASK, DEFINE_THREAD, FORGET, SHARE, Body, Kind, Message
-from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.dispatch import ROOM_OF_NONE, Dispatch
+from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.pool_worker import PoolWorker, Turn
 
 NOW = 100.0
@@ -75,12 +76,14 @@ class Caller:
     call_id = 0
     member: Any = None
     key = plan = None
-    size = 1
+    size = outstanding = 1
 
     def __init__(self, function: Function) -> None:
         self.function = function
         self.kind = function.kind
         self.body = (1,)
+
+    def left(self) -> None: ...
 
 
 def member_on(wire: Wire, shares: Any = None) -> PoolWorker:
@@ -140,3 +143,29 @@ def test_a_shared_object_that_could_not_be_told_is_neither_forgotten_there_nor_l
         assert wire.sent[-1] == (FORGET, share.number, None)
     finally:
         loop.close()
+
+
+# The limit of calls
+
+
+@pytest.mark.parametrize("fails_on", [7, "low"])
+def test_a_call_that_could_not_be_sent_does_not_count_for_the_limit(fails_on: int | str) -> None:
+    faults = [MemoryError()] if fails_on == "low" else []
+
+    def low(_member: LimitedWorker) -> None:
+        if faults:
+            raise faults.pop()
+
+    dispatch: Dispatch[Any, PoolWorker] = Dispatch(10, 4)
+    member = LimitedWorker(0, 1, dispatch, FrozenTurn(), 1, low, lambda _call: pytest.fail("it was below the limit"))
+    wire = Wire(fails_on=7 if fails_on == 7 else None)
+    member.attach(cast(Any, SimpleNamespace(channel=wire)), cast(Any, SimpleNamespace(held={})))
+    call = cast(Any, Caller(function_of(Kind.TASK, b"pickle.")))
+    with pytest.raises(MemoryError):
+        member.send(call)
+    for sent in list(member.calls.values()):
+        member.give_up(sent)
+    assert (member.tickets, member.is_spent, member.load) == (1, False, [0, 0, 0])
+    member.send(call)
+    assert (member.tickets, member.is_spent) == (0, True)
+    assert min(member.load[:2]) >= ROOM_OF_NONE

@@ -57,9 +57,13 @@ class LimitedWorker(PoolWorker):
             self._refused(call)
             return
         self._count(size)
-        if self.tickets <= self._few:
-            self._low(self)  # before the sending: after an error, the worker must not have the call
-        super().send(call)
+        try:
+            if self.tickets <= self._few:
+                self._low(self)  # before the sending: after an error, the worker must not have the call
+            super().send(call)
+        except BaseException:
+            self.unbegun(size)
+            raise
 
     def unbegun(self, calls: int) -> None:
         """Uncount the calls that the worker handed back."""
