@@ -84,7 +84,7 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
         len(items.given),
         items.admitted,
         supervisor.admission._inside if supervisor.admission is not None else 0,
-        items.queue in supervisor.dispatch._maps or feeder.end in supervisor.enders,
+        items.queue in supervisor.dispatch._maps or feeder.end in supervisor.closing.enders,
     )
 
 

@@ -152,7 +152,7 @@ async def test_c1_a_run_cancelled_in_the_iteration_of_its_turn_never_runs(
         assert runner.statistics().queued == runner.statistics().running == 0
         await view.run(jobs.await_, log.path, gate.path, "third")
         assert log.rest() == ["third"]
-        assert not supervisor_of(runner).unfinished()
+        assert not supervisor_of(runner).closing.unfinished()
         assert not len(supervisor_of(runner).dispatch.keys)
 
 
@@ -395,4 +395,4 @@ async def test_c3_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytes
         future = runner.submit(jobs.later, 1)
         async with asyncio.timeout(10):
             await asyncio.wait([future])
-        assert not supervisor_of(runner).unfinished()
+        assert not supervisor_of(runner).closing.unfinished()

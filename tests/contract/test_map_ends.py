@@ -640,7 +640,7 @@ async def test_a_function_is_forgotten_when_the_last_of_its_calls_has_ended_in_a
         while len(supervisor.functions.retired) > 10:
             await runner.run(jobs.aecho)
         gate.open()
-        while supervisor.unfinished():  # noqa: ASYNC110
+        while supervisor.closing.unfinished():  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not supervisor.functions.retired
         kept = {supervisor.known[id(jobs.aecho)].number}

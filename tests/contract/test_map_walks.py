@@ -123,7 +123,7 @@ async def test_a_map_that_is_over_holds_nothing(make: MakeRunner, max_pending: i
                 walk = Walk(runner, random.Random(f"{seed} {part}"))
                 await walk.run()
                 walk.is_over()
-            while supervisor_of(runner).unfinished():  # noqa: ASYNC110  # there is no event for it
+            while supervisor_of(runner).closing.unfinished():  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0)
             assert await runner.map(jobs.aecho, range(9)) == list(range(9))
             assert slots_used(runner) == 0

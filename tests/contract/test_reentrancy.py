@@ -244,9 +244,9 @@ class Acts:
 async def _nothing_is_left(runner: Runner) -> None:
     await runner.broadcast(jobs.aecho)
     supervisor = supervisor_of(runner)
-    while supervisor.unfinished() or supervisor.functions.retired:  # noqa: ASYNC110  # cancelled calls end without a word
+    while supervisor.closing.unfinished() or supervisor.functions.retired:  # noqa: ASYNC110  # cancelled calls end without a word
         await asyncio.sleep(0)
-    assert (supervisor.store.in_use, supervisor.dispatch.waiting(), len(supervisor.enders)) == (0, 0, 0)
+    assert (supervisor.store.in_use, supervisor.dispatch.waiting(), len(supervisor.closing.enders)) == (0, 0, 0)
     for member in supervisor.members:
         assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.stride)
     assert runner.statistics().restarts == 0

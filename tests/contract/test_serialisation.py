@@ -109,7 +109,7 @@ async def _nothing_is_left(runner: Runner) -> None:
     assert await runner.map(jobs.echo, range(100)) == list(range(100))
     assert [value async for value in runner.map(jobs.aecho, [[1], [2]])] == [[1], [2]]
     supervisor = supervisor_of(runner)
-    assert (supervisor.store.in_use, supervisor.dispatch.waiting(), supervisor.unfinished()) == (0, 0, False)
+    assert (supervisor.store.in_use, supervisor.dispatch.waiting(), supervisor.closing.unfinished()) == (0, 0, False)
     for member in supervisor.members:
         assert (member.calls, member.parked, member.load, member.items) == ({}, set(), [0, 0, 0], 0)
         assert len(member.free) == member.stride

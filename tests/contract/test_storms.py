@@ -72,7 +72,7 @@ async def nothing_is_held(runner: percore.Runner) -> None:
     """No call, place or slot is taken; the runner works."""
     supervisor = supervisor_of(runner)
     async with asyncio.timeout(30):
-        while supervisor.unfinished():  # noqa: ASYNC110  # there is no event for it
+        while supervisor.closing.unfinished():  # noqa: ASYNC110  # there is no event for it
             await asyncio.sleep(0)
         assert await runner.map(jobs.aecho, range(100)) == list(range(100))
         assert await runner.map(jobs.echo, [[i] for i in range(100)]) == [[i] for i in range(100)]

@@ -105,3 +105,15 @@ def test_the_error_that_broke_a_runner_stays_when_it_closes() -> None:
     phase.advance(FINISH)
     phase.advance(END)
     assert isinstance(phase.refusal(), RunnerBroken)
+
+
+def test_which_event_is_due_in_a_closing() -> None:
+    for now in (Phase.CLOSING, Phase.BROKEN_CLOSING, Phase.CUT):
+        phase = phase_in(now)
+        assert phase.due(has_calls=True, has_workers=True) is None
+        for has_calls, has_workers in ((False, True), (True, False), (False, False)):  # without workers no call can end
+            assert phase.due(has_calls=has_calls, has_workers=has_workers) is FINISH
+    for has_calls in (False, True):
+        assert phase_in(Phase.FINISHING).due(has_calls=has_calls, has_workers=True) is None
+        assert phase_in(Phase.FINISHING).due(has_calls=has_calls, has_workers=False) is END
+        assert phase_in(Phase.ENDED).due(has_calls=has_calls, has_workers=False) is None

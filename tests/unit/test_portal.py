@@ -63,7 +63,7 @@ class Stage:
     def __init__(self, workers: int, *, is_pool: bool = False, lifespan: Callable[[], Any] | None = None) -> None:
         options = FakeRunner(workers, lifespan=lifespan, concurrency=2, kill_after=NEVER)._options
         make_engine = PoolEngine if is_pool else FakeEngine
-        self.portal = Portal(lambda loop: Assembly(loop, options, make_engine), is_pool=is_pool)
+        self.portal = Portal(lambda loop, observer: Assembly(loop, options, make_engine, observer=observer), is_pool=is_pool)
         self._loop = asyncio.new_event_loop()
         self.portal._loop = self._loop
         self.portal._pid = os.getpid()

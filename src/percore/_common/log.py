@@ -58,6 +58,13 @@ class Faults(AbstractContextManager[None]):
             with self:
                 step()
 
+    def run(self, *steps: Callable[[], object]) -> None:
+        """Run each of these steps, then `finish`."""
+        for step in steps:
+            with self:
+                step()
+        self.finish()
+
     def note(self, error: BaseException) -> None:
         """Log an exception that a step has raised, or keep it for `finish` if it is no Exception."""
         self.last = error

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
 from percore._calls.functions import kind_of
 from percore._common.options import Lifespan, RunnerOptions, check_plain, usable_cpus, whole
@@ -22,6 +22,9 @@ from percore._runner.assembly import Assembly
 from percore._serialization.pickler import MainInfo, is_by_reference
 from percore._worker import context
 from percore._worker.executor_worker import ExecutorSettings, Given, ThreadStart, run_chunk
+
+if TYPE_CHECKING:
+    from percore._supervisor.pool import DeathObserver
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -315,10 +318,10 @@ class _Setup(NamedTuple):
     is_pool: bool
     max_tasks: int
 
-    def assemble(self, loop: asyncio.AbstractEventLoop) -> Assembly:
+    def assemble(self, loop: asyncio.AbstractEventLoop, observer: "DeathObserver | None") -> Assembly:
         # A forked worker has this same __main__ module, with its globals.
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
-        return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None)
+        return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)
 
     def _make_engine(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo, /) -> ProcessEngine:
         launcher, given = None, None

@@ -19,7 +19,7 @@ place. Each event sets a mark, and the same steps follow in every phase:
     a death in a pool, a failed initializer   BROKEN    every call ends; the supervisor kills its workers; `look`
 
 The supervisor reports each end of a call or worker to its one `Closing`. It also reports ended calls to the `Jobs` and, in a pool,
-deaths of workers to the portal (`on_death`).
+deaths of workers to the portal, its `DeathObserver`.
 """
 
 import asyncio
@@ -31,16 +31,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from percore._calls.functions import Function
 from percore._common.system import new_loop
 from percore._executor.jobs import Jobs, Request, begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
 from percore._runner.assembly import MODULES, Assembly
-from percore._supervisor.pool_worker import PoolWorker
 
 if TYPE_CHECKING:
+    from percore._supervisor.pool import DeathObserver
+    from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
 
 logger: Final = logging.getLogger("percore")
@@ -53,16 +54,18 @@ _start_lock = threading.RLock()
 
 _numbers: Final = itertools.count()
 _OVER: Final = ExecutorPhase.OVER
+
+Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, DeathObserver | None], Assembly]"
 is_interpreter_ending = False
 
 
 class Portal:
     """Makes the calls of an executor in a thread. Unless noted, call methods only from the loop's thread."""
 
-    def __init__(self, assemble: Callable[[asyncio.AbstractEventLoop], Assembly], *, is_pool: bool) -> None:
+    def __init__(self, assemble: Assemble, *, is_pool: bool) -> None:
         """`assemble`: makes the workers' supervisor in the loop. `is_pool`: the death of one worker breaks the executor."""
         self.life = ExecutorLife()
-        self._assemble: Callable[[asyncio.AbstractEventLoop], Assembly] | None = assemble
+        self._assemble: Assemble | None = assemble
         self._is_pool = is_pool
         self._pid: int | None = None
         """The process that uses the portal. None: not used yet, so a fork may still use its copy."""
@@ -207,7 +210,7 @@ class Portal:
         assemble, self._assemble = self._assemble, None  # it refers to the user's initializer and initargs
         assert assemble is not None
         try:
-            assembly = assemble(loop)
+            assembly = assemble(loop, self if self._is_pool else None)
         except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
             self._fail(error)
             return
@@ -216,14 +219,14 @@ class Portal:
         try:
             await starting
         except Exception as error:  # StartupFailed
-            await assembly.aclose(grace=0)
+            await assembly.closing.close(grace=0)
             self._fail(error)
             return
         self.life.advance(ExecutorEvent.READY)
         self._settled = loop.create_future()
         self.look()
         await self._settled
-        await assembly.aclose(grace=0 if self.life.text else None)
+        await assembly.closing.close(grace=0 if self.life.text else None)
 
     def _fail(self, error: Exception) -> None:
         """End, because the workers could not be started."""
@@ -233,8 +236,6 @@ class Portal:
     def _launched(self, supervisor: "Supervisor") -> None:
         self._has_launched.set()
         self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
-        if self._is_pool:
-            supervisor.pool.on_death = self._died
         self._take()
         while self._asked:
             self._asked.pop(0)()
@@ -273,9 +274,9 @@ class Portal:
             self._asked.append(lambda: self._kill(signum))
             return
         self.life.marks.add(Mark.KILLED)
-        self.jobs.supervisor.signal_all(signum)  # calls that no worker has begun end with the last worker
+        self.jobs.supervisor.closing.signal_all(signum)  # calls that no worker has begun end with the last worker
 
-    def _died(self, member: PoolWorker, exitcode: int | None, was_ready: bool) -> None:
+    def died(self, member: "PoolWorker", *, was_ready: bool) -> None:
         """Break the executor: a worker of a pool has died. During the start, one that was not ready yet is left to the start."""
         if was_ready or self.life.phase is not ExecutorPhase.STARTING:
             self.break_off(ABRUPTLY, None)
@@ -285,9 +286,10 @@ class Portal:
         if not self.life.break_off(text, cause):
             return
         if self.jobs is not None:
-            self.jobs.supervisor.refuse_calls()
+            closing = self.jobs.supervisor.closing
+            closing.refuse_calls()
             self.jobs.fail_running()
-            self._loop.call_soon(self.jobs.supervisor.kill_all)
+            self._loop.call_soon(closing.kill_all)
         self.look()
 
 

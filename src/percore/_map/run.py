@@ -103,7 +103,7 @@ class MapRun:
         feeder = Feeder(items, inputs, spec)
         self._parts = items, feeder
         supervisor.dispatch.open(items.queue)
-        supervisor.enders.add(feeder.end)
+        supervisor.closing.enders.add(feeder.end)
         feeder.begin()
         return items
 
@@ -119,7 +119,7 @@ class MapRun:
             return
         items, feeder = self._parts
         items.wake()
-        self._supervisor.enders.discard(feeder.end)
+        self._supervisor.closing.enders.discard(feeder.end)
         faults = Faults("a map was closed")
         items.close(faults)
         try:

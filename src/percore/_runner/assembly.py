@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from percore._monitor.usage import Usage
     from percore._protocol.interfaces import Engine
     from percore._serialization.pickler import MainInfo
-    from percore._supervisor.closing import Closing
+    from percore._supervisor.pool import DeathObserver
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 
@@ -80,6 +80,7 @@ class Assembly:
         options: RunnerOptions,
         make_engine: EngineFactory | None = None,
         main: MainInfo | None = None,
+        observer: DeathObserver | None = None,
     ) -> None:
         """Make the parts. No worker starts before `supervisor.pool.start()`.
 
@@ -88,6 +89,7 @@ class Assembly:
             options: the options of the runner.
             make_engine: makes the engine. None: processes, by the start method of the options.
             main: how workers get `__main__`. None: as it was started.
+            observer: is told of each death of a worker that nobody asked for.
 
         Raises:
             OSError: there is not enough memory for even one message of `max_message` bytes.
@@ -104,26 +106,8 @@ class Assembly:
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self.engine = (ProcessEngine if make_engine is None else make_engine)(loop, options, main)
-        self.supervisor = Supervisor(loop, options, self.engine)
-        self._closing: Closing | None = None
-        self.is_closed = False
-        """Whether every worker has ended and every part is released."""
-
-    async def aclose(self, grace: float | None) -> None:
-        """Close the parts, as `Runner.aclose` does. Every caller waits for the same close."""
-        if self._closing is None:
-            from percore._supervisor.closing import Closing
-
-            self._closing = Closing(self.supervisor, self._release)
-        self._closing.tighten(grace)
-        await self._closing.wait()
-
-    async def _release(self) -> None:
-        try:
-            self.supervisor.shares.shut()
-            await self.engine.aclose()
-        finally:
-            self.is_closed = True
+        self.supervisor = Supervisor(loop, options, self.engine, observer)
+        self.closing = self.supervisor.closing
 
     async def usage(self) -> Usage:
         """Return what this process, the engine and the workers use."""

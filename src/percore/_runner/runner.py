@@ -175,7 +175,7 @@ class Runner(Verbs):
 
     @property
     def _state(self) -> str:
-        return _CLOSED if self._assembly is not None and self._assembly.is_closed else self._phase
+        return _CLOSED if self._assembly is not None and self._assembly.closing.is_over else self._phase
 
     async def aclose(self, *, grace: float | None = None) -> None:
         """Close the runner: refuse new calls, let accepted calls finish, then end the workers.
@@ -197,10 +197,10 @@ class Runner(Verbs):
         grace = grace_of(grace)
         if self._assembly is None:
             self._phase = _CLOSED
-        elif not self._assembly.is_closed:
+        elif not self._assembly.closing.is_over:
             self._assembly.check_caller()
             self._phase = _CLOSING
-            await self._assembly.aclose(grace)
+            await self._assembly.closing.close(grace)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -217,7 +217,7 @@ class Runner(Verbs):
         if getattr(self, "_state", _CLOSED) in (_STARTING, _OPEN, _CLOSING) and os.getpid() == self._pid:
             warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
             if self._assembly is not None:
-                self._assembly.supervisor.abandon()
+                self._assembly.closing.abandon()
 
     def __repr__(self) -> str:
         return f"<percore.Runner workers={self._options.workers} {self._state}>"
@@ -340,6 +340,6 @@ class Runner(Verbs):
 
     def _open_assembly(self) -> Assembly:
         assembly = self._assembly
-        if assembly is None or assembly.is_closed:
+        if assembly is None or assembly.closing.is_over:
             raise RunnerClosed(_ADVICE[self._state])
         return assembly

@@ -7,7 +7,7 @@
     broken ──close──▶ broken, closing ──cut──▶ cut
                        └────────────────────finish──────▶ finishing
 
-The supervisor and its closing carry out the events. Every other part reads the permissions.
+`Closing` carries out the events. Every other part reads the permissions.
 """
 
 from enum import Enum
@@ -159,6 +159,14 @@ class RunnerPhase:
         if following is None:
             raise IllegalEvent(f"{event.value} of a runner that is {self.now.value}")
         self._enter(following)
+
+    def due(self, *, has_calls: bool, has_workers: bool) -> PhaseEvent | None:
+        """Return the event that is due in the closing of a runner with, or without, calls and workers; None if it waits."""
+        if self.now is Phase.FINISHING:
+            return None if has_workers else PhaseEvent.END
+        if self.now is Phase.ENDED or (has_calls and has_workers):
+            return None
+        return PhaseEvent.FINISH
 
     def fail(self, error: PercoreError) -> None:
         """Break the runner with this error."""

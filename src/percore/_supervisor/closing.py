@@ -1,40 +1,97 @@
-"""The closing of a runner, as a state machine.
+"""The end of a runner: it closes, breaks, or is dropped. Nothing else ends all calls or all workers.
 
     aclose ─▶ waiting for calls ──all done──────────────▶ finishing ──all workers gone─▶ closed
                     └──grace is over──▶ cut ──all done──▶     │
                                          └──kill_after──▶ killed (also from finishing)
 
-Events drive it: outcomes of calls, exits of workers, and two timers. `wait` only waits, so a second caller of `aclose` joins the
-first. Workers may die or be killed from outside meanwhile: in `waiting for calls` and `cut`, the exit of the last worker leads to
-`finishing`.
+Events drive it: outcomes of calls, exits of workers, and two timers. `close` only waits, so a second caller joins the first.
+Workers may die or be killed from outside meanwhile: in `waiting for calls` and `cut`, the exit of the last worker leads to
+`finishing`. `RunnerPhase` decides which step is due.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from typing import TYPE_CHECKING
 
+from percore._common.log import Faults
+from percore._protocol.messages import CANCEL
 from percore._scheduler.phase import Phase, PhaseEvent
-from percore._supervisor.pool_worker import DeadlineTimer
-from percore._supervisor.supervisor import Supervisor
+from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from percore._calls.calls import PendingCall
+    from percore._common.worker_errors import RunnerBroken
+    from percore._protocol.interfaces import Engine
+    from percore._supervisor.admission import Admission
+    from percore._supervisor.call_registry import CallRegistry
+    from percore._supervisor.pool import Pool
+    from percore._supervisor.rebalancing import Rebalancing
 
 
 class Closing:
-    """The one closing of a supervisor."""
+    """Ends the calls and the workers of one runner. Only the thread of its loop may call its methods, except `abandon`."""
 
-    def __init__(self, supervisor: Supervisor, on_gone: Callable[[], Awaitable[None]]) -> None:
-        """Make the supervisor refuse calls from now on. `on_gone` releases shared resources when the last worker has ended."""
-        self._supervisor = supervisor
-        self._on_gone = on_gone
-        self._loop = supervisor.loop
-        self._gone = self._loop.create_future()
+    def __init__(
+        self,
+        engine: "Engine",
+        calls: "CallRegistry",
+        pool: "Pool",
+        admission: "Admission | None",
+        rebalancing: "Rebalancing",
+        kill_after: float,
+    ) -> None:
+        self._loop = calls.loop
+        self._phase = calls.phase
+        self._engine = engine
+        self._calls = calls
+        self._pool = pool
+        self._members = pool.members
+        self._admission = admission
+        self._rebalancing = rebalancing
+        self._kill_after = kill_after
+        self.enders: set[Callable[[], None]] = set()
+        """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
+        self._gone: asyncio.Future[None] | None = None
+        """Done when the last worker has ended. None: nothing has called `close`."""
         self._grace_timer: asyncio.TimerHandle | None = None
         self._kill_timer: DeadlineTimer | None = None
-        self._last: asyncio.Task[None] | None = None
-        supervisor.close(self._look)
+        self._releasing: asyncio.Task[None] | None = None
+        self.is_over = False
+        """Whether every worker has ended and every part is released."""
 
-    def tighten(self, grace: float | None) -> None:
-        """Limit the running calls to `grace` seconds from now, unless an earlier limit is set. None sets no limit."""
-        if grace is None:
-            return
+    # The steps of a close
+
+    async def close(self, grace: float | None) -> None:
+        """Refuse calls, wait until every worker has ended, and release what they shared. Every caller waits for the same close.
+
+        Cancellation kills all workers at once. CancelledError is raised only after they have ended and everything is released.
+
+        Args:
+            grace: how many seconds the calls may take from now, unless an earlier limit is set. None sets no limit.
+        """
+        gone = self._gone
+        if gone is None:
+            gone = self._gone = self._loop.create_future()
+        self.refuse_calls()
+        if grace is not None:
+            self._tighten(grace)
+        self.look()
+        interrupted: asyncio.CancelledError | None = None
+        while not self.is_over:
+            try:
+                await asyncio.shield(gone)
+                if self._releasing is None:
+                    self._releasing = self._loop.create_task(self._release(), name="percore-close")
+                await asyncio.shield(self._releasing)
+            except asyncio.CancelledError as error:
+                interrupted = error
+                self.kill_all()
+        if interrupted is not None:
+            raise interrupted
+
+    def _tighten(self, grace: float) -> None:
         when = self._loop.time() + grace
         timer = self._grace_timer
         if timer is not None and timer.when() <= when:
@@ -46,55 +103,129 @@ class Closing:
         else:
             self._grace_timer = self._loop.call_at(when, self._cut)
 
-    async def wait(self) -> None:
-        """Wait until every worker has ended and their shared resources are released.
+    def look(self) -> None:
+        """Take the step that is due now. To be called when calls or workers have ended.
 
-        Cancellation kills all workers at once. CancelledError is raised only after they have ended and everything is released.
+        It waits while calls are in `loose`, where it would miss them.
         """
-        self._look()
-        interrupted: asyncio.CancelledError | None = None
-        while not self._gone.done() or not (self._last is not None and self._last.done()):
-            try:
-                await asyncio.shield(self._gone)
-                if self._last is None:
-                    self._last = self._loop.create_task(self._release(), name="percore-close")
-                await asyncio.shield(self._last)
-            except asyncio.CancelledError as error:
-                interrupted = error
-                self._supervisor.kill_all()
-        if interrupted is not None:
-            raise interrupted
-
-    async def _release(self) -> None:
-        await self._on_gone()
-
-    def _look(self) -> None:
-        supervisor = self._supervisor
-        if supervisor.phase.now is Phase.FINISHING:
-            if not supervisor.members:
-                self._stop_timers()  # first: if it fails, the next look goes on from here
-                supervisor.phase.advance(PhaseEvent.END)
-                self._gone.set_result(None)
-        elif supervisor.phase.now is not Phase.ENDED and (not supervisor.unfinished() or not supervisor.members):
+        if not self._phase.is_closing or self._calls.loose:
+            return
+        if not self._members:  # a closing runner does not replace dead workers
+            self._expect_nobody()
+        if self._gone is None:
+            return
+        due = self._phase.due(has_calls=self.unfinished(), has_workers=bool(self._members))
+        if due is PhaseEvent.FINISH:
             self._finish()
+        elif due is PhaseEvent.END:
+            self._stop_timers()  # first: if it fails, the next look goes on from here
+            self._phase.advance(PhaseEvent.END)
+            self._gone.set_result(None)
+
+    def unfinished(self) -> bool:
+        """Return whether any call waits or runs, including cancelled calls that still run."""
+        return bool(self._calls.waiting()) or any(member.calls for member in self._members)
 
     def _finish(self) -> None:
-        self._arm_kill()  # first, so that `wait` ends even if the next step fails
-        self._supervisor.finish()
-        self._loop.call_soon(self._look)
+        """Ask every worker to end, and kill those that are not ready yet, since no call may run any more.
+
+        Calls that still wait are ended: their workers died during the closing and were not replaced.
+        """
+        self._arm_kill()  # first, so that the closing ends even if the next step fails
+        self._loop.call_soon(self.look)
+        self._phase.advance(PhaseEvent.FINISH)
+        Faults("the workers were asked to end").run(self._expect_nobody, self._pool.finish)
 
     def _cut(self) -> None:
+        """The grace is over: end all waiting calls and cancel the running ones. Their callers get RunnerClosed."""
         self._grace_timer = None
-        if self._supervisor.phase.now not in (Phase.FINISHING, Phase.ENDED):
-            self._arm_kill()
-            self._supervisor.cut()
-            self._look()
+        if self._phase.now is Phase.ENDED:
+            return
+        self._arm_kill()
+        if not self._phase.is_cut:
+            self._phase.advance(PhaseEvent.CUT)
+            Faults("calls were cancelled, since the runner closes").run(self._calls.refuse_waiting, self._cancel_running)
+        self.look()
+
+    def _cancel_running(self) -> None:
+        faults = Faults("calls were cancelled, since the runner closes")
+        for member in list(self._members):
+            for call in reversed(list(member.calls.values())):  # last first: else a worker may begin the next
+                with faults:
+                    self._cancel(member, call)
+        faults.finish()
+
+    def _cancel(self, member: PoolWorker, call: "PendingCall") -> None:
+        if call.call_id in member.parked:
+            self._calls.refuse(member.take(call.call_id))
+        elif not call.done():
+            member.tell(CANCEL, call.call_id, None if call.wanted is None else 0)
 
     def _arm_kill(self) -> None:
         if self._kill_timer is None:
-            self._kill_timer = DeadlineTimer(self._loop, self._supervisor.options.kill_after, self._supervisor.kill_all)
+            self._kill_timer = DeadlineTimer(self._loop, self._kill_after, self.kill_all)
 
     def _stop_timers(self) -> None:
         for timer in (self._grace_timer, self._kill_timer):
             if timer is not None:
                 timer.cancel()
+
+    async def _release(self) -> None:
+        try:
+            self._calls.shares.shut()
+            await self._engine.aclose()
+        finally:
+            self.is_over = True
+
+    # Other ends
+
+    def refuse_calls(self) -> None:
+        """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""
+        self._phase.advance(PhaseEvent.CLOSE)
+        Faults("the runner took no more calls").run(self._end_maps, self._calls.refuse_delayed)
+
+    def fail(self, error: "RunnerBroken") -> None:
+        """Break the runner, because no worker can be started any more: end all waiting calls and open maps."""
+        self._phase.fail(error)
+        Faults("the runner broke").run(self._end_maps, self._calls.refuse_delayed, self._calls.refuse_waiting)
+
+    def _end_maps(self) -> None:
+        """Stop open maps from pulling inputs, and refuse the callers that wait for admission or for an object to be shared."""
+        steps = [*self.enders, self._calls.shares.refuse]
+        admission = self._admission
+        if admission is not None:
+            steps.append(lambda: admission.refuse(self._phase.refusal))
+        Faults("maps were ended").run(*steps)
+
+    def _expect_nobody(self) -> None:
+        """End the calls that wait for a worker or an attempt, and stop recalls and delayed starts: no worker will get ready."""
+        calls = self._calls
+        steps = (calls.refuse_delayed, calls.refuse_waiting, self._rebalancing.stop, self._pool.stop_timers)
+        Faults("calls that nobody will run were ended").run(*steps)
+
+    def kill_all(self) -> None:
+        """Kill every worker and start none. Their exits are reported later."""
+        self._phase.advance(PhaseEvent.CUT)
+        Faults("all workers were killed").run(self._expect_nobody, self._pool.kill)
+
+    def signal_all(self, signum: int) -> None:
+        """Refuse calls, start no worker, and send every worker this signal. The signal need not end the workers."""
+        self.refuse_calls()
+        self._pool.stop_timers()
+        self._pool.kill(signum)
+
+    def abandon(self) -> None:
+        """Kill the workers of a runner that was garbage-collected without being closed, and touch nothing else.
+
+        The garbage collector may call this in any thread, at any point of the program, and the loop may be closed. If the loop
+        still runs, the workers are killed from the loop: the calls end when the workers have ended, and no worker is replaced.
+        """
+        if self._loop.is_running():
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(self._abandon)
+                return
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._phase.advance(PhaseEvent.CUT)
+        self._pool.kill()

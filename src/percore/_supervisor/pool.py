@@ -27,7 +27,6 @@ from percore._supervisor.pool_worker import PoolWorker, Turn
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
 
 class Past(NamedTuple):
@@ -85,16 +84,27 @@ class Keeper(Progress, Protocol):
         """Break the runner, because no worker can be started any more."""
 
 
+class DeathObserver(Protocol):
+    """A part above the supervisor that has to know of deaths, such as an executor that breaks with a worker."""
+
+    def died(self, member: PoolWorker, *, was_ready: bool) -> None:
+        """A worker has died, and nothing asked it to end. `was_ready`: it was ready before, and not draining."""
+
+
 class Pool:
     """The workers of one runner."""
 
     def __init__(
-        self, options: RunnerOptions, engine: Engine, calls: CallRegistry, members: set[PoolWorker], keeper: Keeper
+        self,
+        options: RunnerOptions,
+        engine: Engine,
+        calls: CallRegistry,
+        members: set[PoolWorker],
+        keeper: Keeper,
+        observer: "DeathObserver | None" = None,
     ) -> None:
         self.slots = [WorkerSlot(index) for index in range(options.workers)]
         self.members = members
-        self.on_death: Callable[[PoolWorker, int | None, bool], None] | None = None
-        """Called on each unrequested death, with the worker, its exit code, and whether it was ready before and not draining."""
         self.low: set[LimitedWorker] = set()
         """Workers near or at their limit of calls that have not been replaced yet."""
         self._engine = engine
@@ -102,6 +112,7 @@ class Pool:
         self._dispatch = calls.dispatch
         self._phase = calls.phase
         self._keeper = keeper
+        self._observer = observer
         self._loop = calls.loop
         self._options = options
         seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
@@ -366,10 +377,9 @@ class Pool:
             # `_kill` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode))
-        on_death = self.on_death
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
-        if on_death is not None and not self._phase.is_closing and not is_asked_for:
-            on_death(member, exitcode, member.was_ready and state is not State.DRAINING)
+        if self._observer is not None and not self._phase.is_closing and not is_asked_for:
+            self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
 
     def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision, exitcode: int | None) -> None:
         """Carry out what was decided about the slot of a dead worker."""

@@ -8,14 +8,12 @@ decisions.
     exit of a worker ─▶ Life, Dispatch, Replacement ─▶ its started calls fail or are retried, the others wait again, and
                                                        another worker starts
 
-The CallRegistry knows where each call is, the Pool owns the workers, and the Supervisor puts the parts together.
+The CallRegistry knows where each call is, the Pool owns the workers, Closing ends both, and the Supervisor puts the parts together.
 """
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
-from percore._calls.calls import Call, PendingCall
 from percore._calls.context_variables import Contexts
 from percore._calls.functions import Function, Functions
 from percore._calls.policy import Policy
@@ -24,24 +22,28 @@ from percore._common.log import Faults
 from percore._common.options import RunnerOptions
 from percore._common.worker_errors import RunnerBroken
 from percore._protocol.interfaces import Engine
-from percore._protocol.messages import CANCEL, Kind
+from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
-from percore._scheduler.phase import PhaseEvent, RunnerPhase
+from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.admission import Admission
 from percore._supervisor.call_registry import CallRegistry
-from percore._supervisor.pool import Pool
-from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.closing import Closing
+from percore._supervisor.pool import DeathObserver, Pool
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.submission import Submission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from percore._calls.calls import Call
+    from percore._supervisor.pool_worker import PoolWorker
 
 
 class Supervisor:
-    """Supervises the workers and calls of one runner. Only the thread of its loop may call its methods, except `abandon`."""
+    """Supervises the workers and calls of one runner. Only the thread of its loop may call its methods."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, engine: Engine) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, engine: Engine, observer: DeathObserver | None = None
+    ) -> None:
+        """`observer` is told of each death that nobody asked for."""
         self.loop = loop
         self.options = options
         self.engine = engine
@@ -62,13 +64,11 @@ class Supervisor:
         self.contexts = Contexts(options.contextvars, store) if options.contextvars else None
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
-        self._on_progress: Callable[[], None] | None = None
         self._is_settling = False
-        self.enders: set[Callable[[], None]] = set()
-        """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
         self.submission = Submission(self.calls, self.functions, self.contexts)
-        self.pool = Pool(options, engine, self.calls, self.members, self)
-        self.slots, self.lifecycles = self.pool.slots, self.pool.lifecycles
+        self.pool = pool = Pool(options, engine, self.calls, self.members, self, observer)
+        self.slots, self.lifecycles = pool.slots, pool.lifecycles
+        self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
 
     def advance(self) -> None:
         """Send all calls that can be sent now, and let a closing check whether it can go on.
@@ -86,7 +86,8 @@ class Supervisor:
                 self.pool.relieve()
             if not self.dispatch.is_quiet():
                 self._dispatch()
-            self.look_idle()
+            if self.phase.is_closing:
+                self.closing.look()
         except BaseException as error:
             self._advance_despite(error)
 
@@ -98,18 +99,19 @@ class Supervisor:
             self.calls.send_broadcasts,
             self.pool.relieve,
             self._dispatch,
-            self.look_idle,
+            self.closing.look,
         )
-        self._take(steps, "calls were sent to workers", error)
+        faults = Faults("calls were sent to workers")
+        faults.note(error)
+        faults.run(*steps)
 
     def look_idle(self) -> None:
-        """Let a closing check whether it can go on, unless calls are in `loose`, where the check would miss them."""
-        if not self.phase.is_closing or self.calls.loose:
-            return
-        if not self.members:  # a closing runner does not replace dead workers
-            self._expect_nobody()
-        if self._on_progress is not None:
-            self._on_progress()
+        """Implement `Progress`."""
+        self.closing.look()
+
+    def fail(self, error: RunnerBroken) -> None:
+        """Implement `Keeper`."""
+        self.closing.fail(error)
 
     def _dispatch(self) -> None:
         send = self.calls.send_waiting
@@ -125,37 +127,6 @@ class Supervisor:
         self._is_settling = False
         self.dispatch.settle()
         self._dispatch()
-
-    # Ending
-
-    def refuse_calls(self) -> None:
-        """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""
-        self.phase.advance(PhaseEvent.CLOSE)
-        self._take((self.end_maps, self.calls.refuse_delayed), "the runner took no more calls")
-
-    def close(self, on_progress: "Callable[[], None]") -> None:
-        """Refuse calls for the runner's only closing. `on_progress` is called whenever a call or a worker may have ended."""
-        assert self._on_progress is None, "a supervisor has one closing"
-        self._on_progress = on_progress
-        self.refuse_calls()
-
-    def fail(self, error: RunnerBroken) -> None:
-        """Break the runner, because no worker can be started any more: end all waiting calls and open maps."""
-        self.phase.fail(error)
-        self._take((self.end_maps, self.calls.refuse_delayed, self.calls.refuse_waiting), "the runner broke")
-
-    def end_maps(self) -> None:
-        """Stop open maps from pulling inputs, and refuse the callers that wait for admission or for an object to be shared."""
-        faults = Faults("maps were ended")
-        for end in list(self.enders):
-            with faults:
-                end()
-        with faults:
-            self.shares.refuse()
-        with faults:
-            if self.admission is not None:
-                self.admission.refuse(self.phase.refusal)
-        faults.finish()
 
     # Broadcast
 
@@ -182,78 +153,3 @@ class Supervisor:
             for call in calls:
                 if not call.cancel() and not call.cancelled():
                     call.exception()  # mark it as retrieved, so asyncio does not log it
-
-    def unfinished(self) -> bool:
-        """Return whether any call waits or runs, including cancelled calls that still run."""
-        return bool(self.calls.waiting()) or any(member.calls for member in self.members)
-
-    def cut(self) -> None:
-        """End all waiting calls and cancel the running ones. The callers get RunnerClosed. A second call does nothing."""
-        if self.phase.is_cut:
-            return
-        self.phase.advance(PhaseEvent.CUT)
-        faults = Faults("calls were cancelled, since the runner closes")
-        with faults:
-            self.calls.refuse_waiting()
-        for member in list(self.members):
-            for call in reversed(list(member.calls.values())):  # last first: else a worker may begin the next
-                with faults:
-                    self._cut(member, call)
-        faults.finish()
-
-    def _cut(self, member: PoolWorker, call: PendingCall) -> None:
-        if call.call_id in member.parked:
-            self.calls.refuse(member.take(call.call_id))
-        elif not call.done():
-            member.tell(CANCEL, call.call_id, None if call.wanted is None else 0)
-
-    def finish(self) -> None:
-        """Ask every worker to end, and kill those that are not ready yet. No call may run any more.
-
-        Calls that still wait are ended: their workers died during the closing and were not replaced.
-        """
-        self.phase.advance(PhaseEvent.FINISH)
-        self._take((self._expect_nobody, self.pool.finish), "the workers were asked to end")
-
-    def _expect_nobody(self) -> None:
-        """End the calls that wait for a worker or an attempt, and stop recalls and delayed starts: no worker will get ready."""
-        steps = (self.calls.refuse_delayed, self.calls.refuse_waiting, self._rebalancing.stop, self.pool.stop_timers)
-        self._take(steps, "calls that nobody will run were ended")
-
-    @staticmethod
-    def _take(steps: "Iterable[Callable[[], object]]", when: str, error: BaseException | None = None) -> None:
-        """Run each of these steps, even if another one raises. `error`: an exception from an earlier step, to be handled alike."""
-        faults = Faults(when)
-        if error is not None:
-            faults.note(error)
-        for step in steps:
-            with faults:
-                step()
-        faults.finish()
-
-    def kill_all(self) -> None:
-        """Kill every worker and start none. Their exits are reported later."""
-        self.phase.advance(PhaseEvent.CUT)
-        self._take((self._expect_nobody, self.pool.kill), "all workers were killed")
-
-    def signal_all(self, signum: int) -> None:
-        """Refuse calls, start no worker, and send every worker this signal. The signal need not end the workers."""
-        self.refuse_calls()
-        self.pool.stop_timers()
-        self.pool.kill(signum)
-
-    def abandon(self) -> None:
-        """Kill the workers of a runner that was garbage-collected without being closed, and touch nothing else.
-
-        The garbage collector may call this in any thread, at any point of the program, and the loop may be closed. If the loop
-        still runs, the workers are killed from the loop: the calls end when the workers have ended, and no worker is replaced.
-        """
-        if self.loop.is_running():
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self.loop.call_soon_threadsafe(self._abandon)
-                return
-        self._abandon()
-
-    def _abandon(self) -> None:
-        self.phase.advance(PhaseEvent.CUT)
-        self.pool.kill()
