@@ -4,6 +4,7 @@ The portal runs in the test's own thread, over workers that live in its loop. So
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 
+import percore
 from percore._common.worker_errors import RunnerBroken
-from percore._executor.life import ExecutorPhase
+from percore._executor.life import ABRUPTLY, ExecutorPhase
 from percore._executor.portal import Portal
 from percore._runner.assembly import Assembly
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
@@ -41,8 +43,22 @@ async def slow_to_leave() -> AsyncIterator[None]:
     await _gates[-1].wait()
 
 
+@asynccontextmanager
+async def slow_to_enter_but_the_first() -> AsyncIterator[None]:
+    if percore.current_worker().index:
+        await _gates[-1].wait()
+    yield
+
+
 async def pass_the_gate() -> str:
     await _gates[-1].wait()
+    return "passed"
+
+
+async def pass_the_gate_in_spite_of_cancellation() -> str:
+    while not _gates[-1].is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await _gates[-1].wait()
     return "passed"
 
 
@@ -71,13 +87,15 @@ class Stage:
         self._gate = asyncio.Event()
         _gates.append(self._gate)
         self.futures: list[Future[Any]] = []
+        self.done_then: list[bool] = []
+        """Which futures were done at the event "note"."""
 
-    def submit(self, count: int) -> None:
+    def submit(self, count: int, fn: Callable[[], Any] = pass_the_gate) -> None:
         """Calls that end when the gate opens."""
         for _ in range(count):
             future: Future[Any] = Future()
             self.futures.append(future)
-            self.portal.submit((future, pass_the_gate, (), {}))
+            self.portal.submit((future, fn, (), {}))
 
     def act(self, event: str) -> None:
         """Do what `event` names."""
@@ -85,6 +103,12 @@ class Stage:
         if event == "die":
             for member in list(running.supervisor.members)[:1] if running is not None else ():
                 member.worker.kill()
+        elif event == "die while it starts":
+            assert running is not None
+            (starting,) = (member for member in running.supervisor.members if not member.is_ready)
+            starting.worker.kill(signal.SIGTERM)
+        elif event == "note":
+            self.done_then = [future.done() for future in self.futures]
         elif event == "break":
             assert running is not None
             running.supervisor.fail(RunnerBroken(10, 3))
@@ -206,3 +230,12 @@ class TestOrders:
                 stage = Stage(workers, is_pool=is_pool)
                 stage.submit(calls)
                 stage.play((READY, end), (gap, "submit"), (READY, "open"), (0, "shut"))
+
+
+def test_a_worker_that_dies_while_it_starts_ends_the_call_of_another_one_at_once() -> None:
+    """The call ends only with its worker, which the runner itself would kill after `kill_after`."""
+    stage = Stage(2, is_pool=True, lifespan=slow_to_enter_but_the_first)
+    stage.submit(1, pass_the_gate_in_spite_of_cancellation)
+    stage.play((READY, "die while it starts"), (READY, "note"), (0, "open"))
+    assert stage.done_then == [True]
+    assert str(stage.futures[0].exception()) == ABRUPTLY

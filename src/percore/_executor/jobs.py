@@ -128,6 +128,10 @@ class Jobs:
         """Return whether every call has its outcome."""
         return not (self._running or self._waiting[0] or self._waiting[1] or self._outcomes)
 
+    def are_sent(self) -> bool:
+        """Return whether a worker holds a call."""
+        return any(job.member is not None for job in self._running)
+
     # In
 
     def take(self, inbox: deque[Request]) -> None:

@@ -219,8 +219,8 @@ class Portal:
         try:
             await starting
         except Exception as error:  # StartupFailed
+            self._fail(error)  # first: a call that runs in another worker must not hold up the close
             await assembly.closing.close(grace=0)
-            self._fail(error)
             return
         self.life.advance(ExecutorEvent.READY)
         self._settled = loop.create_future()
@@ -277,8 +277,13 @@ class Portal:
         self.jobs.supervisor.closing.signal_all(signum)  # calls that no worker has begun end with the last worker
 
     def died(self, member: "PoolWorker", *, was_ready: bool) -> None:
-        """Break the executor: a worker of a pool has died. During the start, one that was not ready yet is left to the start."""
-        if was_ready or self.life.phase is not ExecutorPhase.STARTING:
+        """Break the executor: a worker of a pool has died.
+
+        One that was not ready during the start is left to the start, which knows more. But if calls run in other workers, they
+        must end at once, and the reason is the death.
+        """
+        is_late = self.life.phase is not ExecutorPhase.STARTING
+        if was_ready or is_late or (member.failure is None and self.jobs is not None and self.jobs.are_sent()):
             self.break_off(ABRUPTLY, None)
 
     def break_off(self, text: str, cause: BaseException | None) -> None:
