@@ -90,7 +90,8 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
 
 def rests(mapped: Map[Any]) -> bool:
     """Whether all items that a map has pulled have ended, and it pulls no more before results are handed over."""
-    parts: Any = mapped._run._parts
+    run: Any = mapped._run
+    parts = run._parts
     if parts is None:
         return False
     items, _ = parts

@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import gc
-import itertools
 import logging
 import os
 import select
@@ -79,13 +78,14 @@ def count_in_thread_until(gate: str) -> int:
     poll = select.poll()
     fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
     poll.register(fd, select.POLLIN)
+    count = 0
     try:
-        for i in itertools.count():
-            if i % 100 == 0 and poll.poll(0):
-                return i
-            log.warning("flood %d", i)
+        while count % 100 or not poll.poll(0):
+            log.warning("flood %d", count)
+            count += 1
     finally:
         os.close(fd)
+    return count
 
 
 def count_under_lock(n: int) -> None:
