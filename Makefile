@@ -100,7 +100,9 @@ lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m mypy $(SOURCES)
 
 docs: $(VENV)/.percore-docs
-	$(VENV)/bin/zensical build --strict
+	@mkdir -p build
+	@$(VENV)/bin/zensical build --strict --clean >build/docs.log 2>&1; status=$$?; cat build/docs.log; exit $$status
+	@! grep -q '^griffe:' build/docs.log || { echo "== a docstring does not parse: see above"; exit 1; }
 
 test-docs: $(VENV)/.percore-docs-test
 	$(RUN) -m pytest -n $(JOBS) tests/docs $(PYTEST_ARGS)
