@@ -1,0 +1,81 @@
+"""docs/troubleshooting.md: each sentence of percore has its entry, and each entry is a part of a sentence."""
+
+import ast
+import re
+from typing import Final
+
+import percore
+from tests.contract.test_sentences import SENTENCES, SOURCE, sentence_of
+from tests.docs.blocks import DOCS
+
+GAP: Final = "…"
+ENTRIES: Final = re.findall(r"(?<!`)`([^`]+)`", "\n".join(re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(), re.M)))
+
+SELF_EXPLAINING: Final = {
+    "module … has no attribute …",
+    "PERCORE_WITHOUT=… names something unknown; known are: …",
+    "… must be a whole number, not …",
+    "… must be …, not …",
+    "… must be a number of seconds, not …",
+    "… must be a positive number of seconds, not …",
+    "… must be zero or more seconds, not …",
+    "… must be callable, such as …=…, not …",
+    "… must be a callable",
+    "window must be a whole number, not …",
+    "window must be at least 1, not …",
+    "grace must be None or a number of seconds, not …",
+    "grace must be None or a number of seconds, not nan",
+    'broken must be "worker" or "pool", not …',
+    'mp_context must be a context, such as multiprocessing.get_context("spawn"), not …',
+    "max_workers must be an integer",
+    "max_workers must be greater than 0",
+    "max_workers must be at most …",
+    "max_tasks_per_child must be an integer",
+    "max_tasks_per_child must be >= 1",
+    "chunksize must be >= 1.",
+    "buffersize must be an integer or None",
+    "buffersize must be None or > 0",
+}
+"""Sentences without an entry: they say which argument is wrong, and what it must be."""
+
+INSIDE: Final = {
+    "this launcher is closed": "a mistake of percore's own",
+    "could not start the thread that waits for a worker": "what follows is `worker … could not be started`",
+    "a log record of … bytes": "percore cuts a record before it is too large",
+    "a message (…) of … bytes: the largest that fits into the ring has …": "percore makes no message of that size",
+    "… … …. …": "the sentence of WorkerDied, whose parts have entries",
+    "… raised …": "the first part has an entry: `retry_on or backoff`",
+}
+"""Sentences without an entry that no user meets as such, and why."""
+
+
+def found_in(entry: str, sentence: str) -> bool:
+    """Whether the parts of an entry are in a sentence, in their order. An entry of one word stands for the whole sentence."""
+    sentence = re.sub(r"%[srd]", GAP, sentence)
+    if len(entry.replace(GAP, "").split()) == 1:
+        return entry == sentence
+    end = 0
+    for part in entry.split(GAP):
+        at = sentence.find(part, end)
+        if at < 0:
+            return False
+        end = at + len(part)
+    return True
+
+
+def texts_of_source() -> set[str]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return {text for node in nodes if (text := sentence_of(node, {}))}
+
+
+def test_each_sentence_has_an_entry_or_explains_itself() -> None:
+    missing = {one for one in SENTENCES if not any(found_in(entry, one) for entry in ENTRIES)}
+    assert missing == SELF_EXPLAINING | INSIDE.keys()
+
+
+def test_each_entry_is_a_part_of_a_sentence() -> None:
+    texts = texts_of_source()
+    strangers = [entry for entry in ENTRIES if entry not in percore.__all__ and not any(found_in(entry, text) for text in texts)]
+    assert not strangers
+    assert len(ENTRIES) == len(set(ENTRIES)) > 80
