@@ -9,7 +9,8 @@ from tests.contract.test_sentences import SENTENCES, SOURCE, sentence_of
 from tests.docs.blocks import DOCS
 
 GAP: Final = "…"
-ENTRIES: Final = re.findall(r"(?<!`)`([^`]+)`", "\n".join(re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(), re.M)))
+HEADINGS: Final = re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+ENTRIES: Final = re.findall(r"`([^`]+)`", "\n".join(HEADINGS))
 
 SELF_EXPLAINING: Final = {
     "module … has no attribute …",
