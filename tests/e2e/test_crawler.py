@@ -287,7 +287,7 @@ def test_a_comparison_crawls_twice_and_records_once(farm: Farm, tmp_path: Path) 
 def test_the_example_of_the_page_about_crawling_runs(farm: Farm, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "how-to" / "crawling.md").read_text(encoding="utf-8")
     script = tmp_path / "polite.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], encoding="utf-8")
+    script.write_text(re.findall(r"```python title[^\n]*\n(.*?)```", text, re.DOTALL)[0], encoding="utf-8")
     urls = [f"{start}{page}" for start in farm.starts[1:4] for page in ("3.12/abc.html", "missing.html", "3.12/")]
     farm.forget()
     done = subprocess.run([sys.executable, str(script), *urls], capture_output=True, text=True, timeout=TIMEOUT, check=False)
