@@ -140,3 +140,10 @@ def keep_pickle(shared: Shared[Any]) -> int:
 def load_pickle() -> Any:
     """Unpickle what was kept."""
     return pickle.loads(_pickled.pop())
+
+
+def next_number() -> int:
+    """The number of the next object that a runner of this process shares."""
+    from percore._calls import shared_objects
+
+    return next(shared_objects._numbers)

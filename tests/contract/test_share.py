@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._calls import shared_objects
 from tests import jobs
 from tests.contract import share_jobs
 from tests.contract.conftest import MakeRunner, worker_of
@@ -383,11 +384,25 @@ async def test_its_repr_tells_what_it_is(make: MakeRunner) -> None:
         assert "in a worker" in (await runner.run(repr, await runner.share(1)))
 
 
+async def test_x6_a_runner_in_a_worker_numbers_its_objects_otherwise(make_real: MakeRunner) -> None:
+    """Handles of both runners are unpickled in that worker, which finds them by their numbers."""
+    async with make_real() as runner:
+        there = await runner.run(share_jobs.next_number)
+        assert there >> 32 != share_jobs.next_number() >> 32
+
+
+def test_x5_a_fork_numbers_its_objects_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_objects, "_numbers", shared_objects._numbers)
+    before = share_jobs.next_number()
+    shared_objects._begin()  # as each fork does
+    assert share_jobs.next_number() >> 32 != before >> 32
+
+
 async def test_a_pickle_of_it_that_outlives_it_leads_nowhere(make: MakeRunner) -> None:
     # The pickle has the number of the object and no place in memory, where another object may lie by now.
     async with make() as runner:
         shared = await runner.share(bytes(100))
-        assert await runner.run(share_jobs.keep_pickle, shared) < 60
+        assert await runner.run(share_jobs.keep_pickle, shared) < 80
         shared.close()
         await until_free(runner)
         with pytest.raises(RuntimeError, match="was closed, or belongs to another program"):

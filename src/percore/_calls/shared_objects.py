@@ -11,6 +11,7 @@ cannot meet it again.
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
@@ -34,9 +35,19 @@ class Reader(Protocol):
         """Send a message with a placed parcel, in order with other messages. The parcel stays its owner's."""
 
 
-_numbers: Final = itertools.count(1)
+_numbers = itertools.count()
 _live: Final[WeakValueDictionary[int, "Share"]] = WeakValueDictionary()
 """The shared objects of all runners in this process, by number."""
+
+
+def _begin() -> None:
+    """Choose the numbers of this process (see `shared.COUNTED`)."""
+    global _numbers
+    _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") * (shared.COUNTED + 1) + 1)
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
 
 
 class Share:
@@ -89,7 +100,7 @@ class Share:
 
     def __str__(self) -> str:
         state = "closed" if self._is_closed else f"{self._shares.store.size(self.payload)} bytes"
-        return f"number {self.number}, {state}"
+        return f"number {self.number & shared.COUNTED}, {state}"
 
     # Ending
 

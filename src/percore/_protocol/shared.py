@@ -76,6 +76,12 @@ class Shared(Generic[T_co]):
         return f"<percore.Shared {self._source}>"
 
 
+COUNTED: Final = (1 << 32) - 1
+"""The bits of a number that count the objects of one process. Those above are random, so two processes never use the same number.
+
+A worker may have a runner of its own, and then handles of both runners arrive there.
+"""
+
 sides: Final[list[Callable[[int], Shared[Any] | None]]] = []
 """Functions that look up a handle by number: the supervisor's, and in a worker the worker's. `arrive` tries each."""
 

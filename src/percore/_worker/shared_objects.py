@@ -38,7 +38,7 @@ class Known:
         """Do nothing: the supervisor decides when the object is dropped."""
 
     def __str__(self) -> str:
-        return f"number {self._number}, in a worker"
+        return f"number {self._number & shared.COUNTED}, in a worker"
 
 
 class WorkerShares:
