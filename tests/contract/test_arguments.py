@@ -56,7 +56,7 @@ async def test_a_function_that_cannot_be_pickled_is_named(make: MakeRunner) -> N
     own = jobs.Own()
     async with make() as runner:
         assert "the function Own.method" in await refusal(runner, own.method)
-        assert "give a function of a module, and what it needs as arguments" in await refusal(runner, closure, 1)
+        assert "use a function of a module, and give what it needs as arguments" in await refusal(runner, closure, 1)
         with pytest.raises(TypeError, match=r"the function .*closure"):
             await runner.map(closure, [1, 2])
 

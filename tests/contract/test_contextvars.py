@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,6 +139,16 @@ async def test_a_value_is_the_call_s_own(make: MakeRunner) -> None:
 
 
 # What cannot travel
+
+
+async def test_the_error_names_the_variable_that_cannot_be_pickled(make: MakeRunner) -> None:
+    async with make(contextvars=VARIABLES) as runner:
+        variables.name.set([1])
+        variables.level.set({"a": threading.Lock()})
+        for use in (lambda: runner.submit(variables.read), lambda: runner.map(variables.read_for, range(2))):
+            with pytest.raises(TypeError, match=r"^the context variable 'level' contains a lock") as caught:
+                await use()
+            assert isinstance(caught.value.__cause__, TypeError)
 
 
 async def test_a_value_that_cannot_be_pickled_fails_the_call(make: MakeRunner) -> None:

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from percore._common.errors import PayloadTooLarge
 from percore._protocol.interfaces import Store
-from percore._serialization.pickler import main_info
+from percore._serialization.advice import unsendable
+from percore._serialization.pickler import CANNOT, main_info
 
 _UNSET: Final = object()
 _LIMIT: Final = 100_000
@@ -64,7 +65,13 @@ class Contexts:
             return None
         if self._store.passes(tuple(values.values())):
             return values
-        pickled = self._store.pickled(values)
-        if len(pickled) > _LIMIT:
-            raise PayloadTooLarge(_LIMIT, _TOO_LARGE)
-        return pickled
+        try:
+            pickled = self._store.pickled(values)
+        except CANNOT as error:
+            number = next((number for number, value in values.items() if not self._store.can_pickle(value)), min(values))
+            failure: Exception = unsendable(f"the context variable {self._variables[number].name!r}", values[number], error)
+        else:
+            if len(pickled) <= _LIMIT:
+                return pickled
+            failure = PayloadTooLarge(_LIMIT, _TOO_LARGE)
+        raise failure

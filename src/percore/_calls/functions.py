@@ -216,7 +216,7 @@ class Functions:
         try:
             payload, met = self._pickled(function.fn)
         except CANNOT as error:
-            told = unsendable_function(function.name, error)
+            told = unsendable_function(f"the function {function.name}", error)
             if told is error:
                 raise
             raise told from error
@@ -250,7 +250,7 @@ class Functions:
         """Return an error that names the argument, or the function, that could not be pickled."""
         fn = function.fn
         if not function.number and not self._can_pickle(fn):
-            return unsendable_function(function.name, error)
+            return unsendable_function(f"the function {function.name}", error)
         return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
 
     def _can_pickle(self, obj: object) -> bool:

@@ -53,10 +53,10 @@ def unsendable(what: str, value: object, error: Exception) -> Exception:
     return _retold(error, _told(what, value, error, "send plain data instead", 1))
 
 
-def unsendable_function(name: str, error: Exception) -> Exception:
-    """Like `unsendable`, for the function `name`."""
-    text = f"the function {name} cannot be pickled ({type_name_of(error)}: {text_of(error)})"
-    return _retold(error, f"{text}; give a function of a module, and what it needs as arguments")
+def unsendable_function(what: str, error: Exception, instead: str = "give what it needs as arguments") -> Exception:
+    """Like `unsendable`, for a function. `instead`: where the function gets the objects that were pickled with it."""
+    text = f"{what} cannot be pickled ({type_name_of(error)}: {text_of(error)})"
+    return _retold(error, f"{text}; use a function of a module, and {instead}")
 
 
 def _retold(error: Exception, text: str) -> Exception:

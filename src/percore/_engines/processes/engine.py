@@ -16,7 +16,8 @@ from percore._monitor.usage import Usage, UsageMeter
 from percore._protocol.interfaces import Exit, Fate, Store, Worker
 from percore._protocol.messages import Body
 from percore._scheduler.dispatch import places_for, room_of
-from percore._serialization.pickler import MainInfo
+from percore._serialization.advice import blamed, unsendable, unsendable_function
+from percore._serialization.pickler import CANNOT, MainInfo
 from percore._transport.channel import Haste
 from percore._transport.common_memory import Cell, CommonMemory
 from percore._transport.memory import keep_heap_warm
@@ -74,15 +75,35 @@ def start_of(options: RunnerOptions, store: Store, executor: ExecutorSettings | 
         index=0,
         generation=0,
         threads=options.threads,
-        lifespan=_pickled(options.lifespan, store),
-        thread_initializer=_pickled(options.thread_initializer, store),
+        lifespan=_pickled("lifespan", options.lifespan, store),
+        thread_initializer=_pickled("thread_initializer", options.thread_initializer, store),
         contextvars=references(options.contextvars),
         executor=executor,
     )
 
 
-def _pickled(value: Any, store: Store) -> bytes:
-    return b"" if value is None else store.pickled(value)
+def _pickled(option: str, value: Any, store: Store) -> bytes:
+    if value is None:
+        return b""
+    try:
+        return store.pickled(value)
+    except CANNOT as error:
+        failure = unsendable_function(option, error, "make in it what cannot be sent")
+    raise failure
+
+
+def _pickled_initializer(given: Given, store: Store) -> bytes:
+    initializer, initargs = given
+    assert initializer is not None
+    try:
+        return store.pickled(given)
+    except CANNOT as error:
+        if not store.can_pickle(initializer):
+            failure = unsendable_function("initializer", error)
+        else:
+            what, value = blamed(initializer, initargs, {}, store.can_pickle)
+            failure = unsendable(f"initargs: {what}", value, error)
+    raise failure
 
 
 class ProcessEngine:
@@ -110,9 +131,9 @@ class ProcessEngine:
         self._shared = shared = CommonMemory.create(options, places_of(options))
         try:
             self.store = shared.arena(loop, main_by_value=main.by_value)
-            loop_factory = _pickled(options.loop_factory, self.store)
+            loop_factory = _pickled("loop_factory", options.loop_factory, self.store)
             if executor_settings is not None and given is not None:
-                executor_settings = executor_settings._replace(initializer=self.store.pickled(given))
+                executor_settings = executor_settings._replace(initializer=_pickled_initializer(given, self.store))
             start = start_of(options, self.store, executor_settings)
             self._boot = Boot(start, shared.layout, loop.get_debug(), main.as_tuple(), loop_factory)
             self._launcher = _launcher(options) if launcher is None else launcher
