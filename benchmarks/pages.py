@@ -1,5 +1,5 @@
-"""Writes the generated parts of two pages from the run on record: the table and plots of docs/performance.md, and everything on
-docs/performance-record.md. All numbers on these pages come from here.
+"""Writes the generated parts of three pages from the run on record: the table and plots of docs/performance.md, the figures of
+docs/comparison.md, and everything on docs/performance-record.md. All numbers on these pages come from here.
 
 A second run with a newer interpreter, the supplement, measures targets that the record's interpreter cannot. They are shown after
 those of the record. A target that the supplement reaches is not missed.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RECORD = Path(__file__).with_name("record.json")
 SUPPLEMENT = Path(__file__).with_name("supplement.json")
 SUMMARY = Path(__file__).parents[1] / "docs" / "performance.md"
+COMPARISON = SUMMARY.with_name("comparison.md")
 PAGE = SUMMARY.with_name("performance-record.md")
 PLOTS = PAGE.with_name("plots")
 
@@ -65,6 +66,29 @@ HEADLINES = (
 )
 """Row, question, caption and rival of each line of the headline table."""
 
+PEERS = {
+    "percore": ("percore", "percore, coroutines"),
+    "ProcessPoolExecutor": ("ProcessPoolExecutor", "ProcessPoolExecutor, forkserver"),
+    "aiomultiprocess": ("aiomultiprocess",),
+    "distex": ("distex",),
+    "loky": ("loky",),
+    "anyio": ("anyio.to_process",),
+}
+"""The columns of the comparison, each with the contestants whose figures it shows: of each row the first one that was measured."""
+
+COMPARED = (
+    ("round_trip", "p50", "one call at a time"),
+    ("awaited_int", "a call", "a call of 500 awaiters"),
+    ("map_tiny", "a call", "an item of a map of a million tiny calls"),
+    ("payload_sizes", "1 MB", "1 MB of bytes there and back"),
+    ("payload_arrays", "8 MB", "a numpy array of 8 MB there and back"),
+    ("start", "to answers", "start of a program, until two workers answer"),
+    ("close", "close", "close of two idle workers"),
+    ("idle_cpu", "of one CPU", "CPU of two idle workers"),
+    ("worker_memory", "USS", "memory of a worker (USS)"),
+)
+"""Row, metric and caption of each line of the comparison."""
+
 BEGIN = "<!-- begin: written by `python -m benchmarks --docs`, do not edit -->"
 END = "<!-- end -->"
 NO_RECORD = "No run is on record yet. `make bench-record` makes one and fills this part."
@@ -77,13 +101,15 @@ def read(path: Path) -> Json | None:
 
 
 def write(record: Json | None, supplement: Json | None = None) -> str:
-    """Fill the blocks of both pages, draw their plots, and return a line for the terminal."""
+    """Fill the blocks of the pages, draw their plots, and return a line for the terminal."""
     page, summary = PAGE.read_text(encoding="utf-8"), SUMMARY.read_text(encoding="utf-8")
+    compared = COMPARISON.read_text(encoding="utf-8")
     PAGE.write_text(filled(page, block(record, explained_in(page), supplement)), encoding="utf-8")
     SUMMARY.write_text(filled(summary, headlines(record)), encoding="utf-8")
+    COMPARISON.write_text(filled(compared, comparison(record)), encoding="utf-8")
     for name, svg in pictures(record).items():
         (PLOTS / name).write_text(svg, encoding="utf-8")
-    names = f"{SUMMARY.name}, {PAGE.name}, {PLOTS.name}"
+    names = f"{SUMMARY.name}, {COMPARISON.name}, {PAGE.name}, {PLOTS.name}"
     return f"{names}: {'no run is on record yet' if record is None else 'written from the run on record'}"
 
 
@@ -152,6 +178,30 @@ def _ratios(record: Json) -> Iterator[plots.Ratio]:
         elif target["kind"] != "times as fast":
             continue
         yield plots.Ratio(whole, rival, low, median, high)
+
+
+# The comparison
+
+
+def comparison(record: Json | None) -> str:
+    """The block of the comparison: a line for each row, a column for each library. A figure that the run lacks stays empty."""
+    return NO_RECORD if record is None else "\n".join(_comparison(record)).strip()
+
+
+def _comparison(record: Json) -> Iterator[str]:
+    machine = record["machine"]
+    if machine:
+        where = f"{machine['python']}, {machine['CPUs']} CPUs, {machine['processor']}"
+        yield f"{machine['date'][:10]}, {where}, commit {machine['commit']}."
+        yield ""
+    yield f"| | row | {' | '.join(PEERS)} |"
+    yield "|---|---|" + "---|" * len(PEERS)
+    for name, metric, caption in COMPARED:
+        if name in record["rows"]:
+            result, say = from_json(record["rows"][name]), row_of(name, quick=False).units.get(metric, in_seconds)
+            found = {who: say(spread.median) for who, what, _, spread in spreads(result) if what == metric}
+            cells = (next((found[one] for one in contestants if one in found), "") for contestants in PEERS.values())
+            yield f"| {caption} | `{name}` | {' | '.join(cells)} |"
 
 
 # The page of the record

@@ -530,6 +530,8 @@ class TestPage:
         assert pages.UNEXPLAINED not in page
         summary = pages.SUMMARY.read_text(encoding="utf-8")
         assert pages.filled(summary, pages.headlines(record)) == summary
+        compared = pages.COMPARISON.read_text(encoding="utf-8")
+        assert pages.filled(compared, pages.comparison(record)) == compared
         drawn = pages.pictures(record)
         assert {path.name: path.read_text(encoding="utf-8") for path in pages.PLOTS.iterdir()} == drawn
 
