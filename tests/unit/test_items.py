@@ -307,6 +307,78 @@ def test_an_item_has_the_plan_of_a_call_that_was_not_attempted() -> None:
     assert (found.plan.failed, found.plan.policy.retries) == (0, 1)
 
 
+class Holder:
+    """A worker that holds batches, as their items see it."""
+
+    def __init__(self) -> None:
+        self.shrunk = 0
+        self.taken: list[int] = []
+
+    def shrink(self, items: int) -> None:
+        self.shrunk += items
+
+    def take(self, call_id: int) -> None:
+        self.taken.append(call_id)
+
+
+def test_the_last_item_to_leave_frees_the_place_of_the_batch() -> None:
+    batch, holder = batch_of(3), Holder()
+    batch.call_id = 9
+    for index, taken in ((2, []), (0, []), (1, [9])):  # 0 and 1 are late, since the loop awaits them
+        batch.target(index).leave(holder)
+        assert (holder.shrunk, holder.taken) == (3 - batch.outstanding, taken)
+        with pytest.raises(BrokenFrame, match="an outcome of item"):
+            batch.target(index)
+
+
+def test_a_result_that_comes_late_for_a_cut_off_item_is_dropped() -> None:
+    batch = batch_of(3)
+    batch.cut_off()
+    told_before = list(told(batch))
+    assert [type(error) for _, error in told_before] == [RunnerClosed] * 3
+    assert batch.target(1).done()
+    batch.values(0, [1, 2, 3], 0, {2: ValueError()})
+    assert (told(batch), batch.done(), batch.outstanding, batch.rest(0)) == (told_before, True, 0, None)
+
+
+def test_a_batch_that_comes_back_as_a_whole_leaves_nothing_behind() -> None:
+    batch = batch_of(3)
+    back = batch.gave_back(3)
+    assert back == batch.run
+    assert (batch.size, batch.outstanding, batch.done(), batch.began(3), batch.rest(0)) == (0, 0, True, [], None)
+    batch.refuse(OSError)
+    assert told(batch) == []
+
+
+def test_encoded_bodies_are_split_with_their_items() -> None:
+    run = Run(START, [1, 2, 3, 4], True, 5, b"i0001i0002i0003i0004")
+    batch = Batch(Running(), run, None)
+    batch.cancel_from(START + 3)
+    assert batch.gave_back(2) == Run(START + 2, [3], True, 5, b"i0003")  # nobody wants the fourth
+    assert batch.rest(1) == Run(START + 1, [2], True, 5, b"i0002")
+
+
+def test_a_batch_that_no_worker_holds_asks_nobody_to_cancel_items() -> None:
+    batch = batch_of(3)
+    batch.member = None
+    batch.cancel_from(START + 1)
+    batch.cancel_from(START + 2)  # wider than before: nothing
+    assert isinstance(batch.map, Running)
+    assert (batch.map.withdrawn, batch.wanted, batch.done()) == ([], 1, False)
+
+
+def test_an_outcome_of_a_batch_as_a_whole_is_none() -> None:
+    batch = batch_of(2)
+    batch.call_id = 9
+    with pytest.raises(BrokenFrame, match="a result of batch 9 as a whole"):
+        batch.set_result(1)
+    with pytest.raises(BrokenFrame, match="a result of batch 9 as a whole"):
+        batch.deliver([1], 8)
+    with pytest.raises(OSError, match="percore's own"):  # this map raises it
+        batch.set_exception(OSError("percore's own"))
+    assert (told(batch), batch.outstanding) == ([], 2)
+
+
 # Items that go alone
 
 
