@@ -126,6 +126,14 @@ class PendingCall(Outcome, Protocol):
         """Return how long the worker will need for it, by measured times; infinity if that is unknown."""
 
 
+class SubmittedCall(PendingCall, Protocol):
+    """A call of one outcome whose attributes `Submission.enter` sets."""
+
+    owner: Owner
+    key: Any
+    plan: CallPlan | None
+
+
 class CallBase:
     """The common part of the kinds of calls: the behaviour of a single call. A batch overrides most of it."""
 

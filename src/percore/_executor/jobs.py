@@ -1,7 +1,7 @@
 """The calls of an executor, between the portal's inbox and the outcomes of the standard library's futures.
 
-    inbox ─▶ waiting ─▶ Submission.submit ─▶ workers
-    Future   ◀─ outcomes            ◀─ Job   ◀─
+    inbox ─▶ waiting ─▶ Submission.enter ─▶ workers
+    Future   ◀─ outcomes           ◀─ Job   ◀─
 
 A call *waits* until the workers have room for it; the room includes the calls that are queued ahead in a worker. While a call
 waits, cancelling its future withdraws it. When it is handed over, its arguments are pickled and its future is set running, like a
@@ -13,13 +13,14 @@ may set or cancel a future themselves at any time.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import _RemoteTraceback
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, cast
 
-from percore._calls.calls import Call, CallBase
+from percore._calls.calls import CallBase
 from percore._calls.functions import Function
+from percore._calls.policy import CallPlan
 from percore._common.errors import RemoteError, RemoteTraceback
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
@@ -74,15 +75,15 @@ class Job(CallBase):
 
     queue: ClassVar[None] = None
 
-    # The supervisor sets these, as it does for a Call.
+    # `Submission.enter` and `PoolWorker.send` set these, as for a Call.
     function: Function
     kind: int
     body: Any
     call_id: int
     member: Any
     owner: Any
-    key: None
-    plan: None
+    key: Hashable | None
+    plan: CallPlan | None
 
     def __init__(self, jobs: "Jobs", future: Future[Any], held: Any) -> None:
         self._jobs = jobs
@@ -162,7 +163,7 @@ class Jobs:
                 if begins(future):
                     self._tell(future, None, self._life.last_word())
             return
-        submit = supervisor.submission.submit
+        enter = supervisor.submission.enter
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
                 future, function, args, kwargs, held = waiting.popleft()
@@ -173,7 +174,7 @@ class Jobs:
                 self._running.add(job)
                 room[kind] -= 1
                 try:
-                    _ = submit(function, args, kwargs, None, None, cast("Call", job))
+                    _ = enter(job, function, args, kwargs)
                 except BaseException as error:  # broken; or pickling raised KeyboardInterrupt, which ends only this call
                     self.ended(job, None, error)
 

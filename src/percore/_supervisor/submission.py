@@ -1,15 +1,15 @@
 """The submission of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
 
-`Submission.submit` takes the calls of `Runner.submit`, of broadcasts, of the executor and of runners with `max_pending`.
-`Submission.run` takes the other calls of `Runner.run`. Maps create their own items.
+`Submission.submit` takes the calls of `Runner.submit`, of broadcasts and of runners with `max_pending`, `enter` those of executors,
+and `run` the other calls of `Runner.run`. Maps create their own items.
 """
 
 import asyncio
 from asyncio import Future
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from percore._calls.calls import Awaited, Call, Planned
+from percore._calls.calls import Awaited, Call, Planned, SubmittedCall
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._calls.shared_objects import Share
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from percore._calls.functions import Functions
     from percore._supervisor.call_registry import CallRegistry
     from percore._supervisor.pool_worker import PoolWorker
+
+
+C = TypeVar("C", bound=SubmittedCall)
 
 
 class Submission:
@@ -45,17 +48,28 @@ class Submission:
         kwargs: dict[str, Any],
         policy: Policy | None = None,
         member: "PoolWorker | None" = None,
-        call: Call | None = None,
     ) -> Call:
-        """Accept a call and return its future. A pickling error becomes the future's exception.
+        """Accept a call and return its future, a new one of this loop. As `enter` otherwise."""
+        return self.enter(Call(loop=self._loop), function, args, kwargs, policy, member)
+
+    def enter(
+        self,
+        call: C,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy | None = None,
+        member: "PoolWorker | None" = None,
+    ) -> C:
+        """Accept a call and return it. A pickling error becomes its exception.
 
         Args:
+            call: the new call, which takes the outcome.
             function: the function to call.
             args: its positional arguments.
             kwargs: its keyword arguments.
             policy: the call's options; None: the defaults.
             member: the worker that must run the call, outside its limits (a broadcast); None: any worker.
-            call: the call object that takes the outcome; None: a new future of this loop.
 
         Raises:
             RunnerBroken: no worker can be started any more.
@@ -63,7 +77,6 @@ class Submission:
         """
         if self._phase.broken is not None:
             raise self._phase.refusal()
-        call = Call(loop=self._loop) if call is None else call
         body: tuple[Any, ...] | Payload = args
         met: Sequence[Share] = ()
         if kwargs or not function.number or not self._passes(args):
@@ -125,13 +138,13 @@ class Submission:
 
     def _accept(
         self,
-        call: Call,
+        call: C,
         function: Function,
         body: tuple[Any, ...] | Payload,
         met: Sequence[Share],
         policy: Policy | None,
         member: "PoolWorker | None" = None,
-    ) -> Call:
+    ) -> C:
         """Set up a call whose arguments are ready, and send or queue it, or refuse it. Return the call."""
         call.owner = self._calls
         call.function = function
@@ -160,7 +173,7 @@ class Submission:
             self._calls.failed_with(call, error, member)
         return call
 
-    def _prepare(self, call: Call, policy: Policy | None, member: "PoolWorker | None") -> bool:
+    def _prepare(self, call: SubmittedCall, policy: Policy | None, member: "PoolWorker | None") -> bool:
         """Set the call's key and plan. Return False if the call has ended instead."""
         if policy is not None:
             call.key = policy.key
@@ -182,7 +195,7 @@ class Submission:
         return True
 
     @staticmethod
-    def _unpicklable(call: Call, function: Function, error: BaseException) -> Call:
+    def _unpicklable(call: C, function: Function, error: BaseException) -> C:
         """End the call with an error of pickling. A KeyboardInterrupt may be the user's Ctrl-C: raise it instead."""
         if issubclass(type(error), KeyboardInterrupt):
             raise error
