@@ -133,6 +133,7 @@ class FakeEngine:
     """Starts fake workers."""
 
     worker_class = FakeWorker
+    on_place: Callable[[], None]
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo) -> None:
         self.loop = loop

@@ -532,6 +532,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "%s died %s": dies,
     "… … …. …": dies,
     "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
+    "there is no place for worker %d yet": at(
+        "tests/contract/test_places.py::test_a_start_waits_for_the_places_that_are_missing", "no place for worker 2"
+    ),
     "%s may begin %d more calls; its replacement starts": fake(calls, max_tasks_per_worker=3),
     "the thread_initializer failed": pool(
         lambda executor: executor.submit(jobs.echo, 1).result(), thread_initializer=refuse_thread

@@ -45,6 +45,7 @@ INSIDE: Final = {
     "a log record of … bytes": "percore cuts a record before it is too large",
     "a message (…) of … bytes: the largest that fits into the ring has …": "percore makes no message of that size",
     "… … …. …": "the sentence of WorkerDied, whose parts have entries",
+    "there is no place for worker %d yet": "processes always have a place",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""

@@ -16,6 +16,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(None, None, "jobs.fetch", None, started=False, attempts=0),
     WorkerDied(1, 3, "jobs.fetch", 0.5, True, 4),
     WorkerDied(1, -9, "jobs.fetch", 0.5, why="its channel broke"),
+    WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node was lost"),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     StartupFailed("worker 0 died", "Traceback …"),
@@ -128,6 +129,13 @@ def test_a_death_by_percore_says_why() -> None:
     )
 
 
+def test_an_end_of_which_more_is_known_than_the_exit_code() -> None:
+    died = WorkerDied(4242, None, "jobs.fetch", detail="its node was lost")
+    assert str(died).startswith("worker (pid 4242) died (its node was lost) while it ran jobs.fetch. ")
+    assert how(-9, "its node was lost") == "by SIGKILL (its node was lost)"
+    assert how(3, "its node was lost") == "with exit code 3 (its node was lost)"
+
+
 def test_a_death_before_the_call_began() -> None:
     died = WorkerDied(4242, 3, "jobs.fetch", started=False, attempts=0)
     assert died.signal is None
@@ -136,7 +144,7 @@ def test_a_death_before_the_call_began() -> None:
 
 def test_exit_codes_in_words(subtests: pytest.Subtests) -> None:
     for exitcode, name, words in [
-        (None, None, "(exit status unknown: its fork server died"),
+        (None, None, "(exit status unknown)"),
         (0, None, "with exit code 0"),
         (137, None, "with exit code 137"),
         (-9, "SIGKILL", "out of memory"),

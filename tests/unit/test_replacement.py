@@ -57,6 +57,7 @@ def test_only_deaths_in_a_row_count(story: list[bool]) -> None:
 class Worker:
     is_ready: bool = False
     is_spent: bool = False
+    is_done: bool = False
 
 
 ALL, SPENT, NONE = Replaces.ALL, Replaces.SPENT, Replaces.NONE
@@ -205,6 +206,62 @@ def test_a_place_that_was_given_up_gets_no_worker(change: str) -> None:
     assert slot.state is Occupancy.FAILED
 
 
+# Places
+
+
+def test_a_slot_without_a_place_waits_for_one() -> None:
+    slot: Replacement[Worker] = Replacement()
+    assert slot.no_place().act is Act.NOTHING
+    assert slot.lacks_place
+    assert slot.could_not_start(ALL, is_first=False).act is Act.NOTHING
+    assert slot.has_place(ALL, has_waiting=False).act is Act.START
+    assert not slot.lacks_place
+    assert slot.has_place(ALL, has_waiting=False).act is Act.NOTHING
+    slot.started(Worker())
+
+
+def test_a_worker_that_is_done_gives_its_place_to_its_replacement() -> None:
+    slot, worker = served()
+    assert slot.low(ALL, has_waiting=False).act is Act.START
+    assert slot.no_place().act is Act.NOTHING
+    worker.is_spent = True
+    assert slot.low(ALL, has_waiting=False).act is Act.NOTHING
+    worker.is_done = True
+    assert slot.low(ALL, has_waiting=False).act is Act.TAKE_OVER
+    assert (slot.current, slot.state) == (None, Occupancy.WAITING)
+    assert slot.died(worker, ALL, began=True, is_first=False).act is Act.NOTHING
+    assert slot.has_place(ALL, has_waiting=False).act is Act.START
+
+
+def test_a_death_asks_again_for_a_place() -> None:
+    slot, worker = served()
+    assert slot.no_place().act is Act.NOTHING
+    assert slot.died(worker, ALL, began=True, is_first=False).act is Act.START
+    assert slot.no_place().act is Act.NOTHING
+    assert slot.state is Occupancy.WAITING
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_served", "has_waiting", "act"),
+    [
+        (SPENT, False, True, Act.START),
+        (SPENT, False, False, Act.NOTHING),
+        (SPENT, True, True, Act.NOTHING),
+        (NONE, False, True, Act.NOTHING),
+    ],
+)
+def test_a_closing_runner_takes_a_place_only_for_calls_that_wait(
+    rule: Replaces, is_served: bool, has_waiting: bool, act: Act
+) -> None:
+    slot: Replacement[Worker] = served()[0] if is_served else Replacement()
+    slot.no_place()
+    assert slot.has_place(rule, has_waiting=has_waiting).act is act
+    assert not slot.lacks_place
+
+
+CAN = st.sampled_from(["start", "fail", "no place"])
+
+
 class Walk(RuleBasedStateMachine):
     """A pool that carries out what is decided about one slot, with workers that start, get ready, are spent and end."""
 
@@ -216,19 +273,22 @@ class Walk(RuleBasedStateMachine):
         self.has_timer = False
         self.is_first = True
         self.has_failed_start = False
-        self.start(can=True)
+        self.start(can="start")
 
-    def start(self, *, can: bool) -> None:
+    def start(self, *, can: str) -> None:
         self.slot.forget_delay()
         self.has_timer = False
-        if can:
+        if can == "start":
             worker = Worker()
             self.slot.started(worker)
             self.alive.append(worker)
+        elif can == "no place":
+            old = self.slot.current
+            self.carry_out(self.slot.no_place(), old, can="start")
         else:
-            self.carry_out(self.slot.could_not_start(self.rule, is_first=self.is_first), self.slot.current, can=True)
+            self.carry_out(self.slot.could_not_start(self.rule, is_first=self.is_first), self.slot.current, can="start")
 
-    def carry_out(self, decision: Decision, old: Worker | None, *, can: bool) -> None:
+    def carry_out(self, decision: Decision, old: Worker | None, *, can: str) -> None:
         self.has_timer &= self.slot.is_delayed
         if decision.act is Act.START:
             self.start(can=can)
@@ -246,26 +306,27 @@ class Walk(RuleBasedStateMachine):
         if worker in {self.slot.current, self.slot.next} and not worker.is_ready:
             worker.is_ready = True
             self.is_first = False
-            self.carry_out(self.slot.ready(worker), self.slot.current, can=True)
+            self.carry_out(self.slot.ready(worker), self.slot.current, can="start")
 
     @precondition(lambda self: self.slot.current is not None and self.slot.current.is_ready)
-    @rule(is_spent=st.booleans(), has_waiting=st.booleans(), can=st.booleans())
-    def low(self, is_spent: bool, has_waiting: bool, can: bool) -> None:
+    @rule(is_spent=st.booleans(), has_waiting=st.booleans(), can=CAN)
+    def low(self, is_spent: bool, has_waiting: bool, can: str) -> None:
         current = self.slot.current
         assert current is not None
+        current.is_done |= current.is_spent and is_spent
         current.is_spent |= is_spent
         self.carry_out(self.slot.low(self.rule, has_waiting=has_waiting), current, can=can)
 
     @precondition(lambda self: self.alive)
-    @rule(which=st.integers(0, 100), can=st.booleans())
-    def asked_to_end(self, which: int, can: bool) -> None:
+    @rule(which=st.integers(0, 100), can=CAN)
+    def asked_to_end(self, which: int, can: str) -> None:
         worker = self.alive[which % len(self.alive)]
         worker.is_ready = False
         self.carry_out(self.slot.asked_to_end(worker, self.rule), worker, can=can)
 
     @precondition(lambda self: self.alive)
-    @rule(which=st.integers(0, 100), began=st.booleans(), can=st.booleans())
-    def dies(self, which: int, began: bool, can: bool) -> None:
+    @rule(which=st.integers(0, 100), began=st.booleans(), can=CAN)
+    def dies(self, which: int, began: bool, can: str) -> None:
         worker = self.alive.pop(which % len(self.alive))
         worker.is_ready = False
         if began:
@@ -273,9 +334,13 @@ class Walk(RuleBasedStateMachine):
         self.carry_out(self.slot.died(worker, self.rule, began=began, is_first=self.is_first), worker, can=can)
 
     @precondition(lambda self: self.has_timer)
-    @rule(can=st.booleans())
-    def delay_is_over(self, can: bool) -> None:
+    @rule(can=CAN)
+    def delay_is_over(self, can: str) -> None:
         self.start(can=can)
+
+    @rule(has_waiting=st.booleans(), can=CAN)
+    def has_place(self, has_waiting: bool, can: str) -> None:
+        self.carry_out(self.slot.has_place(self.rule, has_waiting=has_waiting), self.slot.current, can=can)
 
     @rule(rule=st.sampled_from([SPENT, NONE]))
     def closes(self, rule: Replaces) -> None:
@@ -287,6 +352,7 @@ class Walk(RuleBasedStateMachine):
         assert (
             slot.current is not None
             or self.has_timer
+            or slot.lacks_place
             or slot.state is Occupancy.FAILED
             or self.rule is not ALL
             or self.has_failed_start

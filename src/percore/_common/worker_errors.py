@@ -33,15 +33,16 @@ def signal_of(exitcode: int | None) -> str | None:
         return f"signal {-exitcode}"
 
 
-def how(exitcode: int | None) -> str:
-    """Return an exit code in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3"."""
+def how(exitcode: int | None, detail: str = "") -> str:
+    """Return an end in words: "by SIGKILL (perhaps out of memory …)", "with exit code 3", "(its node was lost)".
+
+    `detail` says more about it, in place of a likely reason.
+    """
     name = signal_of(exitcode)
-    if name is not None:
-        hint = _HINTS.get(name)
-        return f"by {name}" + (f" ({hint})" if hint else "")
-    if exitcode is None:
-        return "(exit status unknown: its fork server died or was stopped, or another part of the program reaped it)"
-    return f"with exit code {exitcode}"
+    if name is None and exitcode is None:
+        return f"({detail or 'exit status unknown'})"
+    detail = detail or _HINTS.get(name or "", "")
+    return (f"with exit code {exitcode}" if name is None else f"by {name}") + (f" ({detail})" if detail else "")
 
 
 def frozen_hint() -> str:
@@ -66,9 +67,10 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         started: whether the call had begun in that worker. It is False only if no other worker will run the call.
         attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
         why: why percore itself killed the worker; empty if it died in another way.
+        detail: more about the end where it is known, such as the loss of the worker's machine; empty otherwise.
     """
 
-    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why")
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail")
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,
@@ -79,6 +81,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         started: bool = True,
         attempts: int = 1,
         why: str = "",
+        detail: str = "",
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
@@ -88,6 +91,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.started = started
         self.attempts = attempts
         self.why = why
+        self.detail = detail
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if not started:
             advice = "No other worker will run it"
@@ -98,7 +102,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
                 "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
             )
         who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
-        end = f"was killed by percore ({why})" if why else f"died {how(exitcode)}"
+        end = f"was killed by percore ({why})" if why else f"died {how(exitcode, detail)}"
         super().__init__(f"{who} {end} {began}. {advice}")
 
 

@@ -343,10 +343,12 @@ class Exit(NamedTuple):
 
     Attributes:
         code: its exit code, as subprocess defines it; None if unknown.
+        why: more about the end, where the engine knows it, as a clause: "its node was lost".
         place_lost: whether the worker ended because the place where it ran was lost. Such an end is no failed start.
     """
 
     code: int | None
+    why: str = ""
     place_lost: bool = False
 
 
@@ -381,13 +383,19 @@ class Engine(Protocol):
 
     Attributes:
         store: the store of all its workers.
+        on_place: the engine calls it, from the loop and never during `start`, when there may be a place for a worker again after
+            `start` has returned None. The pool sets it.
     """
+
+    on_place: Callable[[], None]
 
     @property
     def store(self) -> Store: ...
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Worker:
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Worker | None:
         """Start a worker and return at once. The worker reports that it is ready by a message.
+
+        Return None if there is no place for the worker yet. The pool asks again once the engine has called `on_place`.
 
         The engine calls `on_exit` once, from the loop and never during this call, when the worker has ended.
 

@@ -3,6 +3,7 @@
     empty ──started──▶ served ──started──▶ followed
       ▲ │                ▲ │                 │
       │ └─▶ delayed      │ └─▶ served, delayed
+      │ └─▶ waiting      │ └─▶ served, waiting
       └────── the current worker is gone, or is no longer used
 
 | event                               | the slot gets another worker                                                   |
@@ -11,11 +12,13 @@
 | it was asked to end from outside    | at once                                                                        |
 | it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
 | a worker could not start, or died before it took over | after the delay given by the budget                          |
+| there was no place for a worker     | when the engine has one. A worker that is done ends before, to free its place |
 
 In each row, the next worker takes over at once if there is one. A slot has at most one start scheduled. During the first start
 nothing is attempted twice. A runner that closes replaces workers only as far as its phase allows (`Replaces`).
 
-Invariant: a slot without a current worker has a start scheduled or was given up, or its runner is closing or has failed to start.
+Invariant: a slot without a current worker has a start scheduled, waits for a place or was given up, or its runner is closing or has
+failed to start.
 """
 
 from enum import Enum
@@ -67,6 +70,12 @@ class Occupancy(Enum):
     SERVED_DELAYED = "served, delayed"
     """It has a worker. The next one starts after a delay."""
 
+    WAITING = "waiting"
+    """It has no worker. One starts when there is a place for it."""
+
+    SERVED_WAITING = "served, waiting"
+    """It has a worker. The next one starts when there is a place for it."""
+
     FOLLOWED = "followed"
     """It has a worker, and the next one starts or is ready."""
 
@@ -83,8 +92,9 @@ class Change(Enum):
 
     NEXT_LEFT = "next left"
     DELAYED = "delayed"
+    NO_PLACE = "no place"
     FORGOT = "forgot"
-    """The delay is over, or the delayed start was dropped."""
+    """The delay or the wait for a place is over, or the start was dropped."""
 
     FAILED = "failed"
 
@@ -93,18 +103,22 @@ _TABLE: Final[dict[Occupancy, dict[Change, Occupancy]]] = {
     Occupancy.EMPTY: {
         Change.STARTED: Occupancy.SERVED,
         Change.DELAYED: Occupancy.DELAYED,
+        Change.NO_PLACE: Occupancy.WAITING,
         Change.FORGOT: Occupancy.EMPTY,
         Change.FAILED: Occupancy.FAILED,
     },
     Occupancy.DELAYED: {Change.FORGOT: Occupancy.EMPTY},
+    Occupancy.WAITING: {Change.FORGOT: Occupancy.EMPTY},
     Occupancy.SERVED: {
         Change.STARTED: Occupancy.FOLLOWED,
         Change.LEFT: Occupancy.EMPTY,
         Change.DELAYED: Occupancy.SERVED_DELAYED,
+        Change.NO_PLACE: Occupancy.SERVED_WAITING,
         Change.FORGOT: Occupancy.SERVED,
         Change.FAILED: Occupancy.FAILED,
     },
     Occupancy.SERVED_DELAYED: {Change.FORGOT: Occupancy.SERVED, Change.LEFT: Occupancy.DELAYED},
+    Occupancy.SERVED_WAITING: {Change.FORGOT: Occupancy.SERVED, Change.LEFT: Occupancy.WAITING},
     Occupancy.FOLLOWED: {Change.LEFT: Occupancy.SERVED, Change.NEXT_LEFT: Occupancy.SERVED, Change.FORGOT: Occupancy.FOLLOWED},
     Occupancy.FAILED: {Change.FORGOT: Occupancy.FAILED},
 }
@@ -120,6 +134,10 @@ class Serving(Protocol):
     def is_spent(self) -> bool:
         """Whether it may begin no more calls."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it may begin no more calls and has none left."""
+
 
 class Act(Enum):
     """An action of the pool."""
@@ -130,7 +148,7 @@ class Act(Enum):
     """Start a worker after `Decision.delay` seconds, never at once."""
 
     TAKE_OVER = "take over"
-    """The current worker is another one now. It gets calls once it is ready, and the old one gets no more."""
+    """The current worker is another one now, or none. It gets calls once it is ready, and the old one gets no more."""
 
     GIVE_UP = "give up"
     """Give the slot up, and retire the worker that was the current one, if any."""
@@ -198,6 +216,8 @@ class Replacement(Generic[W]):
         if self.state is Occupancy.FOLLOWED:
             assert following is not None
             return self._take_over() if following.is_ready and current.is_spent else _NOTHING
+        if self.state is Occupancy.SERVED_WAITING:
+            return self._make_place()
         if self.state is not Occupancy.SERVED:
             return _NOTHING
         if rule is Replaces.ALL or (rule is Replaces.SPENT and current.is_spent and has_waiting):
@@ -264,11 +284,33 @@ class Replacement(Generic[W]):
         self._change(Change.DELAYED)
         return Decision(Act.START_LATER, delay)
 
+    def no_place(self) -> Decision:
+        """There is no place for a worker yet, so none was started."""
+        self._change(Change.NO_PLACE)
+        return self._make_place()
+
+    def _make_place(self) -> Decision:
+        """Give up a current worker that is done, because the next one may get its place."""
+        return self._take_over() if self.current is not None and self.current.is_done else _NOTHING
+
+    def has_place(self, rule: Replaces, *, has_waiting: bool) -> Decision:
+        """There may be a place for a worker again. `has_waiting`: whether calls wait for a worker."""
+        if not self.lacks_place:
+            return _NOTHING
+        self._change(Change.FORGOT)
+        is_allowed = rule is Replaces.ALL or (rule is Replaces.SPENT and self.current is None and has_waiting)
+        return Decision(Act.START) if is_allowed else _NOTHING
+
+    @property
+    def lacks_place(self) -> bool:
+        """Whether a start waits for a place."""
+        return self.state in (Occupancy.WAITING, Occupancy.SERVED_WAITING)
+
     @property
     def is_delayed(self) -> bool:
         """Whether a start is delayed."""
         return self.state in (Occupancy.DELAYED, Occupancy.SERVED_DELAYED)
 
     def forget_delay(self) -> None:
-        """The delay is over, or the runner closes: no start is delayed any more."""
+        """The delay is over, or the runner closes: no start is delayed any more, or waits for a place."""
         self._change(Change.FORGOT)

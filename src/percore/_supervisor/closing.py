@@ -110,11 +110,13 @@ class Closing:
         """
         if not self._phase.is_closing or self._calls.loose:
             return
-        if not self._members:  # a closing runner does not replace dead workers
+        # A closing runner replaces no worker that has died, but one that has left its place to the next one.
+        has_workers = bool(self._members) or bool(self._calls.waiting() and self._pool.awaits_place())
+        if not has_workers:
             self._expect_nobody()
         if self._gone is None:
             return
-        due = self._phase.due(has_calls=self.unfinished(), has_workers=bool(self._members))
+        due = self._phase.due(has_calls=self.unfinished(), has_workers=has_workers)
         if due is PhaseEvent.FINISH:
             self._finish()
         elif due is PhaseEvent.END:

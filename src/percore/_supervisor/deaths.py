@@ -5,7 +5,6 @@ from collections.abc import Collection
 from percore._calls.calls import PendingCall
 from percore._calls.items import Batch
 from percore._common.log import Faults
-from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Fate
 from percore._protocol.messages import Kind
 from percore._scheduler.lifecycle import State
@@ -22,7 +21,7 @@ class Deaths:
         self._phase = calls.phase
         self._members = members
 
-    def end_calls(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> bool:
+    def end_calls(self, member: PoolWorker, faults: Faults) -> bool:
         """Fail or retry the calls that had begun, and queue the others again. Return whether any call had begun.
 
         Each call is handled separately. If percore fails to handle one, that call ends with WorkerDied, caused by the failure.
@@ -33,32 +32,32 @@ class Deaths:
             with faults:
                 fate = member.fate(call)
                 has_begun |= fate.begun is not False
-                self._end(member, call, fate, exitcode, faults)
+                self._end(member, call, fate, faults)
             if faults.last is not None:
-                self._give_up(member, call, exitcode, faults)
-        self._return(member, exitcode, faults)
+                self._give_up(member, call, faults)
+        self._return(member, faults)
         return has_begun
 
-    def _end(self, member: PoolWorker, call: PendingCall, fate: Fate, exitcode: int | None, faults: Faults) -> None:
+    def _end(self, member: PoolWorker, call: PendingCall, fate: Fate, faults: Faults) -> None:
         if isinstance(call, Batch):
             items = call.size if fate.begun is None else fate.items
-            self._lost_items(member, call, items, exitcode, fate.age, faults)
+            self._lost_items(member, call, items, fate.age, faults)
         elif not call.done() and (fate.begun is not False or self._phase.is_cut):
-            delay = self._lost(member, call, exitcode, fate.age)
+            delay = self._lost(member, call, fate.age)
             member.take(call.call_id)
             if delay is not None:
                 self._calls.again(call, delay)
 
-    def _give_up(self, member: PoolWorker, call: PendingCall, exitcode: int | None, faults: Faults) -> None:
+    def _give_up(self, member: PoolWorker, call: PendingCall, faults: Faults) -> None:
         """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
         fault = failure = faults.last
         assert fault is not None
         with faults:
-            failure = WorkerDied(member.pid, exitcode, call.function.name, why=member.killed_why)
+            failure = member.death(call)
             failure.__cause__ = fault
         self._calls.give_up(call, failure or fault, faults)
 
-    def _lost(self, member: PoolWorker, call: PendingCall, exitcode: int | None, age: float | None) -> float | None:
+    def _lost(self, member: PoolWorker, call: PendingCall, age: float | None) -> float | None:
         """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
 
         `age`: seconds since the call began; None: unknown.
@@ -68,8 +67,7 @@ class Deaths:
             call.cut_off()
         else:
             attempts = 1 if call.plan is None else call.plan.failed + 1
-            death = WorkerDied(member.pid, exitcode, call.function.name, age, attempts=attempts, why=member.killed_why)
-            death.__cause__ = member.failure
+            death = member.death(call, age, attempts=attempts)
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
             late = None if call.plan is None else call.plan.late
@@ -84,9 +82,7 @@ class Deaths:
         member.failed += 1
         return None
 
-    def _lost_items(
-        self, member: PoolWorker, batch: Batch, items: int, exitcode: int | None, age: float | None, faults: Faults
-    ) -> None:
+    def _lost_items(self, member: PoolWorker, batch: Batch, items: int, age: float | None, faults: Faults) -> None:
         """As `_lost`, for the items of a batch: the first `items` had begun, the others go back to the queue."""
         inner = Faults(faults.when)  # the caller reads `faults.last` for the batch as a whole
         for index in batch.began(items):
@@ -96,18 +92,18 @@ class Deaths:
                 continue
             renewed = item.renewed()
             with inner:
-                delay = self._lost(member, renewed, exitcode, age)
+                delay = self._lost(member, renewed, age)
                 if delay is not None and not item.done():
                     self._calls.again(renewed, delay)
             if inner.last is not None:
-                self._give_up(member, renewed, exitcode, inner)
+                self._give_up(member, renewed, inner)
         member.take(batch.call_id)
         run = batch.rest(items)
         if run is not None:
             self._calls.put_back(batch.map, run)
         inner.finish()
 
-    def _return(self, member: PoolWorker, exitcode: int | None, faults: Faults) -> None:
+    def _return(self, member: PoolWorker, faults: Faults) -> None:
         """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
         back: list[PendingCall] = []
         for call in list(member.calls.values()):
@@ -115,32 +111,29 @@ class Deaths:
                 member.take(call.call_id)
                 back.append(call)
             if faults.last is not None:
-                self._give_up(member, call, exitcode, faults)
+                self._give_up(member, call, faults)
         self._calls.loose.update(back)  # the code that runs when one call ends may cancel the others
         for call in back:
             with faults:
-                self._refuse(member, call, exitcode)
+                self._refuse(member, call)
             if faults.last is not None:
-                self._give_up(member, call, exitcode, faults)
+                self._give_up(member, call, faults)
         self._calls.loose.difference_update(back)
         for call in reversed(back):  # each goes to the head of its queue, so the first one goes last
             with faults:
                 if not call.done():
                     self._calls.dispatch.returned([(call, call.queue)])
             if faults.last is not None:
-                self._give_up(member, call, exitcode, faults)
+                self._give_up(member, call, faults)
 
-    def _refuse(self, member: PoolWorker, call: PendingCall, exitcode: int | None) -> None:
+    def _refuse(self, member: PoolWorker, call: PendingCall) -> None:
         """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
         if call.done():
             self._calls.release(call)
         elif self._is_hopeless() or call.kind == Kind.BROADCAST:
             self._calls.release(call)
             attempts = 0 if call.plan is None else call.plan.failed
-            name, why = call.function.name, member.killed_why
-            death = WorkerDied(member.pid, exitcode, name, None, started=False, attempts=attempts, why=why)
-            death.__cause__ = member.failure
-            call.set_exception(death)
+            call.set_exception(member.death(call, started=False, attempts=attempts))
 
     def _is_hopeless(self) -> bool:
         """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""

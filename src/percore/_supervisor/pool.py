@@ -5,7 +5,7 @@
 
 import logging
 import signal
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from percore._common.errors import RunnerClosed, shown
 from percore._common.fault_points import POINTS, point
@@ -27,6 +27,9 @@ from percore._supervisor.pool_worker import PoolWorker, Turn
 
 if TYPE_CHECKING:
     import asyncio
+
+
+_CLOSED: Final = "the runner was closed while it started"
 
 
 class Past(NamedTuple):
@@ -53,6 +56,8 @@ class WorkerSlot(Replacement[PoolWorker]):
         self.timer: asyncio.TimerHandle | None = None
         """The timer of a delayed start; None if no start is delayed."""
         self.past = Past()
+        self.end = Exit(None)
+        """How the last dead worker has ended, or that the last start has failed."""
         self.failure: BaseException | None = None
         """The error that the last dead worker reported, if it reported one."""
 
@@ -122,6 +127,7 @@ class Pool:
         self._turn = Turn(calls.loop)
         self._starting: asyncio.Future[None] | None = None
         self._last_report = ""
+        engine.on_place = self._has_place
 
     # Starting
 
@@ -153,7 +159,8 @@ class Pool:
             if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
                 member.worker.kill()
             elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
-                self._could_not_start(slot, None)
+                slot.end = Exit(None)
+                self._could_not_start(slot)
             if not isinstance(error, Exception):
                 raise
             report(self._level(), "%s", self._last_report)
@@ -162,13 +169,25 @@ class Pool:
             point("supervisor.worker.started")
 
     def _launch(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        member.worker = self._engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        worker = self._engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        if worker is None:
+            slot.generation -= 1
+            report(logging.INFO, "there is no place for worker %d yet", slot.index)
+            old = slot.current
+            self._carry_out(slot, slot.no_place(), old)
+            return
+        member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
         slot.started(member)
         member.attach(member.worker, self._calls.shares)
         self.lifecycles.look(member)
         broke, advance = lambda error: self._broke(member, error), self._keeper.advance
         member.worker.channel.open(self._outcomes.receiver(member), broke, advance)
+
+    def _has_place(self) -> None:
+        """Start the workers that wait for a place: the engine may have one again."""
+        for slot in self.slots:
+            self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0), slot.current)
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
@@ -248,7 +267,7 @@ class Pool:
                 report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
             self._carry_out(slot, decision, member)
 
-    def _carry_out(self, slot: WorkerSlot, decision: Decision, old: PoolWorker | None, exitcode: int | None = None) -> None:
+    def _carry_out(self, slot: WorkerSlot, decision: Decision, old: PoolWorker | None) -> None:
         """Do what was decided about a slot. `old`: its current worker before the decision."""
         slot.look_timer()
         act, delay = decision
@@ -265,14 +284,14 @@ class Pool:
         elif act is Act.GIVE_UP:
             if old is not None:
                 self._retire(old)  # it is at its limit and will not be replaced
-            self._give_up(slot, exitcode)
+            self._give_up(slot)
         elif act is Act.FAIL_START:
             self._fail_start(StartupFailed(self._last_report))
 
-    def _could_not_start(self, slot: WorkerSlot, exitcode: int | None) -> None:
+    def _could_not_start(self, slot: WorkerSlot) -> None:
         old = slot.current
         decision = slot.could_not_start(self._phase.replaces, is_first=self._starting is not None)
-        self._carry_out(slot, decision, old, exitcode)
+        self._carry_out(slot, decision, old)
 
     def _fail_start(self, error: Exception) -> None:
         if self._starting is not None and not self._starting.done():
@@ -333,7 +352,7 @@ class Pool:
 
     def _bury(self, slot: WorkerSlot, member: PoolWorker, end: Exit, faults: Faults) -> None:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        exitcode = end.code
+        slot.end = member.end = end
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
@@ -342,7 +361,7 @@ class Pool:
             with faults:
                 self._dispatch.expel(member)
         # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
-        began = self._deaths.end_calls(member, exitcode, faults)
+        began = self._deaths.end_calls(member, faults)
         began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
             self._calls.shares.buried(member)
@@ -354,15 +373,15 @@ class Pool:
                 slot.budget.began()
         faults.surely(member.worker.close)
         with faults:
-            self._report_death(member, state, exitcode)
+            self._report_death(member, state)
         # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
         is_first, began = self._starting is not None, began or state is State.DRAINING
         decision = slot.died(member, self._phase.replaces, began=began, is_first=is_first)
         with faults:
-            self._succeed(slot, member, decision, exitcode)
+            self._succeed(slot, member, decision)
         if faults.last is not None:
             with faults:
-                self._succeed_despite(slot, exitcode)
+                self._succeed_despite(slot)
         with faults:
             self._keeper.advance()
 
@@ -370,41 +389,42 @@ class Pool:
         if not member.life.is_gone:
             self.lifecycles.advance(member, Event.EXIT)
 
-    def _report_death(self, member: PoolWorker, state: State, exitcode: int | None) -> None:
+    def _report_death(self, member: PoolWorker, state: State) -> None:
         if POINTS:
             point("supervisor.worker.buried")
+        exitcode, why, _ = member.end
         if state in (State.STARTING, State.READY):
             # `_kill` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._level(member)
-            report(level, "%s died %s", _name(member), how(exitcode))
+            report(level, "%s died %s", _name(member), how(exitcode, why))
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if self._observer is not None and not self._phase.is_closing and not is_asked_for:
             self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
 
-    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision, exitcode: int | None) -> None:
+    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision) -> None:
         """Carry out what was decided about the slot of a dead worker."""
         if decision.act is not Act.FAIL_START:
-            self._carry_out(slot, decision, member, exitcode)
+            self._carry_out(slot, decision, member)
         elif self._phase.is_closing:
-            self._fail_start(RunnerClosed("the runner was closed while it started"))
+            self._fail_start(RunnerClosed(_CLOSED))
         elif member.killed_why:
             self._fail_start(StartupFailed(f"worker {slot.index} was killed: {member.killed_why}"))
         else:
-            reason = f"worker {slot.index} died {how(exitcode)} before it was ready{frozen_hint()}"
+            reason = f"worker {slot.index} died {how(member.end.code, member.end.why)} before it was ready{frozen_hint()}"
             error = StartupFailed(reason, self._last_report)
             error.__cause__ = slot.failure
             self._fail_start(error)
 
-    def _succeed_despite(self, slot: WorkerSlot, exitcode: int | None) -> None:
+    def _succeed_despite(self, slot: WorkerSlot) -> None:
         """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
         self._seat(slot)
         if slot.is_failed:
-            self._give_up(slot, exitcode)
-        elif slot.current is None and slot.timer is None:
+            self._give_up(slot)
+        elif slot.current is None and slot.timer is None and not slot.lacks_place:
             slot.forget_delay()
-            self._could_not_start(slot, exitcode)
+            self._could_not_start(slot)
 
-    def _give_up(self, slot: WorkerSlot, exitcode: int | None) -> None:
+    def _give_up(self, slot: WorkerSlot) -> None:
         """Break the runner if no slot is left that could get a worker."""
         if not all(other.is_failed for other in self.slots):
             report(
@@ -415,7 +435,7 @@ class Pool:
                 f". The last report:\n{self._last_report}" if self._last_report else "",
             )
         elif self._phase.broken is None:
-            error = RunnerBroken(LIMIT, exitcode, self._last_report)
+            error = RunnerBroken(LIMIT, slot.end.code, self._last_report or slot.end.why)
             error.__cause__ = slot.failure
             report(logging.ERROR, "%s", error)
             self._keeper.fail(error)
@@ -430,6 +450,10 @@ class Pool:
         return logging.DEBUG if is_expected else logging.WARNING
 
     # Ending
+
+    def awaits_place(self) -> bool:
+        """Whether a start waits for a place."""
+        return any(slot.lacks_place for slot in self.slots)
 
     def finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
@@ -447,9 +471,11 @@ class Pool:
         self.lifecycles.advance(member, Event.FINISH)
 
     def stop_timers(self) -> None:
-        """Cancel all delayed starts."""
+        """Cancel all starts that are delayed or wait for a place."""
         for slot in self.slots:
             slot.stop_timer()
+        if not self.members:
+            self._fail_start(RunnerClosed(_CLOSED))
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal to every worker, SIGKILL by default. The exits of the workers that it ends are reported later."""

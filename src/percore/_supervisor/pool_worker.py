@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
+from percore._common.worker_errors import WorkerDied
+from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import BATCH, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 from percore._scheduler.dispatch import Dispatch, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
 
 if TYPE_CHECKING:
     from percore._calls.shared_objects import Shares
-    from percore._protocol.interfaces import Channel, Fate, Worker
+    from percore._protocol.interfaces import Channel, Worker
     from percore._protocol.messages import Body
 
 
@@ -105,6 +107,8 @@ class PoolWorker:
         self._turn = turn
         self.started_at = turn.loop.time()
         self.killed_why = ""
+        self.end = Exit(None)
+        """How the worker has ended, once it has."""
         self.was_ready = False
         self.failure: BaseException | None = None
         """The error by which the worker's start or lifespan failed."""
@@ -245,9 +249,16 @@ class PoolWorker:
             self.tell(TERMS, call.call_id, None)
         self.take(call.call_id)
 
-    def fate(self, call: PendingCall) -> "Fate":
+    def fate(self, call: PendingCall) -> Fate:
         """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
         return self.worker.fate(call.call_id % self.stride, call.call_id)
+
+    def death(self, call: PendingCall, age: float | None = None, *, started: bool = True, attempts: int = 1) -> WorkerDied:
+        """Return the error of a call that this worker's end has ended."""
+        code, name = self.end.code, call.function.name
+        death = WorkerDied(self.pid, code, name, age, started, attempts, self.killed_why, self.end.why)
+        death.__cause__ = self.failure
+        return death
 
     def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
         """Return the numbers of running calls and of calls queued ahead, as far as the supervisor knows.
@@ -274,6 +285,10 @@ class PoolWorker:
     def is_spent(self) -> bool:
         """Whether the worker has been sent all the calls it may begin."""
         return False
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_spent and not self.calls
 
     def unbegun(self, calls: int) -> None:
         """Note that the worker handed back this many calls that it had not begun."""

@@ -6,7 +6,7 @@ import pickle
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from percore._calls.context_variables import references
 from percore._common.options import RunnerOptions, usable_cpus
@@ -26,6 +26,12 @@ from percore._worker.executor_worker import ExecutorSettings, Given
 from percore._worker.worker import WorkerStart
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.main import Boot
+
+_UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
+
+
+def _exit(code: int | None) -> Exit:
+    return Exit(code, _UNKNOWN if code is None else "")
 
 
 class ProcessWorker:
@@ -127,6 +133,8 @@ class ProcessEngine:
             OSError: there is not enough memory for even one message.
             Exception: any error from pickling the options or the initializer.
         """
+        self.on_place: Callable[[], None]
+        """Never called: a process finds a place, or fails to start."""
         self._loop = loop
         self._shared = shared = CommonMemory.create(options, places_of(options))
         try:
@@ -156,7 +164,7 @@ class ProcessEngine:
             if self._passes_on:
                 boot = boot._replace(authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None)
             more = [tracker] if self._passes_on and tracker is not None else []
-            return self._start(pickle.dumps(boot), (*logs.fds, *more), logs, lambda code: on_exit(Exit(code)))
+            return self._start(pickle.dumps(boot), (*logs.fds, *more), logs, lambda code: on_exit(_exit(code)))
         except BaseException:
             logs.close()
             raise
