@@ -101,7 +101,7 @@ lint: $(VENV)/.percore-test,lint,bench
 
 docs: $(VENV)/.percore-docs
 	@mkdir -p build
-	@$(VENV)/bin/zensical build --strict --clean >build/docs.log 2>&1; status=$$?; cat build/docs.log; exit $$status
+	@$(VENV)/bin/zensical build --strict --clean >build/docs.log 2>&1; status=$$?; sed 's/\x1b\[[0-9;]*m//g' build/docs.log; exit $$status
 	@! grep -q '^griffe:' build/docs.log || { echo "== a docstring does not parse: see above"; exit 1; }
 	@! grep -rlE '<(script|img|iframe)[^>]+src="(https?:)?//|<link[^>]+"(stylesheet|preconnect|icon)"[^>]+"(https?:)?//' build/site || \
 	{ echo "== these pages need a network"; exit 1; }
