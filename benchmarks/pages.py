@@ -194,14 +194,14 @@ def _comparison(record: Json) -> Iterator[str]:
         where = f"{machine['python']}, {machine['CPUs']} CPUs, {machine['processor']}"
         yield f"{machine['date'][:10]}, {where}, commit {machine['commit']}."
         yield ""
-    yield f"| | row | {' | '.join(PEERS)} |"
-    yield "|---|---|" + "---|" * len(PEERS)
+    yield f"| | {' | '.join(PEERS)} | measured by |"
+    yield "|---|" + "---|" * len(PEERS) + "---|"
     for name, metric, caption in COMPARED:
         if name in record["rows"]:
             result, say = from_json(record["rows"][name]), row_of(name, quick=False).units.get(metric, in_seconds)
             found = {who: say(spread.median) for who, what, _, spread in spreads(result) if what == metric}
             cells = (next((found[one] for one in contestants if one in found), "") for contestants in PEERS.values())
-            yield f"| {caption} | `{name}` | {' | '.join(cells)} |"
+            yield f"| {caption} | {' | '.join(cells)} | `python -m benchmarks {name}` |"
 
 
 # The page of the record
