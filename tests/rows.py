@@ -9,7 +9,7 @@ subject depends on the way names the further ways, with the reason:
 
 A row that repeats most of another one is given as `repeats(value)`: it costs a push its seconds and tells little more.
 
-In a further way each test function of tests/contract runs once, whatever its parameters.
+In a further way each test function runs once, whatever its parameters.
 
 `--rows=full` (`make test-full`) runs every row. `--rows=fallbacks` runs the tests that differ in that way alone: for a run
 under PERCORE_WITHOUT. Where there is no fork server, spawned interpreters are the first way.
@@ -72,12 +72,13 @@ def _is_wanted(item: pytest.Item, rows: str) -> bool:
 
 
 def _further_way(item: pytest.Item, rows: str) -> str:
-    """The way in which a test of tests/contract runs once: its parameters repeat there what the first way has told of them."""
+    """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
     if rows == "fallbacks" and _engine(item) == "spawn":
         return "fallbacks"
     if _is_spawned(item):
         return "spawn"
-    return "uvloop" if _engine(item) is not None and "uvloop" in item.name else ""
+    is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own
+    return "uvloop" if is_chosen and "uvloop" in item.name else ""
 
 
 def _is_spawned(item: pytest.Item) -> bool:
@@ -86,5 +87,9 @@ def _is_spawned(item: pytest.Item) -> bool:
 
 def _engine(item: pytest.Item) -> object:
     """The engine that the fixtures of tests/contract gave a test."""
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    parameters = _parameters(item)
     return parameters.get("engine") or parameters.get("real_engine")
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
