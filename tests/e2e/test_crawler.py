@@ -46,7 +46,7 @@ def farm_that_hangs() -> Iterator[Farm]:
     assert farm.close() == 0
 
 
-@pytest.fixture(params=[["--workers", "4"], *repeats(["--single"])], ids=["percore", "single"])
+@pytest.fixture(params=[["--workers", "2"], *repeats(["--single"])], ids=["percore", "single"])
 def mode(request: pytest.FixtureRequest) -> Mode:
     arguments: Mode = request.param
     return arguments
@@ -124,7 +124,7 @@ def test_who_has_timed_out_no_longer_counts_and_is_no_more_than_that(farm_that_h
 
 def test_a_host_stays_in_one_worker(farm: Farm, tmp_path: Path) -> None:
     output = tmp_path / "pages.jsonl"
-    scrape("--workers", "4", *farm.starts, "--depth", "2", "--retries", "0", "--output", output)
+    scrape("--workers", "2", *farm.starts, "--depth", "2", "--retries", "0", "--output", output)
     workers: dict[str, set[int]] = {}
     for page in read_pages(output):
         if not page["error"]:
