@@ -73,8 +73,8 @@ def _is_wanted(item: pytest.Item, rows: str) -> bool:
 
 def _further_way(item: pytest.Item, rows: str) -> str:
     """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
-    if rows == "fallbacks" and _engine(item) == "spawn":
-        return "fallbacks"
+    if rows == "fallbacks":
+        return f"fallbacks of {_engine(item)}"
     if _is_spawned(item):
         return "spawn"
     is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own

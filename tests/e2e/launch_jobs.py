@@ -105,6 +105,7 @@ async def start_ready(launcher: Launcher, boot: bytes, on_exit: Callable[[int | 
 
 
 async def codes(kind: str) -> list[int | None]:
+    _expect_a_slow_machine()
     launcher = open_launcher(kind, "obey")
     told: list[int | None] = []
     for word in CODES:
@@ -116,8 +117,13 @@ async def codes(kind: str) -> list[int | None]:
 
 
 async def children(kind: str, boots: Iterable[bytes]) -> list[int]:
+    _expect_a_slow_machine()
     launcher = open_launcher(kind, "stay")
     return [await start_ready(launcher, boot, lambda code: None) for boot in boots]
+
+
+def _expect_a_slow_machine() -> None:
+    asyncio.get_running_loop().slow_callback_duration = 60  # what a loop in dev mode says of one is no result
 
 
 def supervise(kind: str, story: str) -> None:

@@ -19,14 +19,18 @@ from percore import LoopPoolExecutor
 from percore._executor import portal
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import METHODS, gate, lines, log
+from tests.e2e.executors import gate, lines, log
 from tests.e2e.family import Family
 from tests.e2e.scripts import output_of, python
 from tests.faults import Program
+from tests.rows import repeats
 
 __all__ = ["gate", "log"]
 
 HARD = 5.0
+
+ENDS = ("percore", "fork", *repeats("forkserver", "spawn"))
+"""A program ends with multiprocessing's children in the same way, however they were started. What a fork inherits is the most."""
 
 
 def told(story: str, method: str, folder: Path) -> list[str]:
@@ -174,13 +178,13 @@ def test_a_call_that_waits_for_a_worker_that_died_is_not_forgotten_by_shutdown(g
 # Programs
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 def test_what_is_pending_is_done_when_the_interpreter_ends(method: str, tmp_path: Path) -> None:
     lines = told("pending_at_the_end", method, tmp_path)
     assert sorted(lines) == ["call-0", "call-1", "call-2", "call-3", "call-4", "call-5", "end"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 @pytest.mark.parametrize(
     ("story", "said"),
     [
@@ -205,7 +209,7 @@ def test_x5_a_fork_of_the_program_has_none(method: str, tmp_path: Path) -> None:
     assert sorted(lines) == sorted(["before", *["held"] * 4, "refused true", "fork", "code 7", "after"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 def test_a_fork_may_use_one_that_was_not_used_before(method: str, tmp_path: Path) -> None:
     lines = told("forked_before_its_first_use", method, tmp_path)
     assert sorted(lines) == sorted([*["fork", "code 7"] * 2, "pending", "code 7", "program"])
@@ -224,7 +228,7 @@ def test_a_fork_in_the_midst_of_a_start_has_no_locked_lock() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 @pytest.mark.parametrize("story", ["killed", "killed_in_a_call"])
 def test_p1_nobody_survives_the_program(story: str, method: str, tmp_path: Path) -> None:
     family = Family()
@@ -263,14 +267,14 @@ def write(folder: Path, text: str, method: str) -> str:
     return MAKE.format(method=method) + text
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 def test_interpreter_shutdown(method: str, tmp_path: Path) -> None:
     text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n'
     done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
     assert (done.code, done.out, done.err) == (0, "apple\n", "")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 def test_submit_after_interpreter_shutdown(method: str, tmp_path: Path) -> None:
     text = """\
 import atexit
@@ -290,7 +294,7 @@ if __name__ == "__main__":
     assert done.out == "runtime-error\n"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ENDS)
 def test_hang_gh83386(method: str, tmp_path: Path) -> None:
     text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n    t.shutdown(wait=False)\n'
     done = python("-c", write(tmp_path, text, method), cwd=tmp_path)

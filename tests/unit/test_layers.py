@@ -9,6 +9,7 @@ named without the leading `percore.`; the package itself is `percore`.
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -125,7 +126,23 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "percore"
 
 
-MODULES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in sorted(SRC.rglob("*.py"))}
+# Functions, so that the files are read by the process that runs these tests, and not by each that collects them.
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text(), str(path)) for path in sorted(SRC.rglob("*.py"))}
+
+
+@cache
+def all_imports() -> list[Import]:
+    return [found for module, tree in modules().items() for found in imports(module, tree)]
+
+
+@cache
+def edges() -> list[tuple[Import, str]]:
+    # The package looks its public names up on first use, and tells them to type checkers: its imports are no arrows.
+    return [(found, target) for found in all_imports() if found.module != "percore" and (target := inner(found.target)) is not None]
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -164,7 +181,7 @@ def inner(target: str) -> str | None:
     if target != "percore" and not target.startswith("percore."):
         return None
     path = target.removeprefix("percore").removeprefix(".")
-    while path and path not in MODULES:
+    while path and path not in modules():
         path = path.rpartition(".")[0]
     return path or "percore"
 
@@ -173,17 +190,12 @@ def room_of(module: str) -> str | None:
     return next((room for room in ROOMS if within(module, {room})), None)
 
 
-IMPORTS = [found for module, tree in MODULES.items() for found in imports(module, tree)]
-# The package looks its public names up on first use, and tells them to type checkers: its imports are no arrows.
-EDGES = [(found, target) for found in IMPORTS if found.module != "percore" and (target := inner(found.target)) is not None]
-
-
 def test_every_module_is_in_a_room_and_a_package_holds_no_code() -> None:
     packages = {name_of(path) for path in SRC.rglob("__init__.py")} - {"percore", "_pyinstaller"}
-    outside = [module for module in MODULES if room_of(module) is None and module not in packages | {"percore"}]
+    outside = [module for module in modules() if room_of(module) is None and module not in packages | {"percore"}]
     assert outside == []
-    assert [package for package in sorted(packages) if MODULES[package].body] == []
-    assert [room for room in ROOMS if not any(within(module, {room}) for module in MODULES)] == []
+    assert [package for package in sorted(packages) if modules()[package].body] == []
+    assert [room for room in ROOMS if not any(within(module, {room}) for module in modules())] == []
 
 
 def test_a_room_imports_only_rooms_of_earlier_rows() -> None:
@@ -196,7 +208,7 @@ def test_a_room_imports_exactly_what_its_row_says(subtests: pytest.Subtests) -> 
     for room in ROOMS:
         with subtests.test(room=room):
             arrows: dict[str | None, list[str]] = {}
-            for found, target in EDGES:
+            for found, target in edges():
                 if room_of(found.module) == room and room_of(target) != room:
                     arrows.setdefault(room_of(target), []).append(str(found))
             outside = [found for other, those in arrows.items() if other not in ROOMS[room] for found in those]
@@ -214,12 +226,14 @@ def test_contributing_draws_this_house() -> None:
 
 
 def test_importing_the_package_imports_nothing_of_it() -> None:
-    assert [str(found) for found in IMPORTS if found.module == "percore" and inner(found.target) and not found.typing_only] == []
+    assert [
+        str(found) for found in all_imports() if found.module == "percore" and inner(found.target) and not found.typing_only
+    ] == []
 
 
 def test_no_circle_of_modules() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for found, target in EDGES:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for found, target in edges():
         known = any({found.module, target} <= circle for circle in CIRCLES)
         if target != found.module and not (found.typing_only and known):
             graph[found.module].add(target)
@@ -230,11 +244,11 @@ def test_no_circle_of_modules() -> None:
 
 
 def test_a_worker_loads_nothing_of_the_parent() -> None:
-    loaded: dict[str, Import | None] = {module: None for module in MODULES if within(module, WORKER)}
+    loaded: dict[str, Import | None] = {module: None for module in modules() if within(module, WORKER)}
     waiting = list(loaded)
     while waiting:
         module = waiting.pop()
-        for found, target in EDGES:
+        for found, target in edges():
             if found.module == module and not found.typing_only and target not in loaded:
                 loaded[target] = found
                 waiting.append(target)
@@ -242,21 +256,21 @@ def test_a_worker_loads_nothing_of_the_parent() -> None:
 
 
 def test_imports_nothing_its_room_must_not_know(subtests: pytest.Subtests) -> None:
-    for module in sorted(MODULES):
+    for module in sorted(modules()):
         with subtests.test(module=module):
             forbidden = {name for room, names in MUST_NOT_IMPORT.items() if within(module, {room}) for name in names}
-            known = [found for found in IMPORTS if found.module == module and not found.typing_only]
+            known = [found for found in all_imports() if found.module == module and not found.typing_only]
             outside = [str(found) for found in known if within(found.target, forbidden)]
             for room, allowed in DECIDES.items():
                 if within(module, {room}):
                     outside += [
-                        str(found) for found, target in EDGES if found.module == module and not within(target, {room, *allowed})
+                        str(found) for found, target in edges() if found.module == module and not within(target, {room, *allowed})
                     ]
             assert outside == []
 
 
 def imported_names(module: str, names: set[str]) -> list[str]:
-    return [str(found) for found in IMPORTS if found.module == module and found.target in names]
+    return [str(found) for found in all_imports() if found.module == module and found.target in names]
 
 
 def calls_of(name: str, tree: ast.AST) -> list[ast.Call]:
@@ -266,10 +280,10 @@ def calls_of(name: str, tree: ast.AST) -> list[ast.Call]:
 
 
 def test_never_reads_the_wall_clock(subtests: pytest.Subtests) -> None:
-    for module in sorted(MODULES):
+    for module in sorted(modules()):
         with subtests.test(module=module):
             # The wall clock jumps; ages and deadlines are time.monotonic's or the loop's.
-            tree = MODULES[module]
+            tree = modules()[module]
             imported = imported_names(module, {"time.time", "time.time_ns"})
             # loop.time() is another clock, and allowed.
             calls = [*calls_of("time", tree), *calls_of("time_ns", tree)]
@@ -278,8 +292,8 @@ def test_never_reads_the_wall_clock(subtests: pytest.Subtests) -> None:
 
 
 def test_never_sleeps(subtests: pytest.Subtests) -> None:
-    for module in sorted(MODULES):
+    for module in sorted(modules()):
         with subtests.test(module=module):
             imported = imported_names(module, {"time.sleep", "asyncio.sleep"})
-            slept = [ast.unparse(call) for call in calls_of("sleep", MODULES[module])]
+            slept = [ast.unparse(call) for call in calls_of("sleep", modules()[module])]
             assert (imported, slept) == ([], GIVES_WAY.get(module, []))
