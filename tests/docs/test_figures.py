@@ -12,7 +12,7 @@ WRITTEN_BY_BENCHMARKS = {DOCS / "performance.md", DOCS / "performance-record.md"
 _NUMBER = r"(?<![\w.])\d[\d.,]*\d?\s?"
 _RATE = r"(?:[kMG]?i?B|calls|items|pages|requests|records|rows|results|messages)(?:/s\b| (?:per|a) second\b)"
 _FIGURE = re.compile(rf"{_NUMBER}(?:[×x] (?!\d)|µs\b|{_RATE}|times (?:as|faster|slower)\b|% (?:faster|slower)\b)")
-_TIME = re.compile(rf"{_NUMBER}(?:ms|ns)\b")
+_TIME = re.compile(rf"{_NUMBER}(?:ms|us|ns)\b")
 _SOURCE = re.compile(r"`make [a-z]|`python -m |performance(?:-record)?\.md")
 
 
