@@ -274,3 +274,99 @@ if __name__ == "__main__":
 
 def test_what_would_arrive_as_a_copy_or_as_a_number_is_refused(tmp_path: Path) -> None:
     assert output_of(_REFUSED, tmp_path) == "5\nrefused\nrefused\n6\nrefused\n18\n"
+
+
+_GUARDS = """
+import asyncio, multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+import percore
+
+def guard():
+    parent = multiprocessing.parent_process()
+    return (
+        multiprocessing.current_process().name.rpartition("-")[2], multiprocessing.current_process()._identity,
+        None if parent is None else (parent.pid == int(sys.argv[2]), parent.name, parent.is_alive()),
+    )
+
+def nested():
+    with percore.LoopPoolExecutor(1) as executor:
+        return executor.submit(name).result()
+
+def name():
+    return multiprocessing.current_process().name
+
+def child(queue):
+    queue.put((multiprocessing.current_process().name, multiprocessing.parent_process().name))
+
+def children():
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    process.join()
+    return queue.get()
+
+async def main(method):
+    sys.argv[2:] = [str(os.getpid())]
+    async with percore.Runner(1, start_method=method) as runner:
+        print(await runner.run(guard))
+        print(await runner.run(children))
+    with percore.LoopPoolExecutor(1) as executor:
+        print(executor.submit(nested).result())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        print(executor.submit(guard).result())
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_is_a_child_of_the_program_to_multiprocessing(method: str, tmp_path: Path) -> None:
+    guard, child, nested, control = output_of(_GUARDS, tmp_path, method).splitlines()
+    assert guard == control == "('1', (1,), (True, 'MainProcess', True))"
+    assert child == "('ForkProcess-1:1', 'PercoreProcess-1')"
+    assert nested == "PercoreProcess-1:1"
+
+
+_NESTED_INITARGS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import sharedctypes
+import percore
+
+class Sink:  # as the handlers of loguru with enqueue=True
+    def __init__(self):
+        self.parts = {"queue": multiprocessing.SimpleQueue(), "lock": multiprocessing.Lock()}
+        self.numbers = [multiprocessing.Array("i", 3), sharedctypes.RawArray("i", 3)]
+        self.format = lambda value: f"<{value}>"
+
+    def __getstate__(self):
+        return {**self.__dict__, "format": None}
+
+    def write(self, value):
+        with self.parts["lock"]:
+            for numbers in self.numbers:
+                numbers[0] += value
+            self.parts["queue"].put(value)
+
+def setup(sink):
+    global there
+    there = sink
+
+def write(value):
+    there.write(value)
+
+if __name__ == "__main__":
+    sink = Sink()
+    with percore.LoopPoolExecutor(1, initializer=setup, initargs=(sink,)) as executor:
+        list(executor.map(write, [1, 2]))
+    print([sink.parts["queue"].get(), sink.parts["queue"].get()], [numbers[0] for numbers in sink.numbers])
+    with percore.LoopPoolExecutor(1, initializer=setup, initargs=([1, {2: lambda: 3}],)) as executor:
+        assert executor._mp_context is None
+        assert executor.submit(abs, -1).result() == 1
+"""
+
+
+def test_initargs_may_contain_what_only_processes_of_multiprocessing_inherit(tmp_path: Path) -> None:
+    assert output_of(_NESTED_INITARGS, tmp_path) == "[1, 2] [3, 3]\n"

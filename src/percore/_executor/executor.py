@@ -96,7 +96,7 @@ class LoopPoolExecutor(Executor):
                     raise TypeError(f"{name} must be a callable")
                 check_plain(name, given)
         self._max_workers = _workers(max_workers)
-        if mp_context is None and _need_inheritance(initargs):
+        if mp_context is None and initargs and _needs_inheritance(initializer, tuple(initargs)):
             mp_context = multiprocessing.get_context()
         self._mp_context = mp_context
         options = RunnerOptions.checked(
@@ -335,9 +335,10 @@ class _Setup(NamedTuple):
         return ProcessEngine(loop, options, main, launcher, executor_settings, given)
 
 
-def _need_inheritance(initargs: tuple[Any, ...]) -> bool:
-    """Whether an argument is a lock, queue or value of multiprocessing, which only its own processes can inherit."""
-    return any(type(arg).__module__.partition(".")[0] == "multiprocessing" for arg in initargs)
+def _needs_inheritance(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bool:
+    from percore._engines.processes.multiprocessing_launcher import needs_inheritance
+
+    return needs_inheritance(initializer, initargs)
 
 
 def _workers(max_workers: int | None) -> int:

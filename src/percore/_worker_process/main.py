@@ -37,6 +37,8 @@ class Boot(NamedTuple):
     main: tuple[Any, ...]
     loop_factory: bytes
     levels: Levels = (0, ())
+    parent: multiprocessing_state.Parent = multiprocessing_state.Parent(0, "MainProcess", ())
+    """The program, as multiprocessing knows it."""
     authkey: bytes = b""
     """multiprocessing's authentication key in the program."""
     has_tracker: bool = False
@@ -73,7 +75,8 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     executor = boot.start.executor
     if executor is None or not executor.has_main:
         main_module.install(main)
-        multiprocessing_state.take_over(boot.authkey, tracker)  # as multiprocessing does for the processes that it starts
+        # As multiprocessing does for the processes that it starts.
+        multiprocessing_state.take_over(boot.parent, boot.start.index, boot.authkey, tracker)
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid()))
     worker_context.of_process = context

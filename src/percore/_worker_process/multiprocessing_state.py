@@ -4,24 +4,57 @@ Authentication key  It is needed to connect to a manager, and to fetch descripto
 Resource tracker    The process that removes named resources (shared memory, semaphores) when the program has ended. If a worker had
                     its own tracker, that tracker would remove the program's shared memory when the worker ends, even if the worker
                     has merely attached it.
+Processes           `current_process()` has a name and a number, and `parent_process()` is the program. Libraries ask for them to
+                    find out whether they run in the main process, or which worker they run in.
 
 A worker does not import multiprocessing for this. It waits until the user's code does.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from percore._worker_process.world import lifelines
 
 Step = Callable[[Any], None]
 
 logger: Final = logging.getLogger("percore")
 
 
+class Parent(NamedTuple):
+    """The process that starts workers, as multiprocessing knows it.
+
+    Attributes:
+        pid: its process id.
+        name: its name.
+        identity: its number among its siblings, after the numbers of its ancestors; empty for a main process.
+    """
+
+    pid: int
+    name: str
+    identity: tuple[int, ...]
+
+    def child(self, index: int) -> tuple[str, tuple[int, ...]]:
+        """Return the name and the identity of the worker of slot `index`. multiprocessing counts from 1."""
+        identity = (*self.identity, index + 1)
+        return f"PercoreProcess-{':'.join(map(str, identity))}", identity
+
+
 # In the program
+
+
+def parent() -> Parent:
+    """Return this process, as the parent of workers."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is None:
+        return Parent(os.getpid(), "MainProcess", ())
+    me = process.current_process()
+    return Parent(os.getpid(), me.name, tuple(me._identity))
 
 
 def authkey() -> bytes:
@@ -51,17 +84,17 @@ def tracker() -> int | None:
 # In a worker
 
 
-def take_over(authkey: bytes, tracker: int | None) -> None:
-    """Set the program's key and tracker in multiprocessing, now or when user code imports it.
+def take_over(parent: Parent, index: int, authkey: bytes, tracker: int | None) -> None:
+    """Set the program's key and tracker, this process and its parent in multiprocessing, now or when user code imports it.
 
     Args:
+        parent: the program.
+        index: the slot of this worker.
         authkey: the program's authentication key; empty if it has none.
         tracker: a descriptor for writing to the program's resource tracker, or None if the program had no tracker when this worker
             was started.
     """
-    steps: dict[str, Step] = {}
-    if authkey:
-        steps["multiprocessing.process"] = lambda process: _set_key(process, authkey)
+    steps: dict[str, Step] = {"multiprocessing.process": lambda process: _set_process(process, parent, index, authkey)}
     if tracker is None:
         steps["multiprocessing.shared_memory"] = _leave_untracked
     else:
@@ -73,8 +106,14 @@ def take_over(authkey: bytes, tracker: int | None) -> None:
     sys.meta_path.insert(0, _AfterImport(steps))
 
 
-def _set_key(process: Any, authkey: bytes) -> None:
-    process.current_process().authkey = authkey
+def _set_process(process: Any, parent: Parent, index: int, authkey: bytes) -> None:
+    me = process.current_process()
+    if authkey:
+        me.authkey = authkey
+    me._name, me._identity = parent.child(index)
+    me._parent_pid = parent.pid
+    # The end of the program closes the other end of this pipe, so `parent_process().join()` returns then.
+    process._parent_process = process._ParentProcess(parent.name, parent.pid, lifelines[-1])
 
 
 def _set_tracker(module: Any, tracker: int) -> None:

@@ -162,7 +162,9 @@ class ProcessEngine:
             # Also if multiprocessing passes it on: otherwise a fork would start a tracker itself.
             tracker = multiprocessing_state.tracker()
             if self._passes_on:
-                boot = boot._replace(authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None)
+                boot = boot._replace(
+                    parent=multiprocessing_state.parent(), authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None
+                )
             more = [tracker] if self._passes_on and tracker is not None else []
             return self._start(pickle.dumps(boot), (*logs.fds, *more), logs, lambda code: on_exit(_exit(code)))
         except BaseException:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from multiprocessing import process as of_multiprocessing
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 from percore._common.system import HAS_PIDFD
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go
 from percore._engines.processes.launch import Watched, exit_code
+from percore._serialization.advice import Nowhere
+from percore._serialization.pickler import main_info, value_pickler
+from percore._serialization.reducers import REGISTERED
 from percore._worker_process.multiprocessing_entry import begin, received
 from percore._worker_process.world import HELD_BACK
 
@@ -32,7 +36,45 @@ if TYPE_CHECKING:
 
 _running: set[BaseProcess] = set()
 
+_ONLY_INHERITED = ("multiprocessing.synchronize", "multiprocessing.sharedctypes")
+"""Modules of which one is loaded if there is any object that only a process of multiprocessing can get, and only at its start."""
+
 _UNKNOWN = 255  # multiprocessing's own code for an unknown exit code
+
+
+def needs_inheritance(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bool:
+    """Return whether these contain a lock, queue or value of multiprocessing, which only its own processes can inherit.
+
+    If such objects may exist, this pickles what it is given, in order to look into it.
+    """
+    if any(_is_of_multiprocessing(arg) for arg in initargs):
+        return True
+    if initializer is None or not any(name in sys.modules for name in _ONLY_INHERITED):
+        return False
+    base: Any = value_pickler(main_info().by_value)
+
+    class Finder(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if _is_of_multiprocessing(obj):
+                raise _Found
+            return super().reducer_override(obj)
+
+    try:
+        Finder(Nowhere(), buffer_callback=lambda _: None).dump((initializer, initargs))
+    except _Found:
+        return True
+    except Exception as error:  # it cannot be pickled: the start of the workers reports that
+        return isinstance(error, RuntimeError) and "inheritance" in str(error)  # a subclass of a user, for example of Queue
+    return False
+
+
+class _Found(BaseException):
+    """An object of multiprocessing was found."""
+
+
+def _is_of_multiprocessing(obj: object) -> bool:
+    # Shared ctypes have classes of any module, and this attribute.
+    return type(obj).__module__.partition(".")[0] == "multiprocessing" or (type(obj) in REGISTERED and hasattr(obj, "_wrapper"))
 
 
 class _Passed(list[int]):
