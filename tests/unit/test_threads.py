@@ -660,3 +660,19 @@ def test_the_gil_changes_hands_often_while_calls_compute_for_long(clock: Clock) 
 
 def test_joining_takes_milliseconds() -> None:
     assert JOIN_AFTER <= 0.01
+
+
+def test_the_main_thread_works_alone_until_it_is_stopped() -> None:
+    recorder, started = Recorder(), []
+    threads = Threads(1, recorder, copy_context())
+    threads.on_start = lambda: started.append(True)
+    threads.use_main()
+    threads.put(1, "first")
+    threads.put(2, "second")
+    assert threads.take_back(2) == "second"
+    assert threads.end_idle() is False  # it goes on
+    threads.put(3, "third")
+    threads.stop()
+    threads.work()
+    assert recorder.expect(2) == [(1, "first"), (3, "third")]
+    assert (threads.is_idle(), len(started)) == (True, 3)

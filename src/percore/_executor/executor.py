@@ -45,11 +45,13 @@ class LoopPoolExecutor(Executor):
             sizes = list(executor.map(measure, paths))
 
     It is a replacement for ProcessPoolExecutor and ThreadPoolExecutor. It needs no event loop. Any thread may use it, and so may
-    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. A forked child may
-    use an executor that was created before the fork and had no call before it.
+    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. In a forked child
+    the executor starts workers of its own, even if it had workers before the fork. The futures of earlier calls end only in the
+    parent.
 
     Plain functions run on several threads of a worker at once, so they must be thread-safe. With `max_threads=1` each worker runs
-    one at a time, as with ProcessPoolExecutor. Coroutine functions run as tasks in the worker's event loop, up to 100 at once.
+    one at a time, in its main thread, as with ProcessPoolExecutor. Coroutine functions run as tasks in the worker's event loop, up
+    to 100 at once.
 
     Args:
         max_workers: number of worker processes. Default: the CPUs available to this process.

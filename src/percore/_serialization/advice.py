@@ -1,6 +1,7 @@
 """Error messages about objects that cannot be sent. They name the object and the reason, and say what to send instead."""
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -118,6 +119,23 @@ def advise_importing(error: BaseException) -> None:
             "The worker has imported this module from its file, and does not see what the program has changed in it since "
             "(importlib.reload, %autoreload): start the runner anew, or call cloudpickle.register_pickle_by_value(module) in the "
             "program.",
+        )
+
+
+# The main thread
+
+
+def advise_main_thread(error: BaseException) -> None:
+    """Add a note to `error`, raised by a call, if the call needed the main thread, such as for `signal.signal`."""
+    if (
+        issubclass(type(error), ValueError | RuntimeError)
+        and threading.current_thread() is not threading.main_thread()
+        and "main thread" in text_of(error)
+    ):
+        BaseException.add_note(
+            error,
+            "The main thread of a worker runs the coroutine functions. With LoopPoolExecutor(max_threads=1) it runs the plain "
+            "functions instead.",
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from percore._common.errors import PayloadTooLarge
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
-from percore._serialization.advice import IMPORT_ERRORS, advise_importing, unpicklable
+from percore._serialization.advice import IMPORT_ERRORS, advise_importing, advise_main_thread, unpicklable
 from percore._serialization.pickler import load, qualified_name
 
 if TYPE_CHECKING:
@@ -131,4 +131,5 @@ class Answers:
         """Send an exception as the outcome of a call."""
         if POINTS:
             point("worker.outcome.ready")
+        advise_main_thread(error)
         self._channel.send_exception(ERROR, call_id, error, send)

@@ -47,6 +47,7 @@ from percore._worker.eager_tasks import task_starter
 from percore._worker.plain_calls import PlainCalls
 from percore._worker.shared_objects import WorkerShares
 from percore._worker.terms import Terms, Variables, within
+from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     from contextvars import Context
@@ -265,6 +266,11 @@ class Server:
     def join(self) -> None:
         """Wait until the stopped threads have ended."""
         self._threads.join()
+
+    @property
+    def threads(self) -> Threads:
+        """The threads of plain functions."""
+        return self._threads
 
     def own_tasks(self) -> set[asyncio.Task[Any]]:
         """Return the tasks of the calls that still run."""

@@ -46,8 +46,12 @@ _SHORT: Final = 0.002
 of it. Calls of up to `_SHORT` CPU seconds are not judged: a thread may wait for that long until it is scheduled."""
 
 
+_NUDGE: Final = -1
+"""In place of a call's id: the thread that takes it runs for a moment and waits again."""
+
+
 class Threads:
-    """A pool of daemon threads, started as they are needed."""
+    """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
 
     def __init__(self, limit: int, run: Callable[[int, Any], None], context: Context) -> None:
         """`run(call_id, item)` must not raise; it is called in a copy of `context`."""
@@ -74,10 +78,26 @@ class Threads:
         self._switches_often = False
         self._switched_every = 0.0
         self._on_idle: Callable[[], object] | None = None
+        self._is_main = False
         self.on_start: Callable[[], object] | None = None
-        """`put` calls this after it has started a thread of the pool."""
+        """`put` calls this after it has started a thread of the pool, and before each call of the main thread."""
         self.may_begin: Callable[[], bool] | None = None
         """A thread calls this before it begins a call. If it returns False, the call keeps waiting."""
+
+    # From the main thread
+
+    def use_main(self) -> None:
+        """Make the calling thread the only one of this pool, whose limit is 1. Call it before the first call, and `work` next."""
+        self._is_main = True
+        self._threads.append(threading.current_thread())
+
+    def work(self) -> None:
+        """Run the calls in this thread until `stop`.
+
+        An exception outside a call propagates, such as one that a signal handler of the user has raised too late. A call
+        may then be lost, so the process must end.
+        """
+        self._context.copy().run(self._work)
 
     # From the loop
 
@@ -95,6 +115,8 @@ class Threads:
                 if not self._threads:
                     del self.waiting[call_id]
                     raise
+        if self._is_main and self.on_start is not None:
+            self.on_start()
         self._ids.put(call_id)
 
     def take_back(self, call_id: int) -> Any | None:
@@ -139,7 +161,13 @@ class Threads:
         return self._begun
 
     def end_idle(self) -> bool:
-        """End the idle threads of the pool. Later calls start new ones. Return whether any thread is left."""
+        """End the idle threads of the pool. Later calls start new ones. Return whether any thread is left.
+
+        The main thread cannot end. It runs for a moment instead, which has the same effect on what it keeps alive.
+        """
+        if self._is_main:
+            self._ids.put(_NUDGE)
+            return False
         idle = len(self._threads) - len(self.waiting) - (self._limit - self.free())
         for _ in range(idle):  # any thread may take the None and end, perhaps one that has just finished a call
             self._leaving.append(self._threads.pop())
@@ -172,7 +200,8 @@ class Threads:
     def _work(self) -> None:
         get = self._ids.get
         while (call_id := get()) is not None:
-            self._begin(call_id, self._run_one)
+            if call_id != _NUDGE:
+                self._begin(call_id, self._run_one)
 
     def _run_beside(self, call_id: int) -> None:
         self._begin(call_id, self._run)

@@ -33,6 +33,11 @@ def withhold(files: Iterable[int], others: Iterable[int]) -> None:
     os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_behind)
 
 
+def withhold_more(others: Iterable[int]) -> None:
+    """Replace these descriptors in forks, too."""
+    _numbers.update(others)
+
+
 def sigterm_drains() -> None:
     """Reset the current handler of SIGTERM in forks: it belongs to the worker."""
     _handlers.append(signal.getsignal(signal.SIGTERM))

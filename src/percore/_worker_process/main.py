@@ -8,7 +8,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from percore._common.fault_points import POINTS, point, this_is_worker
@@ -23,7 +24,7 @@ from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.executor_worker import initialize
 from percore._worker.worker import WorkerCore, WorkerStart
-from percore._worker_process import after_fork, main_module, multiprocessing_state
+from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.world import lifelines
 
@@ -86,14 +87,14 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop
     loop: asyncio.AbstractEventLoop = make_loop()
     loop.set_debug(boot.debug)
-    asyncio.set_event_loop(loop)
-    try:
-        memory = WorkerMemory(boot.layout, memory_fds)
-        channel = memory.link(loop, bell, main_by_value=main.by_value)
-        worker = WorkerCore(channel, memory.marks, boot.start, context, failure)
-        return loop.run_until_complete(_serve(loop, worker, sigterm_drains=executor is None or not executor.is_pool))
-    finally:
-        _end_loop(loop)
+    memory = WorkerMemory(boot.layout, memory_fds)
+    channel = memory.link(loop, bell, main_by_value=main.by_value)
+    worker = WorkerCore(channel, memory.marks, boot.start, context, failure)
+    drains = executor is None or not executor.is_pool
+    if executor is None or boot.start.threads > 1:
+        return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)
+    on_open = main_thread.drain_on_sigterm(loop, worker.server.drain) if drains else None
+    return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker.server, _leave)
 
 
 def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:
@@ -102,12 +103,25 @@ def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:
     forward(LogWriter(RingWriter(memory.view), bell, pipe).write, levels)
 
 
-async def _serve(loop: asyncio.AbstractEventLoop, worker: WorkerCore, *, sigterm_drains: bool) -> int:
+def _run_loop(loop: asyncio.AbstractEventLoop, worker: WorkerCore, on_open: Callable[[], None] | None) -> int:
+    """Serve, in this thread, until asked to end, and return the exit code. `on_open`: called in the loop when it receives."""
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(_serve(worker, on_open))
+    finally:
+        _end_loop(loop)
+
+
+async def _serve(worker: WorkerCore, on_open: Callable[[], None] | None) -> int:
     worker.open(_broken)
-    if sigterm_drains:
-        loop.add_signal_handler(signal.SIGTERM, worker.server.drain)
-        after_fork.sigterm_drains()
+    if on_open is not None:
+        on_open()
     return await worker.serve()
+
+
+def _drain_on_sigterm(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    after_fork.sigterm_drains()
 
 
 def _broken(error: BaseException) -> None:
