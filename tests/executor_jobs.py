@@ -1,5 +1,6 @@
 """What tests have executors do, besides tests.jobs."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -46,6 +47,70 @@ def pid() -> int:
 
 def exit_now(code: int) -> NoReturn:
     os._exit(code)
+
+
+class TooLate(Exception):
+    """Raised by a signal handler."""
+
+
+def _raise(signum: int, _frame: object) -> NoReturn:
+    raise TooLate(signal.Signals(signum).name)
+
+
+def raise_by_signal() -> tuple[str, bool]:
+    """Run a signal handler in this call."""
+    before = signal.signal(signal.SIGUSR1, _raise)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except TooLate as error:
+        return str(error), threading.current_thread() is threading.main_thread()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return "", False
+
+
+async def araise_by_signal() -> tuple[str, bool]:
+    return raise_by_signal()
+
+
+def leave_a_handler() -> int:
+    """Leave a signal handler behind that raises, and return the pid."""
+    signal.signal(signal.SIGUSR1, _raise)
+    return os.getpid()
+
+
+def take_sigterm(log: str) -> int:
+    """Handle SIGTERM from now on, and return the pid."""
+    signal.signal(signal.SIGTERM, lambda _signum, _frame: jobs.say(log, "handled"))
+    return os.getpid()
+
+
+def take_the_wakeup_fd() -> int:
+    signal.set_wakeup_fd(-1)
+    return os.getpid()
+
+
+def run_a_loop() -> Any:
+    return asyncio.run(jobs.aecho("from its own loop"))
+
+
+@asynccontextmanager
+async def fragile() -> AsyncIterator[asyncio.Event]:
+    """A lifespan that fails once the event is set."""
+    async with asyncio.TaskGroup() as group:
+        event = asyncio.Event()
+
+        async def fail() -> NoReturn:
+            await event.wait()
+            raise LookupError("the lifespan's own")
+
+        task = group.create_task(fail())
+        yield event
+        task.cancel()
+
+
+async def end_the_lifespan() -> None:
+    percore.state(asyncio.Event).set()
 
 
 def kill_itself(signum: int) -> None:

@@ -204,9 +204,9 @@ def test_what_waits_is_cancelled_by_a_shutdown_that_does_not_wait(tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["percore", "spawn"])
-def test_x5_a_fork_of_the_program_has_none(method: str, tmp_path: Path) -> None:
+def test_x5_a_fork_of_the_program_has_workers_of_its_own(method: str, tmp_path: Path) -> None:
     lines = told("in_a_fork", method, tmp_path)
-    assert sorted(lines) == sorted(["before", *["held"] * 4, "refused true", "fork", "code 7", "after"])
+    assert sorted(lines) == sorted(["before", *["held"] * 4, "child", "child later", "fork", "code 7", "after"])
 
 
 @pytest.mark.parametrize("method", ENDS)

@@ -24,7 +24,8 @@ from percore._worker import context
 from percore._worker.executor_worker import ExecutorSettings, Given, ThreadStart, run_chunk
 
 if TYPE_CHECKING:
-    from percore._supervisor.pool import DeathObserver
+    from percore._executor.worker_process import WorkerProcess
+    from percore._supervisor.pool import WorkerObserver
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,6 +125,15 @@ class LoopPoolExecutor(Executor):
         self._collected = weakref.ref(self, lambda _: portal.release())
 
     @property
+    def _processes(self) -> "dict[int, WorkerProcess]":
+        """The workers by pid, as libraries read them from ProcessPoolExecutor. Empty before the first call."""
+        from percore._executor.worker_process import WorkerProcess
+
+        jobs = self._portal.jobs
+        found = [] if jobs is None else list(jobs.supervisor.members)
+        return {member.pid: WorkerProcess(member.pid, member.index) for member in found if member.pid is not None}
+
+    @property
     def _broken(self) -> str | Literal[False]:
         return self._portal.life.text or False
 
@@ -135,13 +145,13 @@ class LoopPoolExecutor(Executor):
         """Submit one call and return its future. Any thread may call this.
 
         percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled; after that its
-        `cancel()` returns False. If pickling fails, the future fails with that error. Otherwise the future gets the function's
-        result, or the exception that it raised, of whatever class (BaseException included).
+        `cancel()` returns False. Calls that take longer than about 10 ms wait for a worker that can begin them at once. If pickling
+        fails, the future fails with that error. Otherwise the future gets the function's result, or the exception that it raised,
+        of whatever class (BaseException included).
 
         Raises:
             BrokenProcessPool: the executor is broken.
-            RuntimeError: the executor was shut down; the interpreter is ending; or this is a forked child of a process that has
-                used the executor.
+            RuntimeError: the executor was shut down, or the interpreter is ending.
         """
         portal = self._portal
         portal.check()
@@ -320,7 +330,7 @@ class _Setup(NamedTuple):
     is_pool: bool
     max_tasks: int
 
-    def assemble(self, loop: asyncio.AbstractEventLoop, observer: "DeathObserver | None") -> Assembly:
+    def assemble(self, loop: asyncio.AbstractEventLoop, observer: "WorkerObserver | None") -> Assembly:
         # A forked worker has this same __main__ module, with its globals.
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
         return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)

@@ -7,11 +7,15 @@ A call *waits* until the workers have room for it; the room includes the calls t
 waits, cancelling its future withdraws it. When it is handed over, its arguments are pickled and its future is set running, like a
 future in the call queue of ProcessPoolExecutor.
 
+A call that takes long is handed over only to begin at once, because until then it can be cancelled. Whether the calls of a function
+take long is measured here. Until a first call has ended, they are taken to.
+
 User code (callbacks of futures) runs between two turns of the loop, when the state is consistent. Its exceptions are logged. Users
 may set or cancel a future themselves at any time.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -24,6 +28,8 @@ from percore._calls.policy import CallPlan
 from percore._common.errors import RemoteError, RemoteTraceback
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
+from percore._scheduler.dispatch import AHEAD
+from percore._scheduler.windows import Cost
 from percore._worker.executor_worker import ThreadInitializerFailed
 
 if TYPE_CHECKING:
@@ -36,6 +42,10 @@ logger: Final = logging.getLogger("percore")
 Request: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
 """A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
+
+
+_LONG: Final = 0.01
+"""Seconds above which a call is long."""
 
 
 class Keeper(Protocol):
@@ -71,7 +81,10 @@ class Held:
 class Job(CallBase):
     """One call, with the interface that the supervisor expects of a call. Its future is resolved at the end of the turn."""
 
-    __slots__ = ("_held", "_jobs", "body", "call_id", "function", "future", "is_done", "key", "kind", "member", "owner", "plan")
+    __slots__ = (
+        *("_held", "_jobs", "begun_at", "body", "call_id", "function", "future"),
+        *("is_done", "key", "kind", "member", "owner", "plan"),
+    )
 
     queue: ClassVar[None] = None
 
@@ -85,9 +98,11 @@ class Job(CallBase):
     key: Hashable | None
     plan: CallPlan | None
 
-    def __init__(self, jobs: "Jobs", future: Future[Any], held: Any) -> None:
+    def __init__(self, jobs: "Jobs", future: Future[Any], held: Any, now: float) -> None:
         self._jobs = jobs
         self._held = held
+        self.begun_at = now
+        """When it was handed over."""
         self.future: Future[Any] | None = future
         self.is_done = False
 
@@ -120,6 +135,8 @@ class Jobs:
         self._is_pool = is_pool
         workers, room_for = len(supervisor.slots), supervisor.dispatch.room_for
         self._room = [room_for(Kind.TASK) * workers, room_for(Kind.THREAD) * workers]
+        self._cost_by_value = Cost()
+        """How long the calls of functions take that are sent with each call."""
         self._waiting: tuple[deque[Waiting], deque[Waiting]] = (deque(), deque())
         self._running: set[Job] = set()
         self._cut: list[Future[Any]] = []
@@ -163,14 +180,18 @@ class Jobs:
                 if begins(future):
                     self._tell(future, None, self._life.last_word())
             return
-        enter = supervisor.submission.enter
+        enter, now = supervisor.submission.enter, time.monotonic()
         for kind, waiting in enumerate(self._waiting):
             while waiting and room[kind] > 0:
+                seconds = waiting[0][1].cost.seconds
+                if (seconds is None or seconds > _LONG) and self._must_wait(waiting[0][1]):
+                    break
                 future, function, args, kwargs, held = waiting.popleft()
                 if not begins(future):
                     continue
-                job = Job(self, future, held)
+                job = Job(self, future, held, now)
                 job.kind = kind
+                job.function = function
                 self._running.add(job)
                 room[kind] -= 1
                 try:
@@ -178,11 +199,37 @@ class Jobs:
                 except BaseException as error:  # broken; or pickling raised KeyboardInterrupt, which ends only this call
                     self.ended(job, None, error)
 
+    def _cost(self, function: Function) -> Cost:
+        return function.cost if function.number else self._cost_by_value
+
+    def _is_short(self, function: Function) -> bool:
+        """Return whether the calls of a plain function are short, so that they may be queued ahead."""
+        seconds = self._cost(function).seconds
+        return seconds is not None and seconds <= _LONG
+
+    def _must_wait(self, function: Function) -> bool:
+        """Return whether a call must wait here: it is a long one of a plain function, and no worker can begin it now.
+
+        One call is always handed over. It fails if no worker can be started any more, and so ends the others.
+        """
+        if function.kind != Kind.THREAD or self._is_short(function) or not self._running:
+            return False
+        return not self.supervisor.dispatch.has_place(Kind.THREAD)
+
+    def _measure(self, job: Job) -> None:
+        """Measure how long a plain call has taken. One that may have been queued ahead is taken to have been the last of them."""
+        calls = 1 + AHEAD if self._is_short(job.function) else 1
+        self._cost(job.function).measured(calls, time.monotonic() - job.begun_at)
+
     def _withdrawn(self) -> Iterator[Future[Any]]:
         """Remove the waiting calls one by one, and return their futures. User code may run between two of them, and may raise."""
         for waiting in self._waiting:
             while waiting:
                 yield waiting.popleft()[0]
+
+    def seated(self) -> None:
+        """A worker has become ready: calls that wait may begin there."""
+        self._loop.call_soon(self._pump)
 
     # Out
 
@@ -190,6 +237,8 @@ class Jobs:
         """Record the outcome of a call. Its future is resolved in `_deliver`."""
         if job.is_done:
             return
+        if job.kind == Kind.THREAD and not self._outcomes:  # one call of a turn is enough
+            self._measure(job)
         future = self._leave(job)
         if error is not None:
             if type(error) is ThreadInitializerFailed:

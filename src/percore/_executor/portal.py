@@ -18,8 +18,8 @@ place. Each event sets a mark, and the same steps follow in every phase:
                                                         end with the last worker; `look`
     a death in a pool, a failed initializer   BROKEN    every call ends; the supervisor kills its workers; `look`
 
-The supervisor reports each end of a call or worker to its one `Closing`. It also reports ended calls to the `Jobs` and, in a pool,
-deaths of workers to the portal, its `DeathObserver`.
+The supervisor reports each end of a call or worker to its one `Closing`. It also reports ended calls to the `Jobs`, and new workers
+and deaths to the portal, its `WorkerObserver`. Only in a pool a death breaks the executor.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, Execut
 from percore._runner.assembly import MODULES, Assembly
 
 if TYPE_CHECKING:
-    from percore._supervisor.pool import DeathObserver
+    from percore._supervisor.pool import WorkerObserver
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
 
@@ -55,7 +55,7 @@ _start_lock = threading.RLock()
 _numbers: Final = itertools.count()
 _OVER: Final = ExecutorPhase.OVER
 
-Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, DeathObserver | None], Assembly]"
+Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"
 is_interpreter_ending = False
 
 
@@ -64,11 +64,17 @@ class Portal:
 
     def __init__(self, assemble: Assemble, *, is_pool: bool) -> None:
         """`assemble`: makes the workers' supervisor in the loop. `is_pool`: the death of one worker breaks the executor."""
-        self.life = ExecutorLife()
         self._assemble: Assemble | None = assemble
+        """None after the end: it refers to the user's initializer and initargs."""
         self._is_pool = is_pool
+        self._of_parent: object = None
+        self._renew()
+
+    def _renew(self) -> None:
+        """Become unused."""
+        self.life = ExecutorLife()
         self._pid: int | None = None
-        """The process that uses the portal. None: not used yet, so a fork may still use its copy."""
+        """The process that uses the portal. None: not used yet."""
         self.thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._inbox: deque[Request] = deque()
@@ -80,6 +86,16 @@ class Portal:
         """Requests made before the workers were launched."""
         self._settled: asyncio.Future[None]
 
+    def forked(self) -> None:
+        """In a fork, which has no thread but its own: become unused, unless the portal takes no more calls.
+
+        The futures of calls that were submitted before end only in the parent.
+        """
+        if not self.life.marks:
+            # Finalizers of the parent's loop and workers must not run here while the parent uses them.
+            self._of_parent = self._of_parent, vars(self).get("_loop"), self.jobs, self._inbox, self.life
+            self._renew()
+
     # From any thread
 
     def check(self) -> None:
@@ -87,14 +103,12 @@ class Portal:
 
         Raises:
             BrokenProcessPool: the executor is broken: a worker could not be started, or it died and is not replaced.
-            RuntimeError: the executor is shut down, the interpreter is ending, or this is a fork of the process that uses it.
+            RuntimeError: the executor is shut down, or the interpreter is ending.
         """
         if self.life.marks:
             raise self.life.refusal()
         if is_interpreter_ending:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-        if self._pid is not None and self._pid != os.getpid():
-            raise RuntimeError("this executor was used before a fork and works only in the process that used it; make a new one")
 
     def _is_of_another_process(self) -> bool:
         return self._pid is not None and self._pid != os.getpid()
@@ -202,15 +216,15 @@ class Portal:
             self.life.advance(ExecutorEvent.END)
             if self.jobs is not None:
                 self.jobs.end()
+            self._assemble = None
             self._empty_inbox()
             _portals.discard(self)
 
     async def _main(self) -> None:
         loop = self._loop
-        assemble, self._assemble = self._assemble, None  # it refers to the user's initializer and initargs
-        assert assemble is not None
+        assert self._assemble is not None
         try:
-            assembly = assemble(loop, self if self._is_pool else None)
+            assembly = self._assemble(loop, self)
         except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
             self._fail(error)
             return
@@ -276,12 +290,19 @@ class Portal:
         self.life.marks.add(Mark.KILLED)
         self.jobs.supervisor.closing.signal_all(signum)  # calls that no worker has begun end with the last worker
 
+    def seated(self) -> None:
+        """Implement `WorkerObserver`: calls that wait may begin there."""
+        if self.jobs is not None:
+            self.jobs.seated()
+
     def died(self, member: "PoolWorker", *, was_ready: bool) -> None:
-        """Break the executor: a worker of a pool has died.
+        """Implement `WorkerObserver`: break the executor if it is a pool.
 
         One that was not ready during the start is left to the start, which knows more. But if calls run in other workers, they
         must end at once, and the reason is the death.
         """
+        if not self._is_pool:
+            return
         is_late = self.life.phase is not ExecutorPhase.STARTING
         if was_ready or is_late or (member.failure is None and self.jobs is not None and self.jobs.are_sent()):
             self.break_off(ABRUPTLY, None)
@@ -316,6 +337,8 @@ def _forget_all() -> None:
     """Start anew in a fork: the portals' threads do not exist there, and one of them may have held the lock."""
     global _start_lock
     _start_lock = threading.RLock()
+    for portal in _portals:
+        portal.forked()
     _portals.clear()
 
 

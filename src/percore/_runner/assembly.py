@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from percore._monitor.usage import Usage
     from percore._protocol.interfaces import Engine
     from percore._serialization.pickler import MainInfo
-    from percore._supervisor.pool import DeathObserver
+    from percore._supervisor.pool import WorkerObserver
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 
@@ -80,7 +80,7 @@ class Assembly:
         options: RunnerOptions,
         make_engine: EngineFactory | None = None,
         main: MainInfo | None = None,
-        observer: DeathObserver | None = None,
+        observer: WorkerObserver | None = None,
     ) -> None:
         """Make the parts. No worker starts before `supervisor.pool.start()`.
 
@@ -89,7 +89,7 @@ class Assembly:
             options: the options of the runner.
             make_engine: makes the engine. None: processes, by the start method of the options.
             main: how workers get `__main__`. None: as it was started.
-            observer: is told of each death of a worker that nobody asked for.
+            observer: is told of new workers, and of each death of a worker that nobody asked for.
 
         Raises:
             OSError: there is not enough memory for even one message of `max_message` bytes.

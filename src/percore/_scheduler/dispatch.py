@@ -211,6 +211,11 @@ class Dispatch(Generic[C, S]):
         """Return how many calls of this kind one worker may hold at once, including those queued ahead."""
         return self._room[kind]
 
+    def has_place(self, kind: int) -> bool:
+        """Return whether some worker can begin a call of this kind at once."""
+        places = self._places[kind]
+        return any(seat.load[kind] < places for seat in self.seats)
+
     # Queues
 
     def open(self, queue: Queue[C, S]) -> None:

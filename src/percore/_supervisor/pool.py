@@ -89,8 +89,11 @@ class Keeper(Progress, Protocol):
         """Break the runner, because no worker can be started any more."""
 
 
-class DeathObserver(Protocol):
-    """A part above the supervisor that has to know of deaths, such as an executor that breaks with a worker."""
+class WorkerObserver(Protocol):
+    """A part above the supervisor that has to know how workers come and go: an executor."""
+
+    def seated(self) -> None:
+        """A worker has begun to take calls."""
 
     def died(self, member: PoolWorker, *, was_ready: bool) -> None:
         """A worker has died, and nothing asked it to end. `was_ready`: it was ready before, and not draining."""
@@ -106,7 +109,7 @@ class Pool:
         calls: CallRegistry,
         members: set[PoolWorker],
         keeper: Keeper,
-        observer: "DeathObserver | None" = None,
+        observer: "WorkerObserver | None" = None,
     ) -> None:
         self.slots = [WorkerSlot(index) for index in range(options.workers)]
         self.members = members
@@ -301,6 +304,8 @@ class Pool:
         """Let the current worker get calls, if it is ready and does not get them yet."""
         if slot.current is not None and slot.current.is_ready and slot.current not in self._dispatch.seats:
             self._dispatch.seat(slot.current)
+            if self._observer is not None:
+                self._observer.seated()
 
     def _retire(self, member: PoolWorker) -> None:
         self._dispatch.unseat(member)

@@ -28,7 +28,7 @@ from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.admission import Admission
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
-from percore._supervisor.pool import DeathObserver, Pool
+from percore._supervisor.pool import Pool, WorkerObserver
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.submission import Submission
 
@@ -41,9 +41,9 @@ class Supervisor:
     """Supervises the workers and calls of one runner. Only the thread of its loop may call its methods."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, engine: Engine, observer: DeathObserver | None = None
+        self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, engine: Engine, observer: WorkerObserver | None = None
     ) -> None:
-        """`observer` is told of each death that nobody asked for."""
+        """`observer` is told of new workers, and of each death that nobody asked for."""
         self.loop = loop
         self.options = options
         self.engine = engine
