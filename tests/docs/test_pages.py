@@ -11,11 +11,8 @@ FILES = {"yaml", "toml", "ini", "dockerfile", "json", "html", "text"}
 LANGUAGES = {"python", "pycon", "console", "diff", *FILES, "prelude", "skip", "story"}
 RUN = ("python", "pycon", "console", "prelude")
 
-# TODO: these pages have names that nothing defines; each needs a prelude.
-NOT_YET = {
-    "explanation/guarantees.md", "how-to/logging.md",
-    "performance.md", "testing.md", "changelog.md", "performance-record.md",
-}  # fmt: skip
+# TODO: its block needs a title.
+NOT_YET = {"how-to/logging.md"}
 PAGES = [page for page in pages() if name_of(page) not in NOT_YET]
 RUNNING = [page for page in PAGES if not story_of(page) and any(block.language in RUN for block in blocks_of(page))]
 
