@@ -35,6 +35,8 @@ class Story:
     _servers: list["Server"] = field(default_factory=list)
     _sessions: dict[str, "Session"] = field(default_factory=dict)
     _ports: dict[str, str] = field(default_factory=dict)
+    _exports: str = ""
+    """`env NAME=VALUE`, for the commands that follow `export NAME=VALUE`."""
 
     def run(self) -> None:
         blocks = blocks_of(self.page)
@@ -74,6 +76,10 @@ class Story:
         return re.sub(r"(?<![\w.])\d{4,5}(?![\w.]*\w)", lambda found: self._ports.get(found[0], found[0]), text)
 
     def _command(self, block: Block, command: Command) -> None:
+        if command.line.startswith("export "):
+            self._exports = f"{self._exports or 'env '}{command.line.removeprefix('export ')} "
+            return
+        command.line = f"{self._exports}{command.line}"
         if installs := _INSTALL.fullmatch(command.line):
             check_installed(installs["names"])
         elif command.serves:

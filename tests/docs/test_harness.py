@@ -133,6 +133,17 @@ assert urlopen("http://127.0.0.1:8000/hello.txt").read() == b"hello\\n"
 """)
 
 
+def test_an_exported_variable_is_set_for_the_commands_that_follow(run: Run) -> None:
+    run("""
+```console
+$ export GREETING=hello NAME=world
+$ printenv GREETING NAME
+hello
+world
+```
+""")
+
+
 def test_the_line_of_a_block_is_that_of_the_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```python\none\n```\n\n- item\n\n  ```pycon\n  >>> 1\n  ```\n")
