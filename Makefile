@@ -158,5 +158,5 @@ stdlib-one: $(VENV)/.percore-test
 	$(RUN) -m tests.stdlib.harness $(STDLIB_ARGS)
 
 clean:
-	rm -rf .venv .venvs build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venvs .cache build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
