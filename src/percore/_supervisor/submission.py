@@ -127,13 +127,7 @@ class Submission:
         call.is_over = False
         if POINTS:
             point("supervisor.call.pickled")
-        member = None
-        try:  # as `CallRegistry.accept`: the fastest way in makes no call for it
-            member = self._dispatch.submitted(call)
-            if member is not None:
-                member.send(call)
-        except BaseException as error:
-            self._calls.failed_with(call, error, member)
+        self._calls.accept(call)
         return call
 
     def _accept(
@@ -162,15 +156,10 @@ class Submission:
             return call
         if POINTS:
             point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
-        if member is not None:
+        if member is None:
+            self._calls.accept(call)
+        else:
             self._calls.broadcast(call, member)
-            return call
-        try:  # as `CallRegistry.accept`, which would make `submit` 3 % slower
-            member = self._dispatch.submitted(call)
-            if member is not None:
-                member.send(call)
-        except BaseException as error:
-            self._calls.failed_with(call, error, member)
         return call
 
     def _prepare(self, call: SubmittedCall, policy: Policy | None, member: "PoolWorker | None") -> bool:
