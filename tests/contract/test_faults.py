@@ -38,9 +38,9 @@ OTHERS: Final = tuple(
 )
 
 SPINE: Final = {
-    *("Pool._exited", "Pool._bury", "Deaths.end_calls", "Deaths._return", "Deaths._give_up"),
+    *("Pool._exited", "Pool._bury", "Deaths.end_calls", "Deaths._return", "Deaths._return.<locals>.each", "Deaths._give_up"),
     *("CallRegistry.give_up", "CallRegistry.failed_with"),
-    *("Supervisor.advance", "Supervisor._advance_despite"),
+    "Supervisor.advance",
     *("Outcomes.receiver.<locals>.receive", "Outcomes._isolate"),
     *("InFlight.ended", "InFlight.failed", "InFlight.broke"),
 }

@@ -277,8 +277,7 @@ class _ResultIterator:
         self._is_bounded = most is not None
         self._futures: deque[Future[Any]] = deque()
         try:
-            for args in rows if most is None else islice(rows, most):
-                self._futures.append(executor.submit(fn, *args))
+            self._submit(most)
         except BaseException:
             self._cancel()
             raise
@@ -287,12 +286,10 @@ class _ResultIterator:
         for future in self._futures:
             future.cancel()
 
-    def _submit_next(self) -> None:
+    def _submit(self, most: int | None) -> None:
         executor = self._executor()
-        if executor is None:
-            return
-        for args in islice(self._rows, 1):
-            self._futures.append(executor.submit(self._fn, *args))
+        if executor is not None:
+            self._futures.extend(executor.submit(self._fn, *args) for args in islice(self._rows, most))
 
     def _take(self) -> Any:
         """Remove and return the next result. Keeps no reference to the result or its future."""
@@ -309,7 +306,7 @@ class _ResultIterator:
         try:
             while self._futures:
                 if self._is_bounded:
-                    self._submit_next()
+                    self._submit(1)
                 yield self._take()
         finally:
             self._cancel()

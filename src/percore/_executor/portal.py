@@ -82,8 +82,8 @@ class Portal:
         self.jobs: Jobs | None = None
         """None until the first workers have been launched."""
         self._has_launched = threading.Event()
-        self._asked: list[Callable[[], None]] = []
-        """Requests made before the workers were launched."""
+        self._asked: list[Callable[[Jobs], None]] = []
+        """Steps that were asked for before the workers were launched."""
         self._settled: asyncio.Future[None]
 
     def forked(self) -> None:
@@ -110,8 +110,9 @@ class Portal:
         if is_interpreter_ending:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    def _is_of_another_process(self) -> bool:
-        return self._pid is not None and self._pid != os.getpid()
+    def _is_here(self) -> bool:
+        """Return whether this process uses the portal, or none does yet."""
+        return self._pid is None or self._pid == os.getpid()
 
     def submit(self, request: Request) -> None:
         """Accept a call. Its future always ends."""
@@ -130,37 +131,37 @@ class Portal:
 
     def shut(self, *, cancel: bool = False) -> None:
         """Take no more calls, finish the accepted ones, and end. `cancel`: cancel the calls that wait instead."""
-        if self._is_of_another_process():  # the thread does not exist here
+        if not self._is_here():  # the thread does not exist here
             self.life.marks.add(Mark.SHUT)
             return
         with _start_lock:
             self.life.marks.add(Mark.SHUT)
             if self.thread is not None:
-                self._wake(lambda: self._shut(cancel))
+                self._ask(lambda jobs: self._shut(jobs, cancel))
 
     def kill(self, signum: int) -> None:
         """Shut down, cancel the waiting calls, and send all workers this signal. They are not replaced."""
         self.shut(cancel=True)
-        if self.thread is not None and os.getpid() == self._pid:
-            self._wake(lambda: self._kill(signum))
+        if self.thread is not None and self._is_here():
+            self._ask(lambda jobs: self._kill(jobs, signum))
 
     def join(self) -> None:
         """Wait until the thread has ended. Return at once in that thread itself, and in a fork."""
         thread = self.thread
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
+        if thread is not None and thread is not threading.current_thread() and self._is_here():
             thread.join()
 
     def release(self) -> None:
         """Shut down because the executor was garbage-collected. May be called from any thread, at any point of its code."""
-        if Mark.SHUT not in self.life.marks and not self._is_of_another_process():
+        if Mark.SHUT not in self.life.marks and self._is_here():
             self.life.marks.add(Mark.SHUT)
             if self.thread is not None:
-                self._wake(lambda: self._shut(False))
+                self._ask(lambda jobs: self._shut(jobs, cancel=False))
 
     def forget(self, function: Function) -> None:
         """Forget a held function that no call needs any more. May be called from any thread, at any point of its code."""
         jobs = self.jobs
-        if jobs is not None and os.getpid() == self._pid:
+        if jobs is not None and self._is_here():
             self._wake(lambda: jobs.supervisor.functions.retire(function, ()))  # (): each call references its Held, so none is left
 
     def _start(self) -> None:
@@ -185,6 +186,10 @@ class Portal:
     def _wake(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the portal is over
             self._loop.call_soon_threadsafe(callback)
+
+    def _ask(self, step: Callable[[Jobs], None]) -> None:
+        """Take this step in the loop, once the first workers have been launched."""
+        self._wake(lambda: self._asked.append(step) if self.jobs is None else step(self.jobs))
 
     def _empty_inbox(self) -> None:
         """End the calls that were submitted after the end, since the loop no longer reads the inbox."""
@@ -252,7 +257,7 @@ class Portal:
         self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
         self._take()
         while self._asked:
-            self._asked.pop(0)()
+            self._asked.pop(0)(self.jobs)
 
     def _take(self) -> None:
         self._is_due = False
@@ -274,21 +279,15 @@ class Portal:
             self.life.advance(ExecutorEvent.SETTLE)
             self._settled.set_result(None)
 
-    def _shut(self, cancel: bool) -> None:
-        if self.jobs is None:
-            self._asked.append(lambda: self._shut(cancel))
-            return
+    def _shut(self, jobs: Jobs, cancel: bool) -> None:
         self._take()
         if cancel:
-            self.jobs.cancel_waiting()
+            jobs.cancel_waiting()
         self.look()
 
-    def _kill(self, signum: int) -> None:
-        if self.jobs is None:
-            self._asked.append(lambda: self._kill(signum))
-            return
+    def _kill(self, jobs: Jobs, signum: int) -> None:
         self.life.marks.add(Mark.KILLED)
-        self.jobs.supervisor.closing.signal_all(signum)  # calls that no worker has begun end with the last worker
+        jobs.supervisor.closing.signal_all(signum)  # calls that no worker has begun end with the last worker
 
     def seated(self) -> None:
         """Implement `WorkerObserver`: calls that wait may begin there."""

@@ -11,6 +11,7 @@ Workers may die or be killed from outside meanwhile: in `waiting for calls` and 
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from percore._common.log import Faults
@@ -150,12 +151,9 @@ class Closing:
         self.look()
 
     def _cancel_running(self) -> None:
-        faults = Faults("calls were cancelled, since the runner closes")
-        for member in list(self._members):
-            for call in reversed(list(member.calls.values())):  # last first: else a worker may begin the next
-                with faults:
-                    self._cancel(member, call)
-        faults.finish()
+        # Those of a worker last first: else it may begin the next.
+        calls = (partial(self._cancel, member, call) for member in self._members for call in reversed(member.calls.values()))
+        Faults("calls were cancelled, since the runner closes").run(*calls)
 
     def _cancel(self, member: PoolWorker, call: "PendingCall") -> None:
         if call.call_id in member.parked:

@@ -1,6 +1,6 @@
 """Ends the calls of a dead worker: calls that had begun fail or are attempted again, the others go back to the queues."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from percore._calls.calls import PendingCall
 from percore._calls.items import Batch
@@ -66,8 +66,7 @@ class Deaths:
             self._calls.release(call)
             call.cut_off()
         else:
-            attempts = 1 if call.plan is None else call.plan.failed + 1
-            death = member.death(call, age, attempts=attempts)
+            death = member.death(call, age)
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
             late = None if call.plan is None else call.plan.late
@@ -106,25 +105,23 @@ class Deaths:
     def _return(self, member: PoolWorker, faults: Faults) -> None:
         """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
         back: list[PendingCall] = []
-        for call in list(member.calls.values()):
-            with faults:
-                member.take(call.call_id)
-                back.append(call)
-            if faults.last is not None:
-                self._give_up(member, call, faults)
+
+        def each(step: Callable[[PendingCall], object], calls: Iterable[PendingCall]) -> None:
+            for call in calls:
+                with faults:
+                    step(call)
+                if faults.last is not None:
+                    self._give_up(member, call, faults)
+
+        each(lambda call: back.append(member.take(call.call_id)), list(member.calls.values()))
         self._calls.loose.update(back)  # the code that runs when one call ends may cancel the others
-        for call in back:
-            with faults:
-                self._refuse(member, call)
-            if faults.last is not None:
-                self._give_up(member, call, faults)
+        each(lambda call: self._refuse(member, call), back)
         self._calls.loose.difference_update(back)
-        for call in reversed(back):  # each goes to the head of its queue, so the first one goes last
-            with faults:
-                if not call.done():
-                    self._calls.dispatch.returned([(call, call.queue)])
-            if faults.last is not None:
-                self._give_up(member, call, faults)
+        each(self._requeue, reversed(back))  # each goes to the head of its queue, so the first one goes last
+
+    def _requeue(self, call: PendingCall) -> None:
+        if not call.done():
+            self._calls.dispatch.returned([(call, call.queue)])
 
     def _refuse(self, member: PoolWorker, call: PendingCall) -> None:
         """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
@@ -132,8 +129,7 @@ class Deaths:
             self._calls.release(call)
         elif self._is_hopeless() or call.kind == Kind.BROADCAST:
             self._calls.release(call)
-            attempts = 0 if call.plan is None else call.plan.failed
-            call.set_exception(member.death(call, started=False, attempts=attempts))
+            call.set_exception(member.death(call, started=False))
 
     def _is_hopeless(self) -> bool:
         """Return whether no worker will run the waiting calls: the runner is broken, or closing and without a live worker."""

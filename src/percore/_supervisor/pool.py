@@ -5,6 +5,7 @@
 
 import logging
 import signal
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from percore._common.errors import RunnerClosed, shown
@@ -100,7 +101,7 @@ class WorkerObserver(Protocol):
 
 
 class Pool:
-    """The workers of one runner."""
+    """The workers of one runner. Implements `StateReports`."""
 
     def __init__(
         self,
@@ -210,24 +211,21 @@ class Pool:
     # The state of a worker, as its messages report it
 
     def ready(self, member: PoolWorker) -> None:
-        """Implement `StateReports`."""
         if self.lifecycles.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
         slot = self.slots[member.index]
         old = slot.current
-        takes_over = slot.ready(member).act is Act.TAKE_OVER
+        decision = slot.ready(member)
         self._seat(slot)
         if POINTS:
             point("supervisor.worker.ready")
-        if takes_over and old is not None:
-            self._retire(old)
+        self._carry_out(slot, decision, old)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
             self._starting = None  # now: a worker that dies before `start` continues must be replaced
 
     def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.FAIL)
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
@@ -238,12 +236,10 @@ class Pool:
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: PoolWorker) -> None:
-        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.FAIL)
         self._dispatch.unseat(member)
 
     def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """Implement `StateReports`."""
         self._last_report, member.failure = text, error
         report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
 
@@ -314,7 +310,6 @@ class Pool:
             member.worker.channel.send(DRAIN, 0, None)
 
     def draining(self, member: PoolWorker) -> None:
-        """Implement `StateReports`."""
         self.lifecycles.advance(member, Event.DRAIN)
         self._dispatch.unseat(member)
         if POINTS:
@@ -462,11 +457,7 @@ class Pool:
 
     def finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
-        faults = Faults("workers were asked to end")
-        for member in list(self.members):
-            with faults:
-                self._finish(member)
-        faults.finish()
+        Faults("workers were asked to end").run(*(partial(self._finish, member) for member in self.members))
 
     def _finish(self, member: PoolWorker) -> None:
         if member.life.state is State.STARTING:
@@ -484,11 +475,7 @@ class Pool:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal to every worker, SIGKILL by default. The exits of the workers that it ends are reported later."""
-        faults = Faults("workers were sent a signal")
-        for member in list(self.members):
-            with faults:
-                member.worker.kill(signum)
-        faults.finish()
+        Faults("workers were sent a signal").run(*(partial(member.worker.kill, signum) for member in self.members))
 
 
 def _name(member: PoolWorker) -> str:

@@ -253,10 +253,10 @@ class PoolWorker:
         """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
         return self.worker.fate(call.call_id % self.stride, call.call_id)
 
-    def death(self, call: PendingCall, age: float | None = None, *, started: bool = True, attempts: int = 1) -> WorkerDied:
-        """Return the error of a call that this worker's end has ended."""
-        code, name = self.end.code, call.function.name
-        death = WorkerDied(self.pid, code, name, age, started, attempts, self.killed_why, self.end.why)
+    def death(self, call: PendingCall, age: float | None = None, *, started: bool = True) -> WorkerDied:
+        """Return the error of a call that this worker's end has ended. `age`: seconds since it began; None: unknown."""
+        attempts, name = started + (0 if call.plan is None else call.plan.failed), call.function.name
+        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why)
         death.__cause__ = self.failure
         return death
 

@@ -89,21 +89,10 @@ class Supervisor:
             if self.phase.is_closing:
                 self.closing.look()
         except BaseException as error:
-            self._advance_despite(error)
-
-    def _advance_despite(self, error: BaseException) -> None:
-        """Run all steps of `advance` again, each isolated, after one of them raised this error."""
-        steps = (
-            self.functions.forget_retired,
-            self.lifecycles.look_drained,
-            self.calls.send_broadcasts,
-            self.pool.relieve,
-            self._dispatch,
-            self.closing.look,
-        )
-        faults = Faults("calls were sent to workers")
-        faults.note(error)
-        faults.run(*steps)
+            faults, calls = Faults("calls were sent to workers"), self.calls
+            faults.note(error)
+            drain, relieve = self.lifecycles.look_drained, self.pool.relieve
+            faults.run(self.functions.forget_retired, drain, calls.send_broadcasts, relieve, self._dispatch, self.closing.look)
 
     def look_idle(self) -> None:
         """Implement `Progress`."""
