@@ -427,11 +427,22 @@ def test_the_sent_exception_is_left_as_it_is() -> None:
     assert cause.__cause__ is None
 
 
-def test_suppress_context_is_kept() -> None:
-    quiet = ValueError()
-    quiet.__suppress_context__ = True
-    assert arrived(quiet).__suppress_context__ is True
-    assert arrived(ValueError()).__suppress_context__ is False
+def test_tools_that_obey_suppress_context_find_the_traceback_of_the_worker() -> None:
+    """They take `__cause__` if it is set, and otherwise `__context__`, as Sentry's client does."""
+    exc = ValueError("v")
+    exc.__cause__ = KeyError("c")
+    exc.__cause__.__context__ = OSError("o")
+    back = arrived(exc)
+    assert back.__suppress_context__
+    assert back.__cause__.__suppress_context__
+    assert isinstance(back.__cause__.__cause__, RemoteTraceback)
+
+
+def test_suppress_context_of_a_cause_is_kept() -> None:
+    exc = ValueError("v")
+    exc.__cause__ = KeyError("c")
+    exc.__suppress_context__ = False
+    assert arrived(exc).__suppress_context__ is False
 
 
 def test_the_context_is_told_in_the_text() -> None:

@@ -334,9 +334,7 @@ def _end_as_theirs(error: BaseException) -> None:
         seen.add(id(error))
         cause = error.__cause__
         if type(cause) is RemoteTraceback:
-            suppress = error.__suppress_context__
             error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
-            error.__suppress_context__ = suppress
             return
         if cause is None:
             return

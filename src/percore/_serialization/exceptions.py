@@ -254,11 +254,12 @@ def _make(node: _Node, members: tuple[BaseException, ...], text: str) -> BaseExc
 
 
 def _end_chain(exc: BaseException, last: RemoteTraceback) -> None:
-    """Append `last` to the chain of causes. If the chain is a cycle, break it and append `last` there."""
+    """Append `last` to the chain of causes. If the chain is a cycle, break it and append `last` there.
+
+    As after `raise ... from`, `__suppress_context__` becomes true: tools such as Sentry follow `__cause__` only then.
+    """
     seen = {id(exc)}
     while (cause := CAUSE.__get__(exc)) is not None and id(cause) not in seen:
         seen.add(id(cause))
         exc = cause
-    suppress_context = SUPPRESS_CONTEXT.__get__(exc)
     CAUSE.__set__(exc, last)
-    SUPPRESS_CONTEXT.__set__(exc, suppress_context)
