@@ -18,7 +18,7 @@ from tests.docs.blocks import Block, blocks_of
 from tests.docs.console import ANY, Command, commands_of, matches
 
 SESSION = Path(__file__).with_name("session.py")
-LIMIT = 40.0
+LIMIT = 100.0
 """Seconds that one command may take, or one block."""
 _PORT = re.compile(r"(?:127\.0\.0\.1:|127\.0\.0\.1\", |localhost:|--port[ =]|http\.server )(\d{4,5})\b")
 _INSTALL = re.compile(r"(?:python -m )?pip install (?P<names>.+)")

@@ -17,7 +17,7 @@ PAGES = [page for page in pages() if name_of(page) not in NOT_YET]
 RUNNING = [page for page in PAGES if not story_of(page) and any(block.language in RUN for block in blocks_of(page))]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUNNING, ids=name_of)
 def test_the_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import ROOT
 from tests.docs.story import Story
 
 README = ROOT / "README.md"
 
 
+@pytest.mark.timeout(300)
 def test_the_blocks_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
     folder = tmp_path / "readme"
     folder.mkdir()
