@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import DOCS, ROOT, blocks_of, name_of, pages, story_of
+from tests.docs.blocks import ROOT, blocks_of, name_of, pages, story_of
 from tests.docs.story import Story
 
 FILES = {"yaml", "toml", "ini", "dockerfile", "json", "html", "text"}
 LANGUAGES = {"python", "pycon", "console", "diff", *FILES, "prelude", "skip", "story"}
 RUN = ("python", "pycon", "console", "prelude")
 
-# TODO: its block needs a title.
-NOT_YET = {"how-to/logging.md"}
-PAGES = [page for page in pages() if name_of(page) not in NOT_YET]
+PAGES = pages()
 RUNNING = [page for page in PAGES if not story_of(page) and any(block.language in RUN for block in blocks_of(page))]
 
 
@@ -35,7 +33,3 @@ def test_a_page_with_a_story_of_its_own_names_a_test() -> None:
     for page in PAGES:
         story = story_of(page)
         assert story is None or (ROOT / story).is_file(), name_of(page)
-
-
-def test_the_pages_that_nothing_runs_exist() -> None:
-    assert all((DOCS / name).is_file() for name in NOT_YET)
