@@ -366,3 +366,40 @@ asyncio.run(main())
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+FAKE_GEVENT = """
+def patch_all():
+    print("patched")
+
+def is_module_patched(name):
+    return True
+"""
+
+GREENLETS = """
+import asyncio, os
+from gevent import monkey
+monkey.patch_all()
+import percore
+
+def double(number):
+    return 2 * number
+
+async def main():
+    async with percore.Runner(1) as runner:
+        print(await runner.map(double, range(3)))
+
+if __name__ == "__main__":
+    with percore.LoopPoolExecutor(1) as executor:
+        print(list(executor.map(double, range(3))), type(executor._portal._loop).__module__)
+    asyncio.run(main())
+"""
+
+
+def test_workers_leave_out_what_gevent_would_patch(tmp_path: Path) -> None:
+    """With a gevent that patches nothing: the real one is among the programs of tests/programs."""
+    (tmp_path / "gevent").mkdir()
+    (tmp_path / "gevent" / "__init__.py").touch()
+    (tmp_path / "gevent" / "monkey.py").write_text(FAKE_GEVENT)
+    told = output_of(GREENLETS, tmp_path)
+    assert told == "patched\n[0, 2, 4] asyncio.unix_events\n[0, 2, 4]\n"

@@ -55,9 +55,18 @@ def uvloop_wanted() -> bool:
     return "uvloop" not in _without
 
 
+def has_greenlets() -> bool:
+    """Return whether gevent has replaced threads by greenlets (`monkey.patch_all()`)."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
+
+
 def new_loop() -> AbstractEventLoop:
-    """Return a new event loop: uvloop's if it is wanted and installed, otherwise asyncio's."""
-    if uvloop_wanted():
+    """Return a new event loop: uvloop's if it is wanted and installed, otherwise asyncio's.
+
+    Where gevent has replaced threads by greenlets, it is asyncio's: its selector lets other greenlets run, and uvloop does not.
+    """
+    if uvloop_wanted() and not has_greenlets():
         with suppress(ImportError):
             import uvloop
 

@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import NoReturn
 
 from percore._worker.server import Server
@@ -51,12 +52,11 @@ def serve(run_loop: Callable[[], int], server: Server, leave: Callable[[int], No
         if not server.threads.is_idle():
             leave(code)
         server.threads.stop()
+        SimpleQueue[None]().get()  # for ever: the main thread ends the process
 
     server.threads.use_main()
-    thread = threading.Thread(target=run, name="percore-loop", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="percore-loop", daemon=True).start()
     server.threads.work()
-    thread.join()
     return codes[0]
 
 

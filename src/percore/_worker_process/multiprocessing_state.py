@@ -103,7 +103,7 @@ def take_over(parent: Parent, index: int, authkey: bytes, tracker: int | None) -
         module = sys.modules.get(name)
         if module is not None:
             steps.pop(name)(module)
-    sys.meta_path.insert(0, _AfterImport(steps))
+    sys.meta_path.insert(0, AfterImport(steps))
 
 
 def _set_process(process: Any, parent: Parent, index: int, authkey: bytes) -> None:
@@ -134,7 +134,7 @@ def _leave_untracked(shared_memory: Any) -> None:
     )
 
 
-class _AfterImport:
+class AfterImport:
     """A finder that runs a step for each of some modules right after the import of the module."""
 
     def __init__(self, steps: dict[str, Step]) -> None:

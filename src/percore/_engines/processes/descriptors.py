@@ -7,12 +7,16 @@ would keep the write end of a lifeline open, and the worker would stay alive aft
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import os
 import socket
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from percore._transport.memory import anonymous_file as new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Closable(Protocol):
@@ -23,6 +27,7 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 _held: set[Closable] = set()
+_keepers = 0
 
 
 def hold(thing: C) -> C:
@@ -38,12 +43,28 @@ def let_go(*things: Closable) -> None:
         thing.close()
 
 
+@contextlib.contextmanager
+def kept_in_forks() -> Iterator[None]:
+    """Let forks keep what is held: they are about to run another program, which gets some of it."""
+    global _keepers
+    _keepers += 1
+    try:
+        yield
+    finally:
+        _keepers -= 1
+
+
 def _let_go_of_all() -> None:
     while _held:
         _held.pop().close()
 
 
-os.register_at_fork(after_in_child=_let_go_of_all)
+def _forked() -> None:
+    if not _keepers:
+        _let_go_of_all()
+
+
+os.register_at_fork(after_in_child=_forked)
 atexit.register(_let_go_of_all)
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from percore._engines.processes.descriptors import Fd, above_streams, anonymous_file, hold, let_go
+from percore._engines.processes.descriptors import Fd, above_streams, anonymous_file, hold, kept_in_forks, let_go
 from percore._worker_process.world import HELD_BACK, Helper, World
 
 if TYPE_CHECKING:
@@ -193,14 +193,15 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
     numbers = [file.number, *fds]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=None if stdout and is_stream(1) else subprocess.DEVNULL,
-            stderr=None if is_stream(2) else subprocess.DEVNULL,
-            pass_fds=numbers,
-            env=_environment(),  # os.environ: the C library's environment may have more, which Python code does not see
-        )
+        with kept_in_forks():  # gevent's Popen forks in Python, and then closes all but `pass_fds`
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if stdout and is_stream(1) else subprocess.DEVNULL,
+                stderr=None if is_stream(2) else subprocess.DEVNULL,
+                pass_fds=numbers,
+                env=_environment(),  # os.environ: the C library's environment may have more, which Python code does not see
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         let_go(file)
