@@ -1,7 +1,9 @@
 """Which modules a worker cannot import."""
 
 import importlib.util
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -104,3 +106,23 @@ def test_libraries_that_another_thread_is_importing_count_as_absent(monkeypatch:
     assert not unimportable.is_by_value("anything")
     assert all(isinstance(needle, bytes) for needle in unimportable.needles())
     assert pickler.proxy_table().maps[0] == {}
+
+
+def test_a_fork_judges_modules_anew(add: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a task of Celery, whose module was imported with a longer `sys.path`."""
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        add("percore_early", file=tmp_path / "percore_early.py")
+        assert "percore_early" not in unimportable.unimportable()
+    assert "percore_early" not in unimportable.unimportable()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        os.write(writer, str("percore_early" in unimportable.unimportable()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 10) == b"True"
+    os.close(reader)
+    os.close(writer)

@@ -43,6 +43,17 @@ def unimportable() -> dict[str, ModuleType]:
     return _unimportable
 
 
+def _judge_anew() -> None:
+    """In a fork, check all modules again: a server may have imported them with another `sys.path` before it forked."""
+    global _count
+    _count = -1
+    _judged.clear()
+    _unimportable.clear()
+
+
+os.register_at_fork(after_in_child=_judge_anew)
+
+
 def needles() -> list[bytes]:
     """Return byte strings, at least one of which occurs in any pickle that names a module whose contents travel by value."""
     # An unimportable module is searched for as the opcode of a short string with its exact name. A registered package also covers
