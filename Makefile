@@ -13,6 +13,7 @@
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
+#   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
 #   make lint       ruff and mypy --strict
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
@@ -40,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -108,6 +109,10 @@ docs: $(VENV)/.percore-docs
 
 test-docs: $(VENV)/.percore-docs-test
 	$(RUN) -m pytest -n $(JOBS) tests/docs $(PYTEST_ARGS)
+
+# Given by name: `make test` does without these programs.
+test-programs: $(VENV)/.percore-programs
+	$(RUN) -m pytest -n $(JOBS) tests/programs/programs.py $(PYTEST_ARGS)
 
 package: $(VENV)/.percore-package
 	$(RUN) scripts/package.py $(RUN)
