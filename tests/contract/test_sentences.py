@@ -493,6 +493,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "a message (…) of … bytes: the largest that fits into the ring has …": at(
         "tests/unit/test_channel.py::test_a_message_that_can_never_fit_breaks_the_channel_at_once"
     ),
+    "there is no room for another pickle of … bytes": at(
+        "tests/unit/test_channel.py::test_pickles_of_another_store_are_kept_as_long_as_there_is_room"
+    ),
     "a message of at least … bytes does not fit into the memory that is left, … bytes": at(
         "tests/e2e/test_limits.py::test_r4_what_is_larger_than_the_address_space_fails_alone"
     ),

@@ -765,6 +765,32 @@ async def test_s6_a_payload_whose_call_is_cancelled_while_it_is_stored_is_not_se
     assert await pair.down.receive(1) == [(1, 2, b"next")]
 
 
+async def test_s6_a_placed_payload_whose_call_is_cancelled_is_discarded_by_its_owner_alone(pair: Pair) -> None:
+    """Its owner knows the number, and has released the slot by then: another payload may lie there."""
+    slots = pair.arena
+    parcel = slots.keep(b"x" * 200_000)
+    ticket = Ticket()
+    ticket.wanted = False
+    pair.link.send_parcel(1, 1, parcel, ticket)
+    assert slots.in_use == 1
+    slots.discard(parcel)
+    pair.up.channel.send_payload(1, 2, b"next")
+    assert await pair.down.receive(1) == [(1, 2, b"next")]
+
+
+async def test_pickles_of_another_store_are_kept_as_long_as_there_is_room(pair: Pair) -> None:
+    """Half of the slots are for them, so that they are sure of a slot whatever workers lease."""
+    slots = pair.arena
+    assert slots.room == max(1, slots.count // 2)
+    parcels = [slots.keep(b"x" * 200_000) for _ in range(slots.count)]
+    assert all(map(slots.is_placed, parcels))
+    with pytest.raises(RuntimeError, match="no room"):
+        slots.keep(b"x")
+    for parcel in parcels:
+        slots.discard(parcel)
+    assert slots.in_use == 0
+
+
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_call_whose_private_pickle_got_a_slot_owns_it(pair: Pair, waits: bool) -> None:
     # Else nobody gives that slot back: the call is all that is known when the worker has read it.

@@ -8,7 +8,7 @@ import pytest
 
 from percore._calls.functions import Function
 from percore._calls.shared_objects import Share, Shares
-from percore._protocol.interfaces import Ticket
+from percore._protocol.interfaces import UNBEGUN, Fate, Ticket
 from percore._protocol.messages import DEFINE_TASK, DEFINE_THREAD, FORGET, SHARE, Body, Kind, Message
 from percore._scheduler.dispatch import ROOM_OF_NONE, Dispatch
 from percore._supervisor.limited_worker import LimitedWorker
@@ -169,3 +169,18 @@ def test_a_call_that_could_not_be_sent_does_not_count_for_the_limit(fails_on: in
     member.send(call)
     assert (member.tickets, member.is_spent) == (0, True)
     assert min(member.load[:2]) >= ROOM_OF_NONE
+
+
+# Statistics
+
+
+def test_calls_count_by_their_number_where_nobody_knows_how_far_they_have_come() -> None:
+    """As if the worker had read everything."""
+    wire = Wire()
+    member = member_on(wire)
+    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _place, _id: Fate(None)))
+    for _ in range(3):
+        member.send(cast(Any, Caller(function_of(Kind.THREAD, b"pickle."))))
+    assert member.statistics(2, may_look=True) == (2, 1)
+    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _place, _id: UNBEGUN))
+    assert member.statistics(2, may_look=True) == (0, 3)

@@ -65,14 +65,18 @@ class Store(Protocol):
     """Keeps payloads that are too large for a message until they are discarded. One store serves all workers of a runner.
 
     Attributes:
+        room: how many pickles `keep` keeps at a time.
         most_shared: how many objects may be shared at a time.
         in_use: how many parcels it keeps.
         heaviest_batch: the weight that the items of a batch may have together.
     """
 
+    room: int
     most_shared: int
-    in_use: int
     heaviest_batch: int
+
+    @property
+    def in_use(self) -> int: ...
 
     def passes(self, args: tuple[object, ...], /) -> bool:
         """Whether these arguments may be sent as they are."""
@@ -85,6 +89,13 @@ class Store(Protocol):
 
     def can_pickle(self, obj: object) -> bool:
         """Whether `ObjectPickler.payload` could pickle `obj`. This keeps nothing."""
+
+    def keep(self, pickle: bytes, /) -> int:
+        """Keep a pickle that another store has made, and return its parcel, which is placed.
+
+        Raises:
+            RuntimeError: there is no room. This cannot happen while nothing but `keep` uses the store, for at most `room` pickles.
+        """
 
     def is_placed(self, parcel: int) -> bool:
         """Whether `Channel.send_parcel` can send this parcel now, without waiting for room."""
@@ -157,7 +168,7 @@ class Ticket(Protocol):
     def stored(self, parcel: int) -> bool:
         """Take over the parcel that is about to be sent, which replaces the one given to `send_parcel` and may be the same.
 
-        Return False if it is no longer wanted; the channel then discards it and sends nothing.
+        Return False if it is no longer wanted. The channel then sends nothing, and discards the parcel if it is another one.
         """
 
 
@@ -209,6 +220,13 @@ class Channel(Protocol):
 
     def load(self, payload: Payload, /) -> Received:
         """Read a payload that the worker has sent.
+
+        Raises:
+            BrokenFrame: there is no such payload.
+        """
+
+    def read(self, payload: Payload, /) -> memoryview | bytes:
+        """Return the bytes of a payload that the worker has sent, to pass them on. Do not use them after `release`.
 
         Raises:
             BrokenFrame: there is no such payload.

@@ -52,6 +52,9 @@ FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this work
 FAILED: Final = 16  # the lifespan failed while calls ran, and the worker ends; body: None, then a pickled exception
 
 
+PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED})
+"""The messages to the supervisor whose body is a payload (or None: there is none). Parcels to a worker pass `send_parcel` alone."""
+
 ITEM_SHIFT: Final = 48
 ID_MASK: Final = (1 << ITEM_SHIFT) - 1
 """The id of an item of a batch: the batch's id in the low bits and the item's number, from 1, above them."""

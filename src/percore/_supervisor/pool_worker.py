@@ -263,16 +263,18 @@ class PoolWorker:
     def statistics(self, threads: int, *, may_look: bool) -> tuple[int, int]:
         """Return the numbers of running calls and of calls queued ahead, as far as the supervisor knows.
 
-        If the worker has not read all messages (its loop is busy or blocked), the worker is asked for the fate of each call.
+        If the worker has not read all messages (its loop is busy or blocked), the fate of each call tells, if the engine knows it.
         `may_look`: whether the caller may do so. Without a GIL, only the loop's thread may.
         """
         if may_look and (self.parked or not self.has_read()):
             ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
             try:
-                running = sum(self.worker.fate(call_id % self.stride, call_id).begun is not False for call_id in ids)
+                begun = [self.worker.fate(call_id % self.stride, call_id).begun for call_id in ids]
             except ValueError:  # the worker died, and the loop's thread closed it during this call
                 return 0, 0
-            return running, max(0, len(self.calls) - running) + self._batched
+            if None not in begun:
+                running = sum(map(bool, begun))
+                return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
         running = tasks + self.load[Kind.BROADCAST] + min(threads, plain)
         return running, max(0, plain - threads) + self._batched

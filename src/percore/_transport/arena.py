@@ -42,6 +42,7 @@ class Arena(SlotWriter):
         # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
         # could occupy all slots, and a call that is due before them could not be sent.
         self.pickler = PayloadPicklers(self, main_by_value=main_by_value, sparing=True).take
+        self.room = max(1, self.count // 2)  # the leases of workers and of those that they replace may take the rest
         self.most_shared = self.count // 4
         self.load = Leases(self.reader(), Endings(loop), 0).receive_shared
 
@@ -53,6 +54,12 @@ class Arena(SlotWriter):
             return data
         parcel = next(self._numbers)
         self._private[parcel] = data
+        return parcel
+
+    def keep(self, pickle: bytes) -> int:
+        parcel = self.store(pickle)
+        if parcel is None:
+            raise RuntimeError(f"there is no room for another pickle of {len(pickle)} bytes")
         return parcel
 
     def is_placed(self, parcel: int) -> bool:

@@ -33,6 +33,7 @@ class SupervisorSide(Channel):
         """Parcels whose slots back arrays in the worker. There are a few at most."""
         self.own: dict[int, Callable[[int, Any], None]] = {LEASED: self._hold, UNLEASED: self._let_go}
         self.load = self.leases.receive
+        self.read = slots[1].read
         self.leases.on_end = self.release
 
     def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
@@ -43,10 +44,10 @@ class SupervisorSide(Channel):
         placed = self._arena.place(parcel)
         if placed is None:
             self._arena.wait(lambda: self._retry(op, call_id, parcel, ticket))
-        elif not ticket.stored(placed):
-            self._arena.discard(placed)
-        else:
+        elif ticket.stored(placed):
             send(op, call_id, placed)
+        elif placed != parcel:  # else its owner has discarded it
+            self._arena.discard(placed)
 
     def _retry(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> bool:
         """Try again. Runs in the thread that gave a slot back."""
