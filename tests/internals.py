@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from percore import Map, Runner
+from tests.relay.near import RelayEngine
 
 if TYPE_CHECKING:
     from percore._supervisor.pool_worker import PoolWorker
@@ -22,6 +23,12 @@ def supervisor_of(runner: Runner) -> "Supervisor":
 def members_of(runner: Runner) -> "list[PoolWorker]":
     """The workers of now, as the supervisor sees them: also those that start and those that drain."""
     return list(runner._supervisor.members)
+
+
+def replace_members(runner: Runner, members: "set[PoolWorker]") -> None:
+    """Have all parts of the supervisor use this set of its workers from now on."""
+    supervisor = runner._supervisor
+    supervisor.members = supervisor.pool.members = supervisor.closing._members = members
 
 
 def current_member(runner: Runner, index: int = 0) -> "PoolWorker | None":
@@ -42,6 +49,29 @@ def arena_of(runner: Runner) -> Any:
 def slots_used(runner: Runner) -> int:
     """How many memory slots are taken by what is sent to workers."""
     return runner._supervisor.store.in_use
+
+
+def slots_at_all(runner: Runner) -> int:
+    """How many memory slots there are for what is sent to workers; with a relay, in its far half."""
+    engine: Any = runner._supervisor.engine
+    store: Any = (engine.far.engine if isinstance(engine, RelayEngine) else engine).store
+    return int(store.count)
+
+
+def relay_of(runner: Runner) -> RelayEngine:
+    """The engine of a runner that is a relay."""
+    engine: Any = runner._supervisor.engine
+    assert isinstance(engine, RelayEngine)
+    return engine
+
+
+def is_leased(runner: Runner) -> bool:
+    """Whether anything that was read is still used by arrays; with a relay, which copies results, by those of workers."""
+    engine: Any = runner._supervisor.engine
+    if isinstance(engine, RelayEngine):
+        return bool(engine.far.engine.store.in_use)
+    members = [slot.current for slot in runner._supervisor.slots]
+    return any(channel_of(member).leases.count for member in members if member is not None)
 
 
 @dataclass

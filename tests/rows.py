@@ -25,6 +25,7 @@ from percore._common.system import default_start_method
 WAYS: Final = {
     "uvloop": "the program's loop is uvloop: callbacks of descriptors, timers and signals, and their order, are another library's",
     "spawn": "workers are fresh interpreters: how one is launched, what it is given, and how its exit is seen",
+    "relay": "payloads and messages pass a socket: where they lie, who discards them, and when a read or an exit is known here",
     "fallbacks": "system calls are missing (PERCORE_WITHOUT): memory, bells, exits and the workers' loop are others",
 }
 """Each way besides the first, and what differs in it."""
@@ -55,17 +56,27 @@ def select(items: list[pytest.Item], rows: str) -> tuple[list[pytest.Item], list
     seen: set[tuple[str, str]] = set()
     for item in items:
         further = item.nodeid.partition("[")[0], _further_way(item, rows)
-        is_wanted = rows == "full" or (_is_wanted(item, rows) and further not in seen)
+        is_wanted = _can_run(item) and (rows == "full" or (_is_wanted(item, rows) and further not in seen))
         if is_wanted and further[1]:
             seen.add(further)
         (wanted if is_wanted else left_out).append(item)
     return wanted, left_out
 
 
+def _can_run(item: pytest.Item) -> bool:
+    """Whether the engine has what the test is about: with a relay, the program and its workers share no memory."""
+    marks = list(item.iter_markers("local_memory"))
+    if any(not mark.kwargs.get("because") for mark in marks):
+        raise pytest.UsageError(f'{item.nodeid}: local_memory() takes because="..."')
+    return not (marks and _engine(item) == "relay")
+
+
 def _is_wanted(item: pytest.Item, rows: str) -> bool:
     ways = differing(item)
     if item.get_closest_marker("full") or (rows == "fallbacks" and "fallbacks" not in ways):
         return False
+    if _engine(item) == "relay":
+        return "relay" in ways and rows == "push" and "uvloop" not in item.name
     if _is_spawned(item):
         return "spawn" in ways and "uvloop" not in item.name
     return not (_engine(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
@@ -75,6 +86,8 @@ def _further_way(item: pytest.Item, rows: str) -> str:
     """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
     if rows == "fallbacks":
         return f"fallbacks of {_engine(item)}"
+    if _engine(item) == "relay":
+        return "relay"
     if _is_spawned(item):
         return "spawn"
     is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own

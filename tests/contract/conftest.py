@@ -12,11 +12,12 @@ from percore._common.system import default_start_method
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 from tests.internals import current_member
+from tests.relay.near import RelayRunner, RelayWorker
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 
 REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
-ENGINES = ["fake", *REAL]
+ENGINES = ["fake", *REAL, "relay"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=REAL)
+@pytest.fixture(params=[*REAL, "relay"])
 def real_engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
     return str(request.param)
 
@@ -51,6 +52,8 @@ def _maker(engine: str) -> MakeRunner:
     def make(workers: int = 1, **options: object) -> Runner:
         if engine == "fake":
             return FakeRunner(workers, **options)  # type: ignore[arg-type]
+        if engine == "relay":
+            return RelayRunner(workers, **options)  # type: ignore[arg-type]
         return Runner(workers, start_method=engine, **options)  # type: ignore[arg-type]
 
     return make
@@ -96,8 +99,15 @@ def worker_of(runner: Runner, index: int = 0) -> Any:
     return member.worker
 
 
+async def kill_arrived(worker: Any) -> None:
+    """Wait until a worker that was killed does nothing more in its loop. A relay passes the signal on."""
+    if isinstance(worker, RelayWorker):
+        await worker.ended.wait()
+
+
 async def threads_ended(worker: Any) -> None:
     """Wait until what runs on in threads of a killed worker has ended. A process takes them along."""
+    await kill_arrived(worker)
     if isinstance(worker, FakeWorker):
         await asyncio.to_thread(worker.core.server.join)
 

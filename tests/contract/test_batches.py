@@ -18,7 +18,12 @@ from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used, supervisor_of
 
-pytestmark = pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's")
+pytestmark = [
+    pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's"),
+    pytest.mark.differs(
+        "relay", because="how many items of a batch had begun arrives with an exit, and results one message at a time"
+    ),
+]
 
 BATCH = 16
 COUNT = 4 * BATCH  # as many as the first window holds

@@ -21,10 +21,14 @@ from tests.counts import times
 np = pytest.importorskip("numpy")
 
 from tests.contract import buffer_jobs as arrays  # noqa: E402
-from tests.internals import channel_of, slots_used, supervisor_of  # noqa: E402
+from tests.internals import channel_of, is_leased, slots_used, supervisor_of  # noqa: E402
 
-pytestmark = pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way")
+pytestmark = [
+    pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way"),
+    pytest.mark.differs("relay", because="workers have views of the far half's memory, and results arrive as bytes"),
+]
 
+VIEWS = pytest.mark.local_memory(because="it counts the slots that arrays of this process use")
 FEW_SLOTS = {"max_message": 1 << 36}
 """The larger a slot, the fewer there are: 16 down, 4 up; 4 and 3 of them may be leased."""
 
@@ -39,7 +43,7 @@ def both(plain: Any, coroutine: Any) -> pytest.MarkDecorator:
 async def settled(runner: percore.Runner) -> None:
     """Wait until nothing of what has ended is in use any more: neither slots nor leases, on either side."""
     async with asyncio.timeout(20):
-        while slots_used(runner) or any(leases.count for leases in all_leases(runner)):
+        while slots_used(runner) or is_leased(runner):
             gc.collect()
             await runner.broadcast(arrays.adrop)
 
@@ -301,6 +305,7 @@ async def test_calls_that_are_taken_back_from_a_worker_keep_their_arrays(make: M
 # Kept
 
 
+@VIEWS
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("fn", [arrays.numbers, arrays.anumbers], ids=list(BOTH))
@@ -409,6 +414,7 @@ async def test_s7_a_view_outlives_its_worker(make: MakeRunner) -> None:
         await settled(runner)
 
 
+@pytest.mark.local_memory(because="it counts the slots that arrays of a worker use")
 async def test_a_worker_that_dies_with_arrays_gives_its_slots_back(make: MakeRunner) -> None:
     async with make(**FEW_SLOTS) as runner:
         for place in range(20):
@@ -427,6 +433,7 @@ async def test_a_worker_that_dies_with_arrays_gives_its_slots_back(make: MakeRun
 # Let go of
 
 
+@VIEWS
 async def test_the_last_reference_may_go_in_any_thread(make: MakeRunner) -> None:
     async with make(**FEW_SLOTS) as runner:
         for _ in range(8):
@@ -436,6 +443,7 @@ async def test_the_last_reference_may_go_in_any_thread(make: MakeRunner) -> None
             await settled(runner)
 
 
+@VIEWS
 async def test_the_last_reference_may_go_in_a_collection(make: MakeRunner) -> None:
     async with make(**FEW_SLOTS) as runner:
         for in_thread in (False, True):
@@ -453,6 +461,7 @@ async def test_the_last_reference_may_go_in_a_collection(make: MakeRunner) -> No
         await settled(runner)
 
 
+@VIEWS
 async def test_a_slot_comes_back_when_the_last_of_its_arrays_goes(make: MakeRunner) -> None:
     async with make() as runner:
         first, second = await runner.run(jobs.aecho, [arrays.numbers(1), arrays.numbers(2)])

@@ -10,7 +10,7 @@ import pytest
 
 import percore
 from tests import jobs, variables
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, kill_arrived, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used
 
@@ -114,7 +114,9 @@ async def test_a_retry_sees_the_same(make: MakeRunner, log: Log, gate: Gate) -> 
         call = runner.submit(variables.hold_and_read, log.path, gate.path)
         variables.name.set("after")
         assert await log.next() == "holds"
-        worker_of(runner).kill()
+        worker = worker_of(runner)
+        worker.kill()
+        await kill_arrived(worker)
         gate.open()
         assert await call == (["before"], 0)
 

@@ -342,8 +342,9 @@ async def test_a_key_is_handled_only_where_it_is_given(make: MakeRunner, log: Lo
             call.cancel()
             await log.next()
         elif end in ("is retried", "dies"):
-            worker_of(runner).kill()
-            await threads_ended(worker_of(runner))
+            worker = worker_of(runner)
+            worker.kill()
+            await threads_ended(worker)
         elif end == "is closed":
             await runner.aclose(grace=0)
             assert {type(call.exception()) for call in (call, waiting, other)} == {percore.RunnerClosed}

@@ -14,7 +14,7 @@ import pytest
 import percore
 from percore._scheduler.windows import Cost
 from tests import jobs
-from tests.contract.conftest import MakeRunner, threads_ended, worker_of
+from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used, supervisor_of
 
@@ -105,7 +105,9 @@ async def test_a_call_whose_worker_died_is_tried_again(make: MakeRunner, log: Lo
         for _ in range(2):
             while await log.next() != "7":
                 """A fake is cancelled when it is killed."""
-            worker_of(runner).kill()
+            worker = worker_of(runner)
+            worker.kill()
+            await kill_arrived(worker)
         gate.open()
         assert await call == 7
         assert (runner.statistics().done, runner.statistics().failed, runner.statistics().retried) == (1, 0, 2)

@@ -15,7 +15,9 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
-from tests.internals import current_member, members_of, supervisor_of
+from tests.internals import current_member, members_of, replace_members
+
+pytestmark = pytest.mark.differs("relay", because="a message tells when a worker has read on, and nothing tells how far a call is")
 
 
 async def test_counters_of_an_idle_runner(make: MakeRunner) -> None:
@@ -45,6 +47,7 @@ async def test_running_and_queued(make: MakeRunner, log: Log, gate: Gate) -> Non
         assert (snapshot.running, snapshot.queued, snapshot.done) == (0, 0, 13)
 
 
+@pytest.mark.local_memory(because="start marks tell how far the calls of a worker have come that reads nothing")
 async def test_calls_behind_a_blocked_coroutine_are_queued(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real(threads=2) as runner:
         blocked = runner.submit(jobs.block_loop, log.path, gate.path)
@@ -105,6 +108,7 @@ async def test_a_death_is_counted(make: MakeRunner, log: Log, gate: Gate) -> Non
         assert (snapshot.workers[0].generation, snapshot.workers[0].restarts) == (2, 1)
 
 
+@pytest.mark.local_memory(because="rings count bytes, and another channel may count messages")
 async def test_bytes_grow(make: MakeRunner) -> None:
     async with make() as runner:
         before = runner.statistics().workers[0]
@@ -149,7 +153,7 @@ async def test_they_can_be_asked_from_any_thread_at_any_moment(make: MakeRunner)
         elsewhere = await asyncio.to_thread(runner.statistics)
         assert (elsewhere.done, len(elsewhere.workers)) == (10, 2)
         members = _Members(members_of(runner), runner.statistics)
-        supervisor_of(runner).members = supervisor_of(runner).pool.members = members
+        replace_members(runner, members)
         for member in list(members):
             member.worker.kill()
         await members.are_gone.wait()

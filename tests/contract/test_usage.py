@@ -7,12 +7,15 @@ import pytest
 
 import percore
 from tests import jobs
-from tests.contract.conftest import MakeRunner
+from tests.contract.conftest import REAL, MakeRunner
 from tests.contract.pipes import Gate, Log
 
-pytestmark = pytest.mark.differs(
-    "spawn", "fallbacks", because="there is no fork server among the processes, and deaths are seen in another way"
-)
+pytestmark = [
+    pytest.mark.differs(
+        "spawn", "fallbacks", because="there is no fork server among the processes, and deaths are seen in another way"
+    ),
+    pytest.mark.differs("relay", because="another process may be the one that knows the workers"),
+]
 
 
 def workers_of(usage: percore.Usage) -> dict[str, percore.ProcessUsage]:
@@ -32,7 +35,7 @@ async def test_every_process_has_its_line(make_real: MakeRunner, real_engine: st
         workers = workers_of(usage)
         pids = [worker.pid for worker in runner.statistics().workers]
         assert [(one.role, one.pid) for one in workers.values()] == [("worker 0", pids[0]), ("worker 1", pids[1])]
-        helpers = ["fork server"] if real_engine == "forkserver" else []
+        helpers = [] if real_engine == "spawn" or "forkserver" not in REAL else ["fork server"]
         assert [one.role for one in usage.processes] == ["supervisor", *helpers, *workers]
         assert all(one.rss > 0 and one.threads >= 1 for one in usage.processes)
         assert len(str(usage).splitlines()) == len(usage.processes) + 2

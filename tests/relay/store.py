@@ -1,0 +1,157 @@
+"""The near half of a relay: payloads as bytes."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Final, cast
+
+from percore._common.errors import as_error
+from percore._common.options import RunnerOptions
+from percore._protocol.interfaces import Store
+from percore._protocol.messages import Payload
+from percore._serialization.advice import Nowhere, unsendable
+from percore._serialization.pickler import CANNOT, MainInfo, dump
+from percore._transport import codec
+from percore._transport.buffers import has_buffers, places_in
+from percore._transport.leases import Received
+from percore._transport.slots import Sink, SlotWriter
+
+if TYPE_CHECKING:
+    from tests.relay.wire import Wire
+
+INLINE: Final = 64 << 10
+"""Bytes of the largest pickle that travels in a message."""
+
+
+def received(data: bytes, *, is_shared: bool = False) -> Received:
+    """Read a payload. Its buffers are copied, or, of a shared object, read-only views."""
+    pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
+    view = memoryview(data)
+    return Received(data, pickled, [view[start:end] for start, end in places], is_leased=is_shared)
+
+
+class RelayStore:
+    """Payloads as bytes, by number. The far half gets a copy of each one that is sent, and keeps it as long as this half does."""
+
+    lacks_room = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo, far: Store) -> None:
+        """`far`: the store of the far half, of which this one learns only how much it takes."""
+        self.room, self.most_shared = far.room, far.most_shared
+        self.passes = codec.is_inline
+        self.heaviest_batch = codec.HEAVIEST_BATCH
+        self.weigh, self.weigh_rows = codec.weigh, codec.weigh_rows
+        self.pack_items, self.unpack_values = codec.pack_items, codec.unpack_values
+        self.limit = options.max_message
+        self.wire: Wire
+        self._loop = loop
+        self._main_by_value = main.by_value
+        self._numbers = count(1)
+        self._kept: dict[int, bytes] = {}
+        self._placed: set[int] = set()
+        """Parcels for which the far half's store has room."""
+        self.carried: set[int] = set()
+        """Placed parcels that the far half has."""
+        self._waiters: deque[Callable[[], None]] = deque()
+
+    @property
+    def in_use(self) -> int:
+        return len(self._kept)
+
+    def pickler(self) -> "RelayStore":
+        return self
+
+    def payload(self, obj: object) -> Payload:
+        data = self.pickled(obj, beside=True)
+        if len(data) <= INLINE:
+            return data
+        parcel = self.keep(data)
+        if len(self._placed) < self.room // 2:  # the other half is for calls when they are sent: else functions could take it all
+            self._placed.add(parcel)
+        return parcel
+
+    def pickled(self, obj: object, *, beside: bool = False) -> bytes:
+        sink = Sink(cast("SlotWriter", self), private=True)
+        dump(obj, sink, main_by_value=self._main_by_value, beside=sink if beside else None)
+        return cast("bytes", sink.payload())
+
+    def can_pickle(self, obj: object) -> bool:
+        nowhere = Nowhere()
+        try:
+            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
+        except Exception:
+            return False
+        return True
+
+    def keep(self, pickle: bytes) -> int:
+        parcel = next(self._numbers)
+        self._kept[parcel] = pickle
+        return parcel
+
+    def is_placed(self, parcel: int) -> bool:
+        return parcel in self._placed
+
+    def place(self, parcel: int) -> bool:
+        """Make room for the parcel in the far half. Return False if there is none."""
+        if parcel not in self._placed:
+            if len(self._placed) >= self.room:
+                return False
+            self._placed.add(parcel)
+        return True
+
+    def carry(self, parcel: int) -> None:
+        """Send a placed parcel to the far half, unless that has it."""
+        if parcel not in self.carried:
+            self.carried.add(parcel)
+            self.wire.send_parts(parcel, self._kept[parcel])
+            self.wire.send("keep", parcel)
+
+    def wait(self, waiter: Callable[[], None]) -> None:
+        """Have `waiter` called when there may be room, after those that came before it."""
+        self._waiters.append(waiter)
+
+    def size(self, parcel: int) -> int:
+        return len(self._kept[parcel])
+
+    def discard(self, parcel: int) -> None:
+        del self._kept[parcel]
+        if parcel in self.carried:
+            self.carried.discard(parcel)
+            self.wire.send("drop", parcel)
+        self._placed.discard(parcel)
+        while self._waiters and len(self._placed) < self.room:
+            self._waiters.popleft()()
+
+    def share(self, obj: object, waiter: asyncio.Future[int]) -> None:
+        threading.Thread(target=self._share, args=(obj, waiter), daemon=True).start()
+
+    def _share(self, obj: object, waiter: asyncio.Future[int]) -> None:
+        try:
+            data: bytes | BaseException = self.pickled(obj, beside=True)
+        except CANNOT as error:
+            data = unsendable("share(): the object", obj, error)
+        except BaseException as error:
+            data = error
+        del obj
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(self._shared, waiter, data)
+
+    def _shared(self, waiter: asyncio.Future[int], data: bytes | BaseException) -> None:
+        if waiter.done():
+            return
+        if isinstance(data, BaseException):
+            waiter.set_exception(as_error(data, "pickling"))
+        elif len(self._placed) >= self.room:
+            self.wait(lambda: self._shared(waiter, data))
+        else:
+            parcel = self.keep(data)
+            self._placed.add(parcel)
+            waiter.set_result(parcel)
+
+    def load(self, parcel: int, ended: Callable[[], None]) -> Received:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(ended)  # views keep the bytes themselves
+        return received(self._kept[parcel], is_shared=True)
