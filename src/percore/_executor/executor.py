@@ -145,7 +145,7 @@ class LoopPoolExecutor(Executor):
         """Submit one call and return its future. Any thread may call this.
 
         percore pickles the arguments when a worker has room for the call. Until then the future can be cancelled; after that its
-        `cancel()` returns False. Calls that take longer than about 10 ms wait for a worker that can begin them at once. If pickling
+        `cancel()` returns False. Calls that take longer than about 0.1 s wait for a worker that can begin them at once. If pickling
         fails, the future fails with that error. Otherwise the future gets the function's result, or the exception that it raised,
         of whatever class (BaseException included).
 

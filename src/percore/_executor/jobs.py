@@ -44,8 +44,8 @@ Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any
 """A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
 
 
-_LONG: Final = 0.01
-"""Seconds above which a call is long."""
+_LONG: Final = 0.1
+"""Seconds above which a call is long. On a loaded machine a message may take some hundredth of a second."""
 
 
 class Keeper(Protocol):
