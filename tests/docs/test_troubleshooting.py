@@ -46,6 +46,7 @@ INSIDE: Final = {
     "a message (…) of … bytes: the largest that fits into the ring has …": "percore makes no message of that size",
     "… … …. …": "the sentence of WorkerDied, whose parts have entries",
     "there is no place for worker %d yet": "processes always have a place",
+    "there is no room for another pickle of … bytes": "only a relay of messages keeps pickles of another store",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""
