@@ -16,17 +16,17 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from percore import CurrentWorker, Runner
+from percore._calls.worker_start import places_of, start_of
 from percore._common.options import RunnerOptions
-from percore._engines.processes.engine import places_of, start_of
 from percore._monitor.usage import Usage, UsageMeter
-from percore._protocol.interfaces import Exit, Fate, Worker
+from percore._protocol.interfaces import Exit, Worker
 from percore._protocol.messages import Body
+from percore._protocol.worker_start import WorkerStart
 from percore._serialization.pickler import MainInfo
-from percore._transport.common_memory import Cell, CommonMemory
-from percore._transport.doorbell import bell_of
-from percore._transport.worker_side import WorkerMemory
+from percore._transport.links import Links
+from percore._transport.worker_side import WorkerEnd
 from percore._worker.context import WorkerContext, of_task
-from percore._worker.worker import WorkerCore, WorkerStart
+from percore._worker.worker import WorkerCore
 
 _PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
 _tasks: dict[int, WeakSet[asyncio.Task[Any]]] = {}
@@ -48,13 +48,11 @@ class FakeWorker:
         self._loop = engine.loop
         self._on_exit = on_exit
         self.pid = next(_PIDS)
-        self._cell = Cell(engine.shared)
-        self.channel = self._cell.link(self._loop, engine.store)
+        link = engine.links.link()
+        self.channel, self.fate, self.close = link.channel, link.fate, link.close
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
-        *memory_fds, out_fd, in_fd = map(os.dup, self._cell.fds)
-        self._cell.close_fds()
-        self._memory = WorkerMemory(engine.shared.layout, memory_fds)
-        self._bell = bell_of((out_fd, in_fd))
+        self._end = WorkerEnd(engine.links.layout, [*map(os.dup, link.fds)])
+        link.close_fds()
         self.exitcode: int | None = None
         _tasks[self.pid] = WeakSet()
         copy_context().run(self._begin, start)
@@ -62,8 +60,8 @@ class FakeWorker:
     def _begin(self, start: WorkerStart) -> None:
         context = WorkerContext(CurrentWorker(start.index, start.generation, self.pid))
         of_task.set(context)
-        self._side = self._memory.link(self._loop, self._bell, main_by_value=False)
-        self.core = WorkerCore(self._side, self._memory.marks, start, context)
+        self._side = self._end.channel(self._loop, main_by_value=False)
+        self.core = WorkerCore(self._side, self._end.marks, start, context)
         self.core.open(self._broken)
         self._task = self._loop.create_task(self.core.serve(self._live_tasks))
         # A callback, not a `finally` in there: killed before its first step, a task runs none.
@@ -76,9 +74,9 @@ class FakeWorker:
         is_killed = self.exitcode is not None
         if not is_killed:
             self.exitcode = 1 if task.cancelled() or task.exception() is not None else task.result()
-        self._last = self._loop.create_task(self._end(is_killed=is_killed))
+        self._last = self._loop.create_task(self._finish(is_killed=is_killed))
 
-    async def _end(self, *, is_killed: bool) -> None:
+    async def _finish(self, *, is_killed: bool) -> None:
         """What a process does by ending: everything of it stops."""
         self._side.stop()
         self.core.server.abandon()
@@ -90,7 +88,7 @@ class FakeWorker:
         self._side.close()
         if not is_killed:
             self.core.server.join()
-            self._memory.close()
+            self._end.close()
         # Else a call may run on in a thread, where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
         self._loop.call_soon(self._on_exit, Exit(self.exitcode))
@@ -112,16 +110,9 @@ class FakeWorker:
 
     def ready(self, told: Body) -> None: ...
 
-    def fate(self, place: int, call_id: int) -> Fate:
-        return self._cell.fate(place, call_id)
-
-    def close(self) -> None:
-        self.channel.close()
-        self._cell.close()
-
     def pause(self) -> None:
         """Read nothing more, as a worker whose loop is blocked."""
-        self._loop.remove_reader(self._bell.fileno())
+        self._loop.remove_reader(self._end.bell.fileno())
 
     def resume(self) -> None:
         """Read on."""
@@ -137,12 +128,12 @@ class FakeEngine:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo) -> None:
         self.loop = loop
-        self.shared = shared = CommonMemory.create(options, places_of(options))
-        self.store = shared.arena(loop, main_by_value=main.by_value)
+        self.links = Links(loop, options, places_of(options), main_by_value=main.by_value)
+        self.store = self.links.store
         try:
             self._start = start_of(options, self.store)
         except BaseException:
-            shared.close()
+            self.links.close()
             raise
         loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
@@ -153,7 +144,7 @@ class FakeEngine:
         return await UsageMeter().read({os.getpid(): "supervisor"})
 
     async def aclose(self) -> None:
-        self.shared.close()
+        self.links.close()
 
 
 class FakeRunner(Runner):

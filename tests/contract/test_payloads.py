@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._transport import common_memory
+from percore._transport import links
 from percore._transport.channel import RING_SIZE
 from percore._transport.slots import INLINE_LIMIT
 from tests import jobs
@@ -125,7 +125,7 @@ async def test_r2_echoes_of_a_megabyte_through_hardly_any_slots(
         RLIMIT_AS=resource.RLIMIT_AS,
         RLIM_INFINITY=resource.RLIM_INFINITY,
     )
-    monkeypatch.setattr(common_memory, "resource", limits)  # there alone: under other limits there is another fork server
+    monkeypatch.setattr(links, "resource", limits)  # there alone: under other limits there is another fork server
     base = jobs.pattern(1 << 20)
     async with make_real(threads=2, max_message=size) as runner:
         assert slots_at_all(runner) == slots

@@ -400,7 +400,7 @@ SENTENCES: Final[dict[str, Use]] = {
     ),
     "the address space has no room for the results of … workers with max_message=… bytes: make the runner with a "
     "smaller max_message or fewer workers, or raise the limit (ulimit -v) if there is one": at(
-        "tests/unit/test_common_memory.py::test_what_cannot_fit_is_refused_when_the_memory_is_made", "fewer workers"
+        "tests/unit/test_links.py::test_what_cannot_fit_is_refused_when_the_memory_is_made", "fewer workers"
     ),
     "could not start the thread that waits for a worker": at(
         "tests/e2e/test_launch.py::test_nothing_leaks_when_nothing_can_be_started"

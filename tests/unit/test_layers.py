@@ -31,14 +31,14 @@ ROOMS: dict[str, set[str]] = {
     "_transport": {"_common", "_protocol", "_serialization"},
     # A worker. It knows its channel by `interfaces` alone.
     "_worker": {"_common", "_protocol", "_serialization"},
-    "_worker_process": {"_common", "_serialization", "_transport", "_worker"},
+    "_worker_process": {"_common", "_protocol", "_serialization", "_transport", "_worker"},
     # The program's process.
     "_scheduler": {"_common", "_protocol"},
     "_calls": {"_common", "_protocol", "_scheduler", "_serialization"},
     "_supervisor": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization"},
-    # The program's half of an engine knows the layout of what it hands to its workers at their start.
+    # The program's half of an engine knows what it hands to its workers at their start.
     "_engines.processes": {
-        *("_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization", "_transport", "_worker", "_worker_process"),
+        *("_calls", "_common", "_monitor", "_protocol", "_serialization", "_transport", "_worker_process"),
     },
     "_map": {"_calls", "_common", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.

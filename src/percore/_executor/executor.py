@@ -18,10 +18,11 @@ from percore._engines.processes.engine import ProcessEngine
 from percore._executor.jobs import Held
 from percore._executor.portal import Portal
 from percore._protocol.messages import Kind
+from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._runner.assembly import Assembly
 from percore._serialization.pickler import MainInfo, is_by_reference
 from percore._worker import context
-from percore._worker.executor_worker import ExecutorSettings, Given, ThreadStart, run_chunk
+from percore._worker.executor_worker import ThreadStart, run_chunk
 
 if TYPE_CHECKING:
     from percore._executor.worker_process import WorkerProcess

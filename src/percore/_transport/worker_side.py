@@ -10,7 +10,7 @@ from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._serialization.exceptions import dump_exception
 from percore._transport.channel import RING_SIZE, Channel
 from percore._transport.codec import is_inline_value, pack_values, unpack_items
-from percore._transport.doorbell import Bell
+from percore._transport.doorbell import Bell, bell_of
 from percore._transport.leases import Received
 from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers
@@ -109,12 +109,17 @@ class Layout(NamedTuple):
         return cell.view[2 * RING_SIZE : self.cell_size].cast("Q")
 
 
-class WorkerMemory:
-    """The memory of one worker, as the worker maps it."""
+class WorkerEnd:
+    """The worker's end of a link.
+
+    Attributes:
+        marks: where it notes which calls have begun.
+        bell: its bell.
+    """
 
     def __init__(self, layout: Layout, fds: Sequence[int]) -> None:
-        """Map the cell, the arena (read-only) and the results. Take over their descriptors."""
-        cell_fd, arena_fd, results_fd = fds
+        """Map the memory. `fds`: those of the link, which this takes over."""
+        cell_fd, arena_fd, results_fd, *bell_fds = fds
         self._layout = layout
         self._cell = Memory(cell_fd, layout.cell_size, writable=True)
         self._arena = Memory.of_reader(arena_fd, layout.arena_size)
@@ -124,14 +129,15 @@ class WorkerMemory:
             memory.close_fds()
         self._marks = layout.marks(self._cell)
         self.marks: StartMarks = self._marks
+        self.bell = bell_of((bell_fds[0], bell_fds[1]))
 
-    def link(self, loop: asyncio.AbstractEventLoop, bell: Bell, *, main_by_value: bool) -> WorkerSide:
-        """Make the worker's side of the channel."""
+    def channel(self, loop: asyncio.AbstractEventLoop, *, main_by_value: bool) -> WorkerSide:
+        """Make the worker's side of the channel, which closes the bell."""
         layout, view = self._layout, self._cell.view
         return WorkerSide(
             loop,
             (RingWriter(view[RING_SIZE : 2 * RING_SIZE]), RingReader(view[:RING_SIZE])),
-            bell,
+            self.bell,
             (SlotWriter(self._results, layout.slot_size, layout.max_message), SlotReader(self._arena, layout.slot_size)),
             leases=layout.leases,
             main_by_value=main_by_value,

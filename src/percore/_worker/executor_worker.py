@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
+from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._serialization.advice import advise_main_thread, unpicklable
 from percore._serialization.pickler import load
 from percore._worker.answers import Answers, Send, WorkerFunction
@@ -26,26 +27,8 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger("concurrent.futures")
 """The logger to which the standard library reports a failed initializer."""
 
-Given = tuple[Callable[..., object] | None, tuple[Any, ...]]
-
 of_process: list[Given] = []
 """The initializer and its arguments, if they came with the process."""
-
-
-class ExecutorSettings(NamedTuple):
-    """The settings of a worker of an executor, as the supervisor sends them.
-
-    Attributes:
-        is_pool: a call that cannot be unpickled ends the worker, and so does SIGTERM.
-        max_tasks: number of calls after which the worker begins no other call; 0 means no limit.
-        has_main: multiprocessing has set up `__main__` in this process.
-        initializer: the pickled initializer and its arguments; empty if there is none or if it came with the process.
-    """
-
-    is_pool: bool
-    max_tasks: int
-    has_main: bool
-    initializer: bytes
 
 
 def initialize(executor_settings: ExecutorSettings) -> BaseException | None:

@@ -2,41 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from percore._protocol.start_marks import StartMarks
 from percore._serialization.pickler import load
 from percore._worker.context import WorkerContext, context_of_calls
-from percore._worker.executor_worker import ExecutorAnswers, ExecutorSettings
+from percore._worker.executor_worker import ExecutorAnswers
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.server import Server
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStart:
-    """What a worker is started with: plain values, and the user's objects as pickles, which are empty for None.
-
-    Attributes:
-        index: the worker's slot.
-        generation: how many workers the slot has had, including this one.
-        threads: the largest number of threads for plain functions.
-        lifespan: the pickled factory of the lifespan.
-        thread_initializer: the pickled thread initializer.
-        contextvars: module and name of each context variable of the runner.
-        executor: how the worker serves an executor; None for a Runner.
-    """
-
-    index: int
-    generation: int
-    threads: int
-    lifespan: bytes
-    thread_initializer: bytes
-    contextvars: tuple[tuple[str, str], ...]
-    executor: ExecutorSettings | None
+    from percore._protocol.worker_start import WorkerStart
 
 
 class WorkerCore:
@@ -46,7 +23,7 @@ class WorkerCore:
         self,
         channel: "WorkerChannel",
         marks: StartMarks,
-        start: WorkerStart,
+        start: "WorkerStart",
         context: WorkerContext,
         failure: BaseException | None = None,
     ) -> None:

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple, NoReturn
 
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
+from percore._protocol.worker_start import WorkerStart
 from percore._serialization import reducers
 from percore._serialization.pickler import MainInfo, load
-from percore._transport.doorbell import Bell, bell_of
+from percore._transport.doorbell import Bell
 from percore._transport.memory import Memory, keep_heap_warm
 from percore._transport.ring import RingWriter
-from percore._transport.worker_side import Layout, WorkerMemory
+from percore._transport.worker_side import Layout, WorkerEnd
 from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.executor_worker import initialize
-from percore._worker.worker import WorkerCore, WorkerStart
+from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state, unpatched
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.world import lifelines
@@ -67,11 +68,11 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
     tracker = fds[-1] if boot.has_tracker else None
-    *memory_fds, out_fd, in_fd, log_fd, pipe = fds if tracker is None else fds[:-1]
+    *link_fds, log_fd, pipe = fds if tracker is None else fds[:-1]
     reducers.is_worker = True
-    after_fork.withhold([*memory_fds, log_fd], [pipe, *lifelines])
-    bell = bell_of((out_fd, in_fd))
-    _forward_logs(log_fd, bell, pipe, boot.levels)  # before any user code runs
+    after_fork.withhold([*link_fds[:3], log_fd], [pipe, *lifelines])
+    end = WorkerEnd(boot.layout, link_fds)
+    _forward_logs(log_fd, end.bell, pipe, boot.levels)  # before any user code runs
     main = MainInfo(*boot.main)
     executor = boot.start.executor
     if executor is None or not executor.has_main:
@@ -88,9 +89,8 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop
     loop: asyncio.AbstractEventLoop = make_loop()
     loop.set_debug(boot.debug)
-    memory = WorkerMemory(boot.layout, memory_fds)
-    channel = memory.link(loop, bell, main_by_value=main.by_value)
-    worker = WorkerCore(channel, memory.marks, boot.start, context, failure)
+    channel = end.channel(loop, main_by_value=main.by_value)
+    worker = WorkerCore(channel, end.marks, boot.start, context, failure)
     drains = executor is None or not executor.is_pool
     if executor is None or boot.start.threads > 1:
         return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)

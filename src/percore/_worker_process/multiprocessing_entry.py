@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
+from percore._protocol.worker_start import Given
 from percore._worker import executor_worker
 from percore._worker_process import main
 from percore._worker_process.world import HELD_BACK, die_with, take_signals
@@ -28,7 +29,7 @@ def received(duplicates: Sequence[Duplicate]) -> list[int]:
     return [duplicate.detach() for duplicate in duplicates]
 
 
-def begin(boot: bytes, fds: Sequence[int], given: executor_worker.Given, is_fork: bool) -> NoReturn:
+def begin(boot: bytes, fds: Sequence[int], given: Given, is_fork: bool) -> NoReturn:
     """Run a worker. `fds`: the lifeline, then those that `main.run` takes."""
     lifeline, *own = fds
     for fd in fds:

@@ -6,24 +6,20 @@ import pickle
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Final, cast
 
-from percore._calls.context_variables import references
+from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._engines.processes.launch import Launcher, Process
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._monitor.usage import Usage, UsageMeter
-from percore._protocol.interfaces import Exit, Fate, Store, Worker
+from percore._protocol.interfaces import Exit, Worker
 from percore._protocol.messages import Body
-from percore._scheduler.dispatch import places_for, room_of
-from percore._serialization.advice import blamed, unsendable, unsendable_function
-from percore._serialization.pickler import CANNOT, MainInfo
+from percore._protocol.worker_start import ExecutorSettings, Given
+from percore._serialization.pickler import MainInfo
 from percore._transport.channel import Haste
-from percore._transport.common_memory import Cell, CommonMemory
+from percore._transport.links import Link, Links
 from percore._transport.memory import keep_heap_warm
-from percore._transport.supervisor_side import SupervisorSide
-from percore._worker.executor_worker import ExecutorSettings, Given
-from percore._worker.worker import WorkerStart
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.main import Boot
 
@@ -37,10 +33,11 @@ def _exit(code: int | None) -> Exit:
 class ProcessWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, cell: Cell, channel: SupervisorSide, logs: LogReceiver, process: Process) -> None:
-        self.channel = channel
+    def __init__(self, link: Link, logs: LogReceiver, process: Process) -> None:
+        self.channel = link.channel
+        self.fate = link.fate
         self._told_pid: int | None = None
-        self._cell = cell
+        self._link = link
         self._logs = logs
         self._process = process
 
@@ -56,60 +53,9 @@ class ProcessWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
-    def fate(self, place: int, call_id: int) -> Fate:
-        return self._cell.fate(place, call_id)
-
     def close(self) -> None:
-        self.channel.close()
+        self._link.close()
         self._logs.close()
-        self._cell.close()
-
-
-def places_of(options: RunnerOptions) -> int:
-    """Return how many start marks each worker of a runner has."""
-    return places_for(room_of(options.concurrency, options.threads))
-
-
-def start_of(options: RunnerOptions, store: Store, executor: ExecutorSettings | None = None) -> WorkerStart:
-    """Make the start data that all workers of a runner share. `Engine.start` sets index and generation.
-
-    Raises:
-        ValueError: workers cannot find one of the context variables.
-        Exception: lifespan or thread_initializer cannot be pickled.
-    """
-    return WorkerStart(
-        index=0,
-        generation=0,
-        threads=options.threads,
-        lifespan=_pickled("lifespan", options.lifespan, store),
-        thread_initializer=_pickled("thread_initializer", options.thread_initializer, store),
-        contextvars=references(options.contextvars),
-        executor=executor,
-    )
-
-
-def _pickled(option: str, value: Any, store: Store) -> bytes:
-    if value is None:
-        return b""
-    try:
-        return store.pickled(value)
-    except CANNOT as error:
-        failure = unsendable_function(option, error, "make in it what cannot be sent")
-    raise failure
-
-
-def _pickled_initializer(given: Given, store: Store) -> bytes:
-    initializer, initargs = given
-    assert initializer is not None
-    try:
-        return store.pickled(given)
-    except CANNOT as error:
-        if not store.can_pickle(initializer):
-            failure = unsendable_function("initializer", error)
-        else:
-            what, value = blamed(initializer, initargs, {}, store.can_pickle)
-            failure = unsendable(f"initargs: {what}", value, error)
-    raise failure
 
 
 class ProcessEngine:
@@ -135,18 +81,17 @@ class ProcessEngine:
         """
         self.on_place: Callable[[], None]
         """Never called: a process finds a place, or fails to start."""
-        self._loop = loop
-        self._shared = shared = CommonMemory.create(options, places_of(options))
+        self._links = links = Links(loop, options, places_of(options), main_by_value=main.by_value)
+        self.store = links.store
         try:
-            self.store = shared.arena(loop, main_by_value=main.by_value)
-            loop_factory = _pickled("loop_factory", options.loop_factory, self.store)
+            loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
             if executor_settings is not None and given is not None:
-                executor_settings = executor_settings._replace(initializer=_pickled_initializer(given, self.store))
+                executor_settings = executor_settings._replace(initializer=pickled_initializer(given, self.store))
             start = start_of(options, self.store, executor_settings)
-            self._boot = Boot(start, shared.layout, loop.get_debug(), main.as_tuple(), loop_factory)
+            self._boot = Boot(start, links.layout, loop.get_debug(), main.as_tuple(), loop_factory)
             self._launcher = _launcher(options) if launcher is None else launcher
         except BaseException:
-            shared.close()
+            links.close()
             raise
         self._passes_on = executor_settings is None or not executor_settings.has_main
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
@@ -174,17 +119,17 @@ class ProcessEngine:
             logs.close_fds()
 
     def _start(self, boot: bytes, more: Sequence[int], logs: LogReceiver, on_exit: Callable[[int | None], None]) -> ProcessWorker:
-        cell = Cell(self._shared)
+        link = self._links.link()
+        link.channel.on_logged = logs.receive
+        link.channel.haste = self._haste
         try:
-            process = self._launcher.launch(boot, (*cell.fds, *more), on_exit)
+            process = self._launcher.launch(boot, (*link.fds, *more), on_exit)
         except BaseException:
-            cell.abandon()
+            link.close()
             raise
-        cell.close_fds()
-        channel = cell.link(self._loop, self.store)
-        channel.on_logged = logs.receive
-        channel.haste = self._haste
-        return ProcessWorker(cell, channel, logs, process)
+        finally:
+            link.close_fds()
+        return ProcessWorker(link, logs, process)
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         roles = {worker.pid: role for role, worker in workers if worker.pid is not None}
@@ -194,7 +139,7 @@ class ProcessEngine:
         try:
             await self._launcher.aclose()
         finally:
-            self._shared.close()
+            self._links.close()
 
 
 def _launcher(options: RunnerOptions) -> Launcher:

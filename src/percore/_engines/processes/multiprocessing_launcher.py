@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
 
-    from percore._worker.executor_worker import Given
+    from percore._protocol.worker_start import Given
 
 _running: set[BaseProcess] = set()
 

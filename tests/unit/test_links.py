@@ -3,18 +3,25 @@
 import os
 import sys
 from contextlib import ExitStack, closing
+from typing import Any, cast
 
 import pytest
 
 import percore
-from percore._transport import common_memory as module
-from percore._transport.common_memory import CommonMemory
+from percore._transport import links as module
+from percore._transport.links import Links
 from percore._transport.memory import Memory, has_address_space
+
+
+def links_of(workers: int, max_message: int = 2**30) -> Links:
+    """The memory of a runner, whose loop is not needed."""
+    options = percore.Runner(workers=workers, max_message=max_message)._options
+    return Links(cast("Any", None), options, 64, main_by_value=False)
 
 
 def results_of(workers: int, max_message: int = 2**30) -> tuple[int, int]:
     """Slots of each worker for results, and the bytes of one."""
-    with closing(CommonMemory.create(percore.Runner(workers=workers, max_message=max_message)._options, 64)) as shared:
+    with closing(links_of(workers, max_message)) as shared:
         return shared.layout.results_size // shared.layout.slot_size, shared.layout.slot_size
 
 
@@ -25,7 +32,7 @@ def test_a_few_workers_have_as_many_slots_as_they_may() -> None:
 
 def test_as_many_workers_as_are_allowed_fit_with_their_successors() -> None:
     with ExitStack() as undo:
-        shared = CommonMemory.create(percore.Runner(workers=1024)._options, 64)
+        shared = links_of(1024)
         undo.callback(shared.close)
         first = Memory.create(shared.layout.results_size)
         undo.callback(first.close)

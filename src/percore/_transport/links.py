@@ -1,0 +1,162 @@
+"""Links: the memory that connects a supervisor with its workers, as the supervisor maps it, and its sides of the channels.
+
+    Links ── the arena, which all workers of a runner share; the sizes of all memory
+      └── Link ── one worker: its rings, its start marks, its memory for results, the bells, and the channel over them
+
+A worker maps its end with the descriptors of its link (`WorkerEnd`).
+"""
+
+import asyncio
+import os
+import resource
+import time
+from contextlib import ExitStack
+
+from percore._common.options import RunnerOptions
+from percore._protocol.interfaces import UNBEGUN, Fate
+from percore._protocol.start_marks import MARK_WORDS
+from percore._transport.arena import Arena
+from percore._transport.channel import RING_SIZE
+from percore._transport.doorbell import bell_fds, bell_of
+from percore._transport.memory import Memory, has_address_space
+from percore._transport.ring import RingReader, RingWriter
+from percore._transport.slots import SLOT_MASK, SlotReader
+from percore._transport.supervisor_side import SupervisorSide
+from percore._transport.worker_side import Layout
+
+_PAGE = resource.getpagesize()
+_LEAST_SLOT = 1 << 20
+
+
+class Links:
+    """The memory of one runner.
+
+    Attributes:
+        layout: its sizes, for the workers.
+        store: the store of all workers.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, places: int, *, main_by_value: bool) -> None:
+        """Map the arena. A limit of the address space or of file sizes reduces the number of slots; so do many workers.
+
+        `places`: how many start marks a worker has. `main_by_value`: whether workers cannot import `__main__`.
+
+        Raises:
+            OSError: not even one slot fits in the arena, or in each worker's memory for results. The text says what to do.
+        """
+        self._loop = loop
+        self._memory, self.layout = _mapped(options, places)
+        self.store = Arena(self._memory, self.layout.slot_size, options.max_message, loop, main_by_value=main_by_value)
+
+    def link(self) -> "Link":
+        """Make the link to a worker.
+
+        Raises:
+            OSError: out of descriptors or address space; nothing is left behind.
+        """
+        return Link(self._loop, self._memory, self.layout, self.store)
+
+    def close(self) -> None:
+        """Release the arena. All links must be closed."""
+        self._memory.close()
+
+
+def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
+    """Map the arena, and return it with the sizes of all memory."""
+    slot_size = -(-max(options.max_message, _LEAST_SLOT) // _PAGE) * _PAGE
+    wanted = min(max(2**40 // slot_size, 16), SLOT_MASK + 1)
+    budget, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if budget != resource.RLIM_INFINITY:
+        wanted = min(wanted, budget // 4 // slot_size)
+    memory, reason = None, f"RLIMIT_AS is {budget} bytes"
+    while wanted and memory is None:
+        try:
+            memory = Memory.create(wanted * slot_size)
+        except OSError as error:
+            wanted //= 2
+            reason = str(error)
+    if memory is None:
+        raise OSError(
+            f"no room for one message of max_message={options.max_message} bytes ({reason}): "
+            "raise the limit (ulimit -v, ulimit -f), or make the runner with a smaller max_message"
+        )
+    results = min(max(2**36 // slot_size, 4), 64)
+    if budget != resource.RLIM_INFINITY:
+        results = max(1, min(results, budget // 4 // options.workers // slot_size))
+    results = _fitting(min(results, wanted), options.workers * slot_size)
+    if not results:
+        memory.close()
+        raise OSError(
+            f"the address space has no room for the results of {options.workers} workers with "
+            f"max_message={options.max_message} bytes: make the runner with a smaller max_message or fewer workers, or raise "
+            "the limit (ulimit -v) if there is one"
+        )
+    # Leases may take a quarter of the arena, and shared objects a quarter (Arena): half is left for arguments in transit.
+    leases = memory.size // slot_size // 4 // options.workers
+    return memory, Layout(places, memory.size, results * slot_size, slot_size, options.max_message, leases)
+
+
+def _fitting(slots: int, one_each: int) -> int:
+    """Return how many result slots, at most `slots`, each worker can have. 0: not even one slot each fits the address space.
+
+    `one_each`: bytes of one slot for every worker. Four times the space is required, because a worker's results are mapped twice
+    (`Memory.of_reader`), and while the worker is replaced its successor has result slots too. If only one slot is left, a single
+    mapping is enough: nothing in that slot is leased then.
+    """
+    while slots > 1 and not has_address_space(4 * slots * one_each):
+        slots //= 2
+    return slots if slots > 1 or has_address_space(one_each) else 0
+
+
+def _most_of(slots: int) -> int:
+    """The number of result slots that may be leased; the rest is for results in transit."""
+    return slots * 3 // 4
+
+
+class Link:
+    """The link to one worker.
+
+    Attributes:
+        channel: the supervisor's side of the channel.
+        fds: descriptors for the worker: the cell, the arena (read-only), the results, and two of its bell.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arena: Memory, layout: Layout, store: Arena) -> None:
+        """Use `Links.link`."""
+        with ExitStack() as undo:
+            self._cell = Memory.create(layout.cell_size)
+            undo.callback(self._cell.close)
+            # Not writable through this mapping: a fork of the program would overwrite results that are meant for this process.
+            self._results = Memory.create_for_writer(layout.results_size)
+            undo.callback(self._results.close)
+            self._arena_fd = arena.reader_fd()
+            undo.callback(os.close, self._arena_fd)
+            bell, self._worker_bell = bell_fds()
+            undo.pop_all()
+        self.fds = (self._cell.fd, self._arena_fd, self._results.fd, *self._worker_bell)
+        self._marks = layout.marks(self._cell)
+        view = self._cell.view
+        rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
+        results = SlotReader(self._results, layout.slot_size)
+        self.channel = SupervisorSide(loop, rings, bell_of(bell), (store, results), leases=_most_of(results.count))
+
+    def close_fds(self) -> None:
+        """Close the descriptors for the worker, which has them by now, or was not started. Call it once."""
+        self._cell.close_fds()
+        self._results.close_fds()
+        for fd in (self._arena_fd, *self._worker_bell):
+            os.close(fd)
+
+    def fate(self, place: int, call_id: int) -> Fate:
+        """Read a call's start mark."""
+        marks, word = self._marks, place * MARK_WORDS
+        if marks[word] != call_id:
+            return UNBEGUN
+        return Fate(True, time.monotonic() - float(marks[word + 1]) / 1e9, int(marks[word + 2]))
+
+    def close(self) -> None:
+        """Close the channel and unmap. Idempotent."""
+        self.channel.close()
+        self._marks.release()
+        self._results.close()
+        self._cell.close()
