@@ -1,8 +1,7 @@
 """An engine without processes: workers that live in the supervisor's own loop.
 
-Real are: the channel, its memory and bells, the serving of calls on tasks and threads, the lifespan, what is pickled. Not real
-are the death (`kill` stops the serving and cancels its tasks; threads run on until their call ends) and the loop, which all
-workers share with the test. So a worker's loop cannot be blocked by a call; `FakeWorker.pause` stops its reading instead.
+The channel, its memory and bells, tasks, threads, the lifespan and pickles are real. A death is not: `kill` stops the serving and
+cancels its tasks, and threads run on until their call ends. The loop is the test's own, so no call may block it: see `pause`.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ class FakeWorker:
         of_task.set(context)
         self._side = self._end.channel(self._loop, main_by_value=False)
         self.core = WorkerCore(self._side, self._end.marks, start, context)
-        self.core.open(self._broken)
+        self.core.open(self._die)
         self._task = self._loop.create_task(self.core.serve(self._live_tasks))
         # A callback, not a `finally` in there: killed before its first step, a task runs none.
         self._task.add_done_callback(self._served)
@@ -93,12 +92,9 @@ class FakeWorker:
         del _tasks[self.pid]
         self._loop.call_soon(self._on_exit, Exit(self.exitcode))
 
-    def _broken(self, _error: BaseException) -> None:
-        self._die(70)
-
-    def _die(self, exitcode: int) -> None:
+    def _die(self, why: BaseException | int) -> None:
         if self.exitcode is None:
-            self.exitcode = exitcode
+            self.exitcode = why if isinstance(why, int) else 70
             self._side.stop()
             self._task.cancel()
 
@@ -117,7 +113,7 @@ class FakeWorker:
     def resume(self) -> None:
         """Read on."""
         if self._side.is_open:
-            self.core.open(self._broken)
+            self.core.open(self._die)
 
 
 class FakeEngine:

@@ -658,6 +658,17 @@ def test_the_gil_changes_hands_often_while_calls_compute_for_long(clock: Clock) 
     assert sys.getswitchinterval() == usual
 
 
+def test_the_last_of_several_pools_restores_the_interval(clock: Clock) -> None:
+    usual = sys.getswitchinterval()
+    pools = working(clock), working(clock)
+    for pool in pools:
+        pool._run_one(1, (0.1, 0.1))
+    pools[0].stop()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    pools[1].stop()
+    assert sys.getswitchinterval() == usual
+
+
 def test_joining_takes_milliseconds() -> None:
     assert JOIN_AFTER <= 0.01
 

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
-from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._serialization.advice import advise_main_thread, unpicklable
-from percore._serialization.pickler import load
 from percore._worker.answers import Answers, Send, WorkerFunction
 
 if TYPE_CHECKING:
@@ -26,24 +24,6 @@ if TYPE_CHECKING:
 
 logger: Final = logging.getLogger("concurrent.futures")
 """The logger to which the standard library reports a failed initializer."""
-
-of_process: list[Given] = []
-"""The initializer and its arguments, if they came with the process."""
-
-
-def initialize(executor_settings: ExecutorSettings) -> BaseException | None:
-    """Run the initializer. Return the exception that it raised, or None. Runs user code."""
-    if not of_process and not executor_settings.initializer:
-        return None
-    try:
-        given: Any = of_process.pop() if of_process else load(executor_settings.initializer)
-        initializer, initargs = given
-        if initializer is not None:
-            initializer(*initargs)
-    except BaseException as error:
-        logger.critical("Exception in initializer:", exc_info=True)
-        return error
-    return None
 
 
 class ThreadInitializerFailed(PercoreError):

@@ -34,14 +34,13 @@ async def serve_until_finished(
     server: Server,
     context: WorkerContext,
     lifespan: Callable[[], Callable[[], Any] | None],
-    *,
-    tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks,
+    tasks: Callable[[], set[asyncio.Task[Any]]],
 ) -> int:
     """Enter the lifespan, serve until asked to end, and leave the lifespan. Return the exit code.
 
     `lifespan` unpickles and returns the user's factory, or returns None. An exception before the worker is ready goes to the
     supervisor, as does one that ends the lifespan while calls run. An exception at the lifespan's exit is logged. `tasks` returns
-    the tasks of this worker: all tasks of the loop, unless several workers share the loop.
+    the tasks of this worker: all tasks of its loop, if the loop is its own.
     """
     stack = _Entered(context)
     try:

@@ -50,6 +50,30 @@ _NUDGE: Final = -1
 """In place of a call's id: the thread that takes it runs for a moment and waits again."""
 
 
+class SwitchInterval:
+    """The switch interval of this interpreter. It is shorter while any pool of the process has a long call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pools: set[Threads] = set()
+        self._usual = 0.0
+
+    def shorten(self, pool: "Threads", *, is_wanted: bool) -> None:
+        """Shorten the interval for a pool, or no longer. Any thread may call this."""
+        with self._lock:
+            was_short = bool(self._pools)
+            pool.switches_often = is_wanted
+            (self._pools.add if is_wanted else self._pools.discard)(pool)
+            if self._pools and not was_short:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_EVERY, self._usual))
+            elif was_short and not self._pools:
+                sys.setswitchinterval(self._usual)
+
+
+_interval: Final = SwitchInterval()
+
+
 class Threads:
     """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
 
@@ -75,8 +99,8 @@ class Threads:
         self._looked = (0.0, 0.0)
         self._try_after = 0.0
         self._pause = 2 * _LOOK_EVERY
-        self._switches_often = False
-        self._switched_every = 0.0
+        self.switches_often = False
+        """Whether this pool has shortened the switch interval."""
         self._on_idle: Callable[[], object] | None = None
         self._is_main = False
         self.on_start: Callable[[], object] | None = None
@@ -177,7 +201,7 @@ class Threads:
 
     def stop(self) -> None:
         """Tell the threads of the pool to end when no calls are left. They are daemons: the process does not wait for them."""
-        self._switch_often(is_wanted=False)
+        _interval.shorten(self, is_wanted=False)
         for _ in self._threads:
             self._ids.put(None)
 
@@ -231,8 +255,8 @@ class Threads:
             self._run(call_id, item)
         finally:
             cpu = time.thread_time() - cpu
-            if self._switches_often is not (cpu > _LONG):
-                self._switch_often(is_wanted=cpu > _LONG)
+            if self.switches_often is not (cpu > _LONG):
+                _interval.shorten(self, is_wanted=cpu > _LONG)
             wall = time.perf_counter() - wall
             if is_alone and self._begun == begun:
                 self._measured(is_busy=cpu > 0.5 * wall)
@@ -247,18 +271,6 @@ class Threads:
         self._takes_turns = is_busy
         if is_busy:
             self._pause = 2 * _LOOK_EVERY
-
-    def _switch_often(self, *, is_wanted: bool) -> None:
-        """Shorten the interpreter's switch interval, or restore it."""
-        if self._switches_often is is_wanted:
-            return
-        self._switches_often = is_wanted
-        if is_wanted:
-            # Remember the longest interval seen: another thread may have shortened it just now.
-            self._switched_every = max(self._switched_every, sys.getswitchinterval())
-            sys.setswitchinterval(min(_SWITCH_EVERY, self._switched_every))
-        else:
-            sys.setswitchinterval(self._switched_every)
 
     def _wait_for_turn(self) -> bool:
         """Wait for the turn. Return True with the turn held, False if the pool has stopped taking turns."""

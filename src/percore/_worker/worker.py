@@ -53,9 +53,9 @@ class WorkerCore:
         """Begin to receive. `on_broken` is called with the exception if the channel breaks."""
         self.calls.run(self._channel.open, self.server.receive, on_broken)
 
-    async def serve(self, tasks: Callable[[], set[asyncio.Task[Any]]] = asyncio.all_tasks) -> int:
+    async def serve(self, tasks: Callable[[], set[asyncio.Task[Any]]]) -> int:
         """Serve until asked to end, and return the exit code. As `serve_until_finished`."""
-        return await serve_until_finished(self._channel, self.server, self._context, self._lifespan, tasks=tasks)
+        return await serve_until_finished(self._channel, self.server, self._context, self._lifespan, tasks)
 
     def _lifespan(self) -> Callable[[], Any] | None:
         if self._failure is not None:

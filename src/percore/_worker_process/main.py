@@ -10,11 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
-from percore._protocol.worker_start import WorkerStart
+from percore._protocol.worker_start import Given, WorkerStart
 from percore._serialization import reducers
 from percore._serialization.pickler import MainInfo, load
 from percore._transport.doorbell import Bell
@@ -23,7 +23,7 @@ from percore._transport.ring import RingWriter
 from percore._transport.worker_side import Layout, WorkerEnd
 from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
-from percore._worker.executor_worker import initialize
+from percore._worker.executor_worker import logger as executor_logger
 from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state, unpatched
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
@@ -47,22 +47,24 @@ class Boot(NamedTuple):
     """Whether the last descriptor is the one of the program's multiprocessing resource tracker."""
 
 
-def run(boot: bytes, fds: Sequence[int]) -> NoReturn:
-    """Run a worker, until the process exits. `boot`: a pickled `Boot`.
+def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn:
+    """Run a worker, until the process exits.
+
+    `boot`: a pickled `Boot`. `given`: the initializer of an executor, if it came with the process.
 
     `fds`: the cell; the arena (read-only); the results; this side's bell, two fds; the ring for log records; the pipe telling how
     much of that ring the supervisor has read; multiprocessing's resource tracker, if the program has one.
     """
     exitcode = 1
     try:
-        exitcode = _run(pickle.loads(boot), fds)
+        exitcode = _run(pickle.loads(boot), fds, given)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         _leave(exitcode)
 
 
-def _run(boot: Boot, fds: Sequence[int]) -> int:
+def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     this_is_worker(boot.start.index, boot.start.generation)
     if POINTS:
         point("worker.hello")
@@ -85,7 +87,7 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
     worker_context.of_process = context
     gc.collect()
     gc.freeze()
-    failure = None if executor is None else initialize(executor)
+    failure = None if executor is None else _initialize(executor.initializer, given)
     make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop
     loop: asyncio.AbstractEventLoop = make_loop()
     loop.set_debug(boot.debug)
@@ -96,6 +98,18 @@ def _run(boot: Boot, fds: Sequence[int]) -> int:
         return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)
     on_open = main_thread.drain_on_sigterm(loop, worker.server.drain) if drains else None
     return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker.server, _leave)
+
+
+def _initialize(pickled: bytes, given: Given | None) -> BaseException | None:
+    """Run the initializer of an executor, if it has one. Return the exception that it raised, or None. Runs user code."""
+    try:
+        initializer, initargs = given or (cast("Given", load(pickled)) if pickled else (None, ()))
+        if initializer is not None:
+            initializer(*initargs)
+    except BaseException as error:
+        executor_logger.critical("Exception in initializer:", exc_info=True)
+        return error
+    return None
 
 
 def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:
@@ -117,7 +131,7 @@ async def _serve(worker: WorkerCore, on_open: Callable[[], None] | None) -> int:
     worker.open(_broken)
     if on_open is not None:
         on_open()
-    return await worker.serve()
+    return await worker.serve(asyncio.all_tasks)
 
 
 def _drain_on_sigterm(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:

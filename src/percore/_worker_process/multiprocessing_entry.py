@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from percore._protocol.worker_start import Given
-from percore._worker import executor_worker
 from percore._worker_process import main
 from percore._worker_process.world import HELD_BACK, die_with, take_signals
 
@@ -41,8 +40,7 @@ def begin(boot: bytes, fds: Sequence[int], given: Given, is_fork: bool) -> NoRet
         _leave_the_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     take_signals()
-    executor_worker.of_process.append(given)
-    main.run(boot, own)
+    main.run(boot, own, given)
 
 
 def _leave_the_parent() -> None:
