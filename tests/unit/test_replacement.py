@@ -90,7 +90,7 @@ def followed(*, is_spent: bool = False) -> tuple[Replacement[Worker], Worker, Wo
         (SPENT, True, True, Decision(Act.FAIL_START)),
     ],
 )
-def test_a_death_without_a_next_worker(rule: Replaces, began: bool, is_first: bool, decision: Decision) -> None:
+def test_a_death_without_a_next_worker(rule: Replaces, began: bool, is_first: bool, decision: Decision[Worker]) -> None:
     slot, worker = served()
     assert slot.died(worker, rule, began=began, is_first=is_first) == decision
     assert slot.current is None
@@ -283,12 +283,11 @@ class Walk(RuleBasedStateMachine):
             self.slot.started(worker)
             self.alive.append(worker)
         elif can == "no place":
-            old = self.slot.current
-            self.carry_out(self.slot.no_place(), old, can="start")
+            self.carry_out(self.slot.no_place(), can="start")
         else:
-            self.carry_out(self.slot.could_not_start(self.rule, is_first=self.is_first), self.slot.current, can="start")
+            self.carry_out(self.slot.could_not_start(self.rule, is_first=self.is_first), can="start")
 
-    def carry_out(self, decision: Decision, old: Worker | None, *, can: str) -> None:
+    def carry_out(self, decision: Decision[Worker], *, can: str) -> None:
         self.has_timer &= self.slot.is_delayed
         if decision.act is Act.START:
             self.start(can=can)
@@ -296,8 +295,8 @@ class Walk(RuleBasedStateMachine):
             self.has_timer = True  # in place of an earlier one
         elif decision.act is Act.FAIL_START:
             self.has_failed_start = True
-        elif decision.act in {Act.TAKE_OVER, Act.GIVE_UP} and old is not None:
-            old.is_ready = False  # it drains
+        if decision.retired is not None:
+            decision.retired.is_ready = False  # it drains
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 100))
@@ -306,7 +305,7 @@ class Walk(RuleBasedStateMachine):
         if worker in {self.slot.current, self.slot.next} and not worker.is_ready:
             worker.is_ready = True
             self.is_first = False
-            self.carry_out(self.slot.ready(worker), self.slot.current, can="start")
+            self.carry_out(self.slot.ready(worker), can="start")
 
     @precondition(lambda self: self.slot.current is not None and self.slot.current.is_ready)
     @rule(is_spent=st.booleans(), has_waiting=st.booleans(), can=CAN)
@@ -315,14 +314,14 @@ class Walk(RuleBasedStateMachine):
         assert current is not None
         current.is_done |= current.is_spent and is_spent
         current.is_spent |= is_spent
-        self.carry_out(self.slot.low(self.rule, has_waiting=has_waiting), current, can=can)
+        self.carry_out(self.slot.low(self.rule, has_waiting=has_waiting), can=can)
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 100), can=CAN)
     def asked_to_end(self, which: int, can: str) -> None:
         worker = self.alive[which % len(self.alive)]
         worker.is_ready = False
-        self.carry_out(self.slot.asked_to_end(worker, self.rule), worker, can=can)
+        self.carry_out(self.slot.asked_to_end(worker, self.rule), can=can)
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 100), began=st.booleans(), can=CAN)
@@ -331,7 +330,7 @@ class Walk(RuleBasedStateMachine):
         worker.is_ready = False
         if began:
             self.slot.budget.began()
-        self.carry_out(self.slot.died(worker, self.rule, began=began, is_first=self.is_first), worker, can=can)
+        self.carry_out(self.slot.died(worker, self.rule, began=began, is_first=self.is_first), can=can)
 
     @precondition(lambda self: self.has_timer)
     @rule(can=CAN)
@@ -340,7 +339,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(has_waiting=st.booleans(), can=CAN)
     def has_place(self, has_waiting: bool, can: str) -> None:
-        self.carry_out(self.slot.has_place(self.rule, has_waiting=has_waiting), self.slot.current, can=can)
+        self.carry_out(self.slot.has_place(self.rule, has_waiting=has_waiting), can=can)
 
     @rule(rule=st.sampled_from([SPENT, NONE]))
     def closes(self, rule: Replaces) -> None:

@@ -22,7 +22,7 @@ failed to start.
 """
 
 from enum import Enum
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from percore._scheduler.lifecycle import IllegalEvent
 from percore._scheduler.phase import Replaces
@@ -148,25 +148,32 @@ class Act(Enum):
     """Start a worker after `Decision.delay` seconds, never at once."""
 
     TAKE_OVER = "take over"
-    """The current worker is another one now, or none. It gets calls once it is ready, and the old one gets no more."""
+    """The current worker is another one now, or none. It gets calls once it is ready."""
 
     GIVE_UP = "give up"
-    """Give the slot up, and retire the worker that was the current one, if any."""
+    """Give the slot up."""
 
     FAIL_START = "fail start"
     """The first start of the runner fails."""
 
 
-class Decision(NamedTuple):
-    """The action that the pool has to carry out, and the seconds until then."""
+W = TypeVar("W", bound=Serving)
+
+
+class Decision(NamedTuple, Generic[W]):
+    """The action that the pool has to carry out.
+
+    Attributes:
+        delay: seconds until then.
+        retired: the worker that is the current one no more, and gets no more calls.
+    """
 
     act: Act
     delay: float = 0.0
+    retired: W | None = None
 
 
-_NOTHING: Final = Decision(Act.NOTHING)
-
-W = TypeVar("W", bound=Serving)
+_NOTHING: Final = Decision[Any](Act.NOTHING)
 
 
 class Replacement(Generic[W]):
@@ -197,19 +204,19 @@ class Replacement(Generic[W]):
         else:
             self.next = worker
 
-    def ready(self, worker: W) -> Decision:
+    def ready(self, worker: W) -> Decision[W]:
         """The next worker is ready: it takes over, or waits until the current one may begin no more calls."""
         current = self.current
         if self.next is not worker or (current is not None and current.is_ready and not current.is_spent):
             return _NOTHING
         return self._take_over()
 
-    def _take_over(self) -> Decision:
+    def _take_over(self) -> Decision[W]:
         self._change(Change.LEFT)
-        self.current, self.next = self.next, None
-        return Decision(Act.TAKE_OVER)
+        retired, self.current, self.next = self.current, self.next, None
+        return Decision(Act.TAKE_OVER, retired=retired)
 
-    def low(self, rule: Replaces, *, has_waiting: bool) -> Decision:
+    def low(self, rule: Replaces, *, has_waiting: bool) -> Decision[W]:
         """The current worker may begin few more calls, or none. `has_waiting`: whether calls wait for a worker."""
         current, following = self.current, self.next
         assert current is not None
@@ -225,7 +232,7 @@ class Replacement(Generic[W]):
             return Decision(Act.START)
         return _NOTHING
 
-    def asked_to_end(self, worker: W, rule: Replaces) -> Decision:
+    def asked_to_end(self, worker: W, rule: Replaces) -> Decision[W]:
         """Something outside percore asked a worker to end, and it gets no more calls."""
         if worker is not self.current or rule is not Replaces.ALL:
             return _NOTHING
@@ -240,7 +247,7 @@ class Replacement(Generic[W]):
         self._change(Change.FORGOT)
         self.current = None
 
-    def died(self, worker: W, rule: Replaces, *, began: bool, is_first: bool) -> Decision:
+    def died(self, worker: W, rule: Replaces, *, began: bool, is_first: bool) -> Decision[W]:
         """A worker died.
 
         Args:
@@ -265,7 +272,7 @@ class Replacement(Generic[W]):
         self.restarts += 1
         return Decision(Act.START) if began else self.could_not_start(rule, is_first=is_first)
 
-    def could_not_start(self, rule: Replaces, *, is_first: bool) -> Decision:
+    def could_not_start(self, rule: Replaces, *, is_first: bool) -> Decision[W]:
         """A worker could not be started, or died before it took over."""
         if is_first:
             return Decision(Act.FAIL_START)
@@ -279,21 +286,21 @@ class Replacement(Generic[W]):
             delay = LONGEST_DELAY
         if delay is None:
             self._change(Change.FAILED)
-            self.current = None
-            return Decision(Act.GIVE_UP)
+            retired, self.current = self.current, None
+            return Decision(Act.GIVE_UP, retired=retired)
         self._change(Change.DELAYED)
         return Decision(Act.START_LATER, delay)
 
-    def no_place(self) -> Decision:
+    def no_place(self) -> Decision[W]:
         """There is no place for a worker yet, so none was started."""
         self._change(Change.NO_PLACE)
         return self._make_place()
 
-    def _make_place(self) -> Decision:
+    def _make_place(self) -> Decision[W]:
         """Give up a current worker that is done, because the next one may get its place."""
         return self._take_over() if self.current is not None and self.current.is_done else _NOTHING
 
-    def has_place(self, rule: Replaces, *, has_waiting: bool) -> Decision:
+    def has_place(self, rule: Replaces, *, has_waiting: bool) -> Decision[W]:
         """There may be a place for a worker again. `has_waiting`: whether calls wait for a worker."""
         if not self.lacks_place:
             return _NOTHING

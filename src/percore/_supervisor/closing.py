@@ -48,7 +48,6 @@ class Closing:
         self._engine = engine
         self._calls = calls
         self._pool = pool
-        self._members = pool.members
         self._admission = admission
         self._rebalancing = rebalancing
         self._kill_after = kill_after
@@ -112,7 +111,7 @@ class Closing:
         if not self._phase.is_closing or self._calls.loose:
             return
         # A closing runner replaces no worker that has died, but one that has left its place to the next one.
-        has_workers = bool(self._members) or bool(self._calls.waiting() and self._pool.awaits_place())
+        has_workers = bool(self._pool.members) or bool(self._calls.waiting() and self._pool.awaits_place())
         if not has_workers:
             self._expect_nobody()
         if self._gone is None:
@@ -127,7 +126,7 @@ class Closing:
 
     def unfinished(self) -> bool:
         """Return whether any call waits or runs, including cancelled calls that still run."""
-        return bool(self._calls.waiting()) or any(member.calls for member in self._members)
+        return bool(self._calls.waiting()) or any(member.calls for member in self._pool.members)
 
     def _finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet, since no call may run any more.
@@ -152,7 +151,7 @@ class Closing:
 
     def _cancel_running(self) -> None:
         # Those of a worker last first: else it may begin the next.
-        calls = (partial(self._cancel, member, call) for member in self._members for call in reversed(member.calls.values()))
+        calls = (partial(self._cancel, member, call) for member in self._pool.members for call in reversed(member.calls.values()))
         Faults("calls were cancelled, since the runner closes").run(*calls)
 
     def _cancel(self, member: PoolWorker, call: "PendingCall") -> None:

@@ -177,8 +177,7 @@ class Pool:
         if worker is None:
             slot.generation -= 1
             report(logging.INFO, "there is no place for worker %d yet", slot.index)
-            old = slot.current
-            self._carry_out(slot, slot.no_place(), old)
+            self._carry_out(slot, slot.no_place())
             return
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
@@ -191,7 +190,7 @@ class Pool:
     def _has_place(self) -> None:
         """Start the workers that wait for a place: the engine may have one again."""
         for slot in self.slots:
-            self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0), slot.current)
+            self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0))
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
@@ -215,12 +214,11 @@ class Pool:
             return
         member.was_ready = True
         slot = self.slots[member.index]
-        old = slot.current
         decision = slot.ready(member)
         self._seat(slot)
         if POINTS:
             point("supervisor.worker.ready")
-        self._carry_out(slot, decision, old)
+        self._carry_out(slot, decision)
         if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
             self._starting.set_result(None)
             self._starting = None  # now: a worker that dies before `start` continues must be replaced
@@ -264,33 +262,29 @@ class Pool:
             decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and self._calls.waiting() > 0)
             if decision.act is Act.START:
                 report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
-            self._carry_out(slot, decision, member)
+            self._carry_out(slot, decision)
 
-    def _carry_out(self, slot: WorkerSlot, decision: Decision, old: PoolWorker | None) -> None:
-        """Do what was decided about a slot. `old`: its current worker before the decision."""
+    def _carry_out(self, slot: WorkerSlot, decision: Decision[PoolWorker]) -> None:
+        """Do what was decided about a slot."""
         slot.look_timer()
-        act, delay = decision
+        act, delay, retired = decision
+        if act is Act.TAKE_OVER:
+            self._seat(slot)
+        if retired is not None:
+            self._retire(retired)
         if act is Act.START:
             self._spawn(slot)
         elif act is Act.START_LATER:
             if slot.timer is not None:
                 slot.timer.cancel()  # the new delay takes the place of an earlier one
             slot.timer = self._loop.call_later(delay, self._spawn, slot)
-        elif act is Act.TAKE_OVER:
-            self._seat(slot)
-            if old is not None:
-                self._retire(old)
         elif act is Act.GIVE_UP:
-            if old is not None:
-                self._retire(old)  # it is at its limit and will not be replaced
             self._give_up(slot)
         elif act is Act.FAIL_START:
             self._fail_start(StartupFailed(self._last_report))
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
-        old = slot.current
-        decision = slot.could_not_start(self._phase.replaces, is_first=self._starting is not None)
-        self._carry_out(slot, decision, old)
+        self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self._starting is not None))
 
     def _fail_start(self, error: Exception) -> None:
         if self._starting is not None and not self._starting.done():
@@ -318,7 +312,7 @@ class Pool:
         decision = slot.asked_to_end(member, self._phase.replaces)
         if decision.act is Act.START:
             report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
-        self._carry_out(slot, decision, member)
+        self._carry_out(slot, decision)
 
     # Deaths
 
@@ -401,10 +395,10 @@ class Pool:
         if self._observer is not None and not self._phase.is_closing and not is_asked_for:
             self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
 
-    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision) -> None:
+    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision[PoolWorker]) -> None:
         """Carry out what was decided about the slot of a dead worker."""
         if decision.act is not Act.FAIL_START:
-            self._carry_out(slot, decision, member)
+            self._carry_out(slot, decision)
         elif self._phase.is_closing:
             self._fail_start(RunnerClosed(_CLOSED))
         elif member.killed_why:
