@@ -217,6 +217,15 @@ def test_the_loop_is_asked_once_for_many() -> None:
     assert len(asked) == 1
 
 
+async def test_the_loop_hears_of_an_ending_from_the_thread_that_made_the_memory() -> None:
+    """As in a worker whose main thread maps the memory and runs functions, while its loop runs in another thread."""
+    loop, told = asyncio.get_running_loop(), Told()
+    loop.set_debug(True)  # a callback from another thread is refused then, unless it wakes the loop
+    await asyncio.to_thread(lambda: Endings(loop).add(told))
+    await turns()
+    assert told.count == 1
+
+
 async def test_none_of_many_threads_endings_is_lost() -> None:
     endings, told = Endings(asyncio.get_running_loop()), Told()
     memory = mmap.mmap(-1, SIZE)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -13,9 +12,7 @@ class Endings:
     """Runs the callbacks of finalisers in the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call this in the thread of `loop`."""
         self._loop = loop
-        self._thread = threading.get_ident()
         self._ended: deque[Ended] = deque()
         self._is_due = False
 
@@ -26,7 +23,7 @@ class Endings:
             return
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            if threading.get_ident() == self._thread:
+            if asyncio._get_running_loop() is self._loop:
                 self._loop.call_soon(self._run)
             else:
                 self._loop.call_soon_threadsafe(self._run)

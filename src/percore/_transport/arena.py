@@ -29,7 +29,7 @@ class Arena(SlotWriter):
     def __init__(
         self, memory: Memory, slot_size: int, limit: int, loop: asyncio.AbstractEventLoop, *, main_by_value: bool = False
     ) -> None:
-        """As for `SlotWriter`. Call this in the thread of `loop`."""
+        """As for `SlotWriter`."""
         super().__init__(memory, slot_size, limit)
         self._loop = loop
         self._main_by_value = main_by_value

@@ -60,7 +60,7 @@ class Leases:
     """Reads the payloads that the other side has put into its slots. All methods may be called from any thread."""
 
     def __init__(self, slots: SlotReader, endings: Endings, limit: int) -> None:
-        """Lease at most `limit` slots at a time. Call this in the thread of the loop."""
+        """Lease at most `limit` slots at a time."""
         self._slots = slots
         self._endings = endings
         self._limit = limit if slots.may_lease else 0
