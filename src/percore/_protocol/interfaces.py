@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from percore._monitor.usage import Usage
     from percore._protocol.messages import Body, Message, Payload
 
+    Send = Callable[[int, int, Body], None]
+
 # Payloads
 
 
@@ -172,16 +174,38 @@ class Ticket(Protocol):
         """
 
 
-class Channel(Protocol):
-    """The supervisor's side of a channel to one worker. Only the loop's thread uses it.
+class Side(Protocol):
+    """What the two sides of a channel have in common.
 
     Attributes:
         is_open: whether it receives.
+    """
+
+    is_open: bool
+
+    @property
+    def own(self) -> Mapping[int, Callable[[int, Any], None]]:
+        """Handlers of the messages between the two sides of the channel itself, by op."""
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        """Send a message, at the end of this iteration of the loop or earlier."""
+
+    def load(self, payload: Payload, /) -> Received:
+        """Read a payload that the other side has sent.
+
+        Raises:
+            BrokenFrame: there is no such payload.
+        """
+
+
+class Channel(Side, Protocol):
+    """The supervisor's side of a channel to one worker. Only the loop's thread uses it.
+
+    Attributes:
         waits_since: while the worker has unread messages, the time (`time.monotonic`) since which it has read nothing; 0 if it has
             read all. This is no method, because choosing a worker for a call looks at several workers.
     """
 
-    is_open: bool
     waits_since: float
 
     @property
@@ -191,10 +215,6 @@ class Channel(Protocol):
     @property
     def rx(self) -> Got:
         """The count of what was received."""
-
-    @property
-    def own(self) -> Mapping[int, Callable[[int, Any], None]]:
-        """Handlers of the messages between the two sides of the channel itself, by op."""
 
     def open(
         self,
@@ -208,21 +228,11 @@ class Channel(Protocol):
         breaks; and `on_batch` after everything that arrived together was delivered, and when the worker has read what it was sent.
         """
 
-    def send(self, op: int, call_id: int, body: Body) -> None:
-        """Send a message, at the end of this iteration of the loop or earlier."""
-
     def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
         """Send a message whose body is a parcel.
 
         A parcel that is placed (`Store.is_placed`) is sent now, in order with all other messages. Another one is sent when there is
         room for it, and later messages may overtake it.
-        """
-
-    def load(self, payload: Payload, /) -> Received:
-        """Read a payload that the worker has sent.
-
-        Raises:
-            BrokenFrame: there is no such payload.
         """
 
     def read(self, payload: Payload, /) -> memoryview | bytes:
@@ -245,32 +255,23 @@ class Channel(Protocol):
         """Seconds the worker took to read the last message, or, if it has not yet, at least the time since then."""
 
 
-class WorkerChannel(Protocol):
+class WorkerChannel(Side, Protocol):
     """The worker's side of a channel.
 
     Any thread may call `load`, `load_shared`, `flush`, `keep`, `send_from_thread`, the picklers, and `send_payload` and
     `send_exception` with one of these methods as their `send`. All other methods may be called on the loop only.
 
     Attributes:
-        is_open: whether it receives.
         on_batch: called after everything that arrived together was delivered, and when the supervisor has read what it was sent.
-        own: handlers of the messages between the two sides of the channel itself, by op.
     """
 
     on_batch: Callable[[], None] | None
-    is_open: bool
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    @property
-    def own(self) -> Mapping[int, Callable[[int, Any], None]]: ...
-
     def open(self, on_frame: Callable[[list[Message]], None], on_broken: Callable[[BaseException], None]) -> None:
         """Begin to receive, as `Channel.open`."""
-
-    def send(self, op: int, call_id: int, body: Body) -> None:
-        """Send a message, at the end of this iteration of the loop or earlier."""
 
     def send_later(self, op: int, call_id: int, body: Body) -> None:
         """Send a message at the end of this iteration of the loop."""
@@ -281,13 +282,19 @@ class WorkerChannel(Protocol):
     def keep(self, op: int, call_id: int, body: Body) -> None:
         """Send a message together with the next one, or with the next `flush`."""
 
+    def send_payload(self, op: int, call_id: int, body: Body, send: Send | None = None) -> None:
+        """Send a message with a payload or a pickle of any size by the method `send`, now or when there is room for it."""
+
+    def send_exception(
+        self, op: int, call_id: int, error: BaseException, send: Send | None = None, *, as_itself: bool = False
+    ) -> None:
+        """Send a message with an exception by the method `send`. `as_itself`: as for `dump_exception`."""
+
     def flush(self) -> None:
         """Send all messages that wait for others."""
 
     def is_flushed(self) -> bool:
         """Whether everything was sent. Call it while no thread sends."""
-
-    # Payloads
 
     def passes(self, value: object, /) -> bool:
         """Whether this result may be sent as it is."""
@@ -295,32 +302,8 @@ class WorkerChannel(Protocol):
     def pickler(self) -> ObjectPickler:
         """Return a pickler for the next object. The channel discards its payload once the supervisor has released it."""
 
-    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
-        """Send a message with a payload or a pickle of any size, now or when there is room for it.
-
-        `send`: the method that sends it; None: `send`.
-        """
-
-    def send_exception(
-        self,
-        op: int,
-        call_id: int,
-        error: BaseException,
-        send: Callable[[int, int, Body], None] | None = None,
-        *,
-        as_itself: bool = False,
-    ) -> None:
-        """Send a message with an exception. `send`: as for `send_payload`. `as_itself`: as it is, also if it is of a class that
-        would be turned into a RemoteError.
-        """
-
-    def load(self, payload: Payload, /) -> Received:
-        """Read a payload that the supervisor has sent."""
-
     def load_shared(self, parcel: int, ended: Callable[[], None], /) -> Received:
         """Read a shared object, as `Store.load`."""
-
-    # Items of maps
 
     def unpack_items(self, body: Any, /) -> tuple[int, list[Any], bool]:
         """Return the contents of a BATCH: the number of the function, the bodies of the items, and whether they are bare."""
