@@ -10,8 +10,9 @@ from time import monotonic
 from typing import Any, Final, cast
 
 from percore import Runner
+from percore._calls.worker_start import places_of
 from percore._common.options import RunnerOptions
-from percore._engines.processes.engine import ProcessEngine, places_of
+from percore._engines.processes.engine import ProcessEngine
 from percore._monitor.usage import ProcessUsage, Usage
 from percore._protocol.interfaces import UNBEGUN, Exit, Fate, Ticket, Worker
 from percore._protocol.messages import Body, BrokenFrame, Message, Payload
