@@ -644,20 +644,19 @@ SENTENCES: Final[dict[str, Use]] = {
         atexit.register(lambda: percore.LoopPoolExecutor(1).submit(abs, -1))
         """
     ),
-    "this executor was used before a fork and works only in the process that used it; make a new one": Program(
+    "percore: gevent.monkey patches nothing in a worker, which runs calls in threads": Program(
         """
-        import os, percore
-        executor = percore.LoopPoolExecutor(1)
-        executor.submit(abs, -1).result()
-        if not os.fork():
-            try:
-                executor.submit(abs, -1)
-            except RuntimeError as error:
-                os.write(2, str(error).encode())
-            os._exit(0)
-        os.wait()
-        executor.shutdown()
+        import logging, types
+        from percore._worker_process import unpatched
+        logging.basicConfig(level=logging.DEBUG)
+        monkey = types.ModuleType("gevent.monkey")
+        monkey.patch_all = None
+        unpatched._disarm(monkey)
+        monkey.patch_all()
         """
+    ),
+    "--port is a number from 0 to 65535, not …": Program(
+        "import sys; sys.argv[1:] = ['--port', '70000']; from percore.demo_server import main; main()"
     ),
 }
 

@@ -36,6 +36,7 @@ SELF_EXPLAINING: Final = {
     "chunksize must be >= 1.",
     "buffersize must be an integer or None",
     "buffersize must be None or > 0",
+    "--port is a number from 0 to 65535, not …",
 }
 """Sentences without an entry: they say which argument is wrong, and what it must be."""
 
@@ -47,6 +48,7 @@ INSIDE: Final = {
     "… … …. …": "the sentence of WorkerDied, whose parts have entries",
     "there is no place for worker %d yet": "processes always have a place",
     "there is no room for another pickle of … bytes": "only a relay of messages keeps pickles of another store",
+    "percore: gevent.monkey patches nothing in a worker, which runs calls in threads": "a record for the debugging of percore",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""
