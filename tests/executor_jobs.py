@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import percore
 from tests import jobs
@@ -22,6 +22,27 @@ def initialize(name: str, value: Any) -> None:
 
 def initialized(name: str) -> Any:
     return _state.get(name)
+
+
+class Garbage:
+    """Garbage that only a collection finds."""
+
+    collected: ClassVar[list[int]] = []
+    """The processes that have collected some."""
+
+    def __init__(self) -> None:
+        self._itself = self
+
+    def __del__(self) -> None:
+        self.collected.append(os.getpid())
+
+
+def leave_garbage() -> None:
+    Garbage()
+
+
+def garbage_collected() -> list[int]:
+    return Garbage.collected
 
 
 def initialize_thread(log: str, name: str) -> None:

@@ -1,12 +1,14 @@
 """LoopPoolExecutor: what is set up in its workers, how they come and go, and what their deaths cost."""
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,6 +31,15 @@ def traceback_of(error: BaseException | None) -> str:
         texts.append(str(error))
         error = error.__cause__
     return "\n".join(texts)
+
+
+@contextmanager
+def gc_held_back() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 # What is set up
@@ -55,6 +66,13 @@ def test_a_lock_among_the_initargs_chooses_the_default_context() -> None:
         assert executor.submit(jobs.echo, 1).result() == 1
     del lock
     end_helpers()
+
+
+def test_a_fork_of_the_program_collects_none_of_its_garbage() -> None:
+    # A collection there would run finalizers of the program's objects, and write to every page that the two share.
+    with gc_held_back(), LoopPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
+        executor_jobs.leave_garbage()
+        assert executor.submit(executor_jobs.garbage_collected).result() == []
 
 
 def test_tqdm_maps_over_it(monkeypatch: pytest.MonkeyPatch) -> None:

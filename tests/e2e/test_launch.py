@@ -387,6 +387,25 @@ async def test_the_fork_server_ends_with_the_last_launcher() -> None:
     os.close(watched)
 
 
+async def test_an_abandoned_launcher_ends_its_fork_server_and_the_next_one_reaps_it() -> None:
+    one, other = (open_launcher("forkserver", "obey") for _ in range(2))
+    assert isinstance(one, ForkServerLauncher)
+    assert isinstance(other, ForkServerLauncher)
+    one.warm_up()
+    watched = os.dup(server_pidfd())
+    one.abandon()
+    other.abandon()
+    os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # it has been killed
+    other = open_launcher("forkserver", "obey")
+    end = End()
+    other.launch(b"exit 3", [], end)
+    with pytest.raises(ChildProcessError):  # reaped
+        os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
+    assert await end.code() == 3
+    await other.aclose()
+    os.close(watched)
+
+
 async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> None:
     launcher = open_launcher("forkserver", "obey")
     assert isinstance(launcher, ForkServerLauncher)

@@ -20,6 +20,7 @@ import pytest
 
 import percore
 from percore._common.worker_errors import RunnerBroken
+from percore._executor import portal
 from percore._executor.life import ABRUPTLY, ExecutorPhase
 from percore._executor.portal import Portal
 from percore._runner.assembly import Assembly
@@ -239,3 +240,84 @@ def test_a_worker_that_dies_while_it_starts_ends_the_call_of_another_one_at_once
     stage.play((READY, "die while it starts"), (READY, "note"), (0, "open"))
     assert stage.done_then == [True]
     assert str(stage.futures[0].exception()) == ABRUPTLY
+
+
+class Early:
+    """A share in a fork server, and what happened to it."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self._steps = steps
+
+    def abandon(self) -> None:
+        self._steps.append("abandoned")
+
+    async def aclose(self) -> None:
+        self._steps.append("given back")
+
+
+class Start:
+    """The first call of an executor, which starts its thread. `steps`: what happens meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        options = FakeRunner(1)._options
+        self.portal = Portal(
+            lambda loop, observer: Assembly(loop, options, FakeEngine, observer=observer), self._warm_up, is_pool=False
+        )
+        self._on_import: Callable[[], None] = lambda: None
+        monkeypatch.setattr(portal, "_import_modules", self._import)
+
+    def _warm_up(self) -> Any:
+        self.steps.append("fork server")
+        return Early(self.steps)
+
+    def _import(self) -> None:
+        self.steps.append("imports")
+        self._on_import()
+
+    def once(self, on_import: Callable[[], None]) -> None:
+        def call() -> None:
+            self._on_import = lambda: None
+            on_import()
+
+        self._on_import = call
+
+    def submit(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.portal.submit((future, os.getpid, (), {}))
+        return future
+
+    def end(self) -> None:
+        self.portal.shut()
+        self.portal.join()
+
+
+def test_the_fork_server_starts_before_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    assert start.submit().result() == os.getpid()
+    start.end()
+    assert start.steps == ["fork server", "imports", "given back"]
+
+
+def test_an_interrupted_start_gives_the_fork_server_back_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    start = Start(monkeypatch)
+    start.once(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start.submit()
+    assert start.steps == ["fork server", "imports", "abandoned"]
+    assert start.submit().result() == os.getpid()
+    start.end()
+    assert start.steps[3:] == ["fork server", "imports", "given back"]
+
+
+def test_a_finalizer_may_submit_while_the_first_call_starts_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    inner: list[Future[Any]] = []
+    start.once(lambda: inner.append(start.submit()))
+    assert start.submit().result() == os.getpid()
+    assert inner[0].result() == os.getpid()
+    start.end()
+    assert start.steps == ["fork server", "imports", "given back"]

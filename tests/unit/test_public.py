@@ -155,3 +155,9 @@ def test_what_a_worker_uses_loads_nothing_of_the_supervisors_half() -> None:
 def test_the_runner_needs_no_test_or_user_packages() -> None:
     loaded = loaded_by("import percore; percore.Runner")
     assert not loaded & {"psutil", "numpy", "aiohttp", "cloudpickle", "pytest"}
+
+
+def test_an_executor_without_calls_needs_no_asyncio() -> None:
+    # Its first call starts the fork server before it imports the rest, so that both processes import at the same time.
+    loaded = loaded_by("import percore; percore.LoopPoolExecutor(1)")
+    assert not loaded & {"asyncio", "psutil", "cloudpickle", "uvloop", "percore._runner.assembly", "percore._executor.jobs"}

@@ -1,6 +1,5 @@
 """LoopPoolExecutor, the concurrent.futures interface of percore."""
 
-import asyncio
 import multiprocessing
 import signal
 import time
@@ -12,20 +11,23 @@ from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
-from percore._calls.functions import kind_of
 from percore._common.options import Lifespan, RunnerOptions, check_plain, usable_cpus, whole
-from percore._engines.processes.engine import ProcessEngine
-from percore._executor.jobs import Held
+from percore._executor.futures import Held
 from percore._executor.portal import Portal
 from percore._protocol.messages import Kind
 from percore._protocol.worker_start import ExecutorSettings, Given
-from percore._runner.assembly import Assembly
+from percore._runner.early import warm_up
 from percore._serialization.pickler import MainInfo, is_by_reference
 from percore._worker import context
 from percore._worker.executor_worker import ThreadStart, run_chunk
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from percore._engines.processes.engine import ProcessEngine
+    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
     from percore._executor.worker_process import WorkerProcess
+    from percore._runner.assembly import Assembly
     from percore._supervisor.pool import WorkerObserver
 
 P = ParamSpec("P")
@@ -122,7 +124,7 @@ class LoopPoolExecutor(Executor):
         )
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
-        self._portal = portal = Portal(setup.assemble, is_pool=is_pool)
+        self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
         self._collected = weakref.ref(self, lambda _: portal.release())
 
     @property
@@ -328,12 +330,19 @@ class _Setup(NamedTuple):
     is_pool: bool
     max_tasks: int
 
-    def assemble(self, loop: asyncio.AbstractEventLoop, observer: "WorkerObserver | None") -> Assembly:
+    def warm_up(self) -> "ForkServerLauncher | None":
+        return warm_up(self.options)
+
+    def assemble(self, loop: "asyncio.AbstractEventLoop", observer: "WorkerObserver | None") -> "Assembly":
+        from percore._runner.assembly import Assembly
+
         # A forked worker has this same __main__ module, with its globals.
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
         return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)
 
-    def _make_engine(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo, /) -> ProcessEngine:
+    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: MainInfo, /) -> "ProcessEngine":
+        from percore._engines.processes.engine import ProcessEngine
+
         launcher, given = None, None
         if self.context is not None:
             from percore._engines.processes.multiprocessing_launcher import MultiprocessLauncher
@@ -379,6 +388,8 @@ def _max_tasks(given: int | None, context: BaseContext | None) -> int:
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    from percore._calls.functions import kind_of
+
     try:
         return kind_of(fn) == Kind.TASK
     except TypeError:  # not a function that percore can call: the calls report it

@@ -17,15 +17,15 @@ may set or cancel a future themselves at any time.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures.process import _RemoteTraceback
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, cast
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 
 from percore._calls.calls import CallBase
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
-from percore._common.errors import RemoteError, RemoteTraceback
+from percore._common.errors import RemoteError
+from percore._executor.futures import Held, Request, begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import AHEAD
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger: Final = logging.getLogger("percore")
 
-Request: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
 """A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
 
@@ -56,26 +55,6 @@ class Keeper(Protocol):
 
     def look(self) -> None:
         """Begin closing if there is nothing left to wait for."""
-
-
-class Held:
-    """A function that is pickled by value and shared by many calls. It is pickled once, and forgotten when no call needs it."""
-
-    __slots__ = ("_forget", "fn", "function")
-
-    def __init__(self, fn: Callable[..., Any], forget: Callable[[Function], None]) -> None:
-        """`forget`: called when no call needs the function any more, from any thread, at any point of its code."""
-        self._forget = forget
-        self.fn = fn
-        self.function: Function | None = None
-        """Its registration with the supervisor. Only the loop's thread sets it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-    def __del__(self) -> None:
-        if self.function is not None:
-            self._forget(self.function)
 
 
 class Job(CallBase):
@@ -303,39 +282,3 @@ class Jobs:
         left += [future for future in self._withdrawn() if begins(future)]
         for future in left:
             resolve(future, None, self._life.last_word())
-
-
-def begins(future: Future[Any]) -> bool:
-    """Mark the future as running. False: it was cancelled or has already ended, so the call must not run."""
-    try:
-        return future.set_running_or_notify_cancel()
-    except RuntimeError:  # the user has ended it; the standard library has logged that
-        return False
-
-
-def resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    """End a future with a result or an error. This runs its callbacks; an exception of a callback is logged."""
-    try:
-        if error is None:
-            future.set_result(value)
-        else:
-            _end_as_theirs(error)
-            future.set_exception(error)
-    except InvalidStateError:  # the user has ended it
-        pass
-    except BaseException:  # a callback raised it; the standard library itself logs only Exceptions
-        logger.exception("percore: a callback of %r raised", future)
-
-
-def _end_as_theirs(error: BaseException) -> None:
-    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback."""
-    seen = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        cause = error.__cause__
-        if type(cause) is RemoteTraceback:
-            error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
-            return
-        if cause is None:
-            return
-        error = cause

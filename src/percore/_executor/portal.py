@@ -22,32 +22,40 @@ The supervisor reports each end of a call or worker to its one `Closing`. It als
 and deaths to the portal, its `WorkerObserver`. Only in a pool a death breaks the executor.
 """
 
-import asyncio
+from __future__ import annotations
+
 import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from percore._calls.functions import Function
 from percore._common.system import new_loop
-from percore._executor.jobs import Jobs, Request, begins, resolve
+from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
-from percore._runner.assembly import MODULES, Assembly
+from percore._runner.early import MODULES
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from percore._calls.functions import Function
+    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
+    from percore._executor.futures import Request
+    from percore._executor.jobs import Jobs
+    from percore._runner.assembly import Assembly
     from percore._supervisor.pool import WorkerObserver
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
 
 logger: Final = logging.getLogger("percore")
 
-_portals: Final[set["Portal"]] = set()
-"""The portals whose threads run."""
+_portals: Final[set[Portal]] = set()
+"""The portals whose threads start or run."""
 
 _start_lock = threading.RLock()
 """Held while an executor's thread is started. Reentrant: a `__del__` that runs meanwhile in this thread may submit."""
@@ -55,17 +63,35 @@ _start_lock = threading.RLock()
 _numbers: Final = itertools.count()
 _OVER: Final = ExecutorPhase.OVER
 
+
+def _import_modules() -> None:
+    for name in (*MODULES, "percore._runner.assembly", "percore._executor.jobs"):
+        import_module(name)
+
+
+if "asyncio" in sys.modules:
+    # Probably an event loop will make the first call, and the imports would hold it up. Another program imports them with its first
+    # call, while its fork server starts.
+    _import_modules()
+
 Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"
+WarmUp: TypeAlias = "Callable[[], ForkServerLauncher | None]"
 is_interpreter_ending = False
 
 
 class Portal:
     """Makes the calls of an executor in a thread. Unless noted, call methods only from the loop's thread."""
 
-    def __init__(self, assemble: Assemble, *, is_pool: bool) -> None:
-        """`assemble`: makes the workers' supervisor in the loop. `is_pool`: the death of one worker breaks the executor."""
+    def __init__(self, assemble: Assemble, warm_up: WarmUp = lambda: None, *, is_pool: bool) -> None:
+        """Start nothing.
+
+        `assemble`: makes the workers' supervisor in the loop. `warm_up`: begins to start the processes that it needs, before the
+        imports. `is_pool`: the death of one worker breaks the executor.
+        """
         self._assemble: Assemble | None = assemble
         """None after the end: it refers to the user's initializer and initargs."""
+        self._warm_up: WarmUp | None = warm_up
+        """None after the end, for the same reason."""
         self._is_pool = is_pool
         self._of_parent: object = None
         self._renew()
@@ -119,7 +145,7 @@ class Portal:
         if self.thread is None:
             self._start()
         self._inbox.append(request)
-        if not self._is_due:
+        if not self._is_due and self.thread is not None:  # None: this thread is starting it, and `_launched` takes the calls
             self._is_due = True
             self._wake(self._take)
         if self.life.phase is _OVER:
@@ -127,7 +153,8 @@ class Portal:
 
     def wait_launched(self) -> None:
         """Wait until the processes of the first workers have been started, whether or not they are ready."""
-        self._has_launched.wait()
+        if self.thread is not None:
+            self._has_launched.wait()
 
     def shut(self, *, cancel: bool = False) -> None:
         """Take no more calls, finish the accepted ones, and end. `cancel`: cancel the calls that wait instead."""
@@ -166,22 +193,34 @@ class Portal:
 
     def _start(self) -> None:
         with _start_lock:
-            if self.thread is not None:
+            if self.thread is not None or self in _portals:  # a `__del__` submits while this thread starts it
                 return
             self.check()
             self._pid = os.getpid()
-            loop = new_loop()
-            # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
-            thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
-            self._loop = loop
             _portals.add(self)
+            early: ForkServerLauncher | None = None
             try:
-                thread.start()
+                assert self._warm_up is not None
+                with contextlib.suppress(RuntimeError):  # it comes again when the workers are started, and breaks the executor
+                    early = self._warm_up()
+                self.thread = self._start_thread(early)
             except BaseException:
                 _portals.discard(self)
-                loop.close()
+                if early is not None:
+                    early.abandon()
                 raise
-            self.thread = thread
+
+    def _start_thread(self, early: ForkServerLauncher | None) -> threading.Thread:
+        _import_modules()  # not in the new thread: a fork made while another thread imports a module could never import it
+        self._loop = loop = new_loop()
+        # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
+        thread = threading.Thread(target=self._run, args=(loop, early), name=f"percore-executor-{next(_numbers)}", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        return thread
 
     def _wake(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the portal is over
@@ -203,13 +242,13 @@ class Portal:
 
     # The thread
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, early: ForkServerLauncher | None = None) -> None:
+        import asyncio
+
         self.life.advance(ExecutorEvent.USE)
         try:
-            for name in MODULES:
-                import_module(name)
             asyncio.set_event_loop(loop)
-            loop.run_until_complete(self._main())
+            loop.run_until_complete(self._main(early))
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException as error:  # a bug in percore: every future must end all the same
             logger.exception("percore: the thread of an executor failed")
@@ -221,11 +260,11 @@ class Portal:
             self.life.advance(ExecutorEvent.END)
             if self.jobs is not None:
                 self.jobs.end()
-            self._assemble = None
+            self._assemble = self._warm_up = None
             self._empty_inbox()
             _portals.discard(self)
 
-    async def _main(self) -> None:
+    async def _main(self, early: ForkServerLauncher | None) -> None:
         loop = self._loop
         assert self._assemble is not None
         try:
@@ -233,6 +272,9 @@ class Portal:
         except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
             self._fail(error)
             return
+        finally:
+            if early is not None:
+                await early.aclose()  # the engine has its own reference to the fork server
         starting = loop.create_task(assembly.supervisor.pool.start(), name="percore-start")
         loop.call_soon(self._launched, assembly.supervisor)  # runs after the first step of `starting`, which starts the processes
         try:
@@ -252,7 +294,9 @@ class Portal:
         self.break_off(str(error), error)
         self.life.advance(ExecutorEvent.FAIL)
 
-    def _launched(self, supervisor: "Supervisor") -> None:
+    def _launched(self, supervisor: Supervisor) -> None:
+        from percore._executor.jobs import Jobs
+
         self._has_launched.set()
         self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
         self._take()
@@ -294,7 +338,7 @@ class Portal:
         if self.jobs is not None:
             self.jobs.seated()
 
-    def died(self, member: "PoolWorker", *, was_ready: bool) -> None:
+    def died(self, member: PoolWorker, *, was_ready: bool) -> None:
         """Implement `WorkerObserver`: break the executor if it is a pool.
 
         One that was not ready during the start is left to the start, which knows more. But if calls run in other workers, they

@@ -15,28 +15,16 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Protocol
 
+from percore._runner.early import MODULES
+
 if TYPE_CHECKING:
     from percore._common.options import RunnerOptions
-    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
     from percore._monitor.usage import Usage
     from percore._protocol.interfaces import Engine
     from percore._serialization.pickler import MainInfo
     from percore._supervisor.pool import WorkerObserver
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
-
-MODULES: Final = (
-    "percore._common.worker_errors",
-    "percore._transport.channel",
-    "percore._serialization.pickler",
-    "percore._scheduler.dispatch",
-    "percore._worker_process.main",
-    "percore._engines.processes.engine",
-    "percore._calls.items",
-    "percore._supervisor.pool",
-    "percore._supervisor.supervisor",
-)
-"""The modules of an assembly, in the order in which `import_modules` imports them."""
 
 if running_loop() is None or threading.current_thread() is not threading.main_thread():
     # percore._common.worker_errors imports concurrent.futures, which Python refuses once the main thread has ended. `start` may run
@@ -51,17 +39,6 @@ async def import_modules() -> None:
         if name not in sys.modules:
             import_module(name)
             await asyncio.sleep(0)
-
-
-def warm_up(options: RunnerOptions) -> ForkServerLauncher | None:
-    """Begin to start the fork server and return a reference to it, which the caller closes. None if the options need none."""
-    if options.start_method != "forkserver":
-        return None
-    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
-
-    launcher = ForkServerLauncher.open()
-    launcher.warm_up()
-    return launcher
 
 
 class EngineFactory(Protocol):

@@ -14,7 +14,8 @@ import percore
 from percore._calls.policy import Backoff, RetryOn
 from percore._common.errors import RunnerClosed
 from percore._common.options import RUNNER_ADVICE, Lifespan, RunnerOptions, StartMethod, advising, grace_of
-from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop, warm_up
+from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
+from percore._runner.early import warm_up
 from percore._runner.verbs import Options, Verbs
 from percore._worker import context
 

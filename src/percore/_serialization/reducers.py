@@ -14,8 +14,6 @@ table. But a plain dict does not follow changes of copyreg's table, nor modules 
 names a function or class, the caller checks with `is_current` or `refresh` whether the tables were up to date.
 """
 
-import asyncio
-import asyncio.mixins
 import copyreg
 import functools
 import io
@@ -89,7 +87,9 @@ def _fail(obj: object) -> NoReturn:
 
 def _careful() -> Iterator[tuple[type, Reducer]]:
     yield from _FIXED.items()
-    yield from dict.fromkeys(_below(asyncio.mixins._LoopBoundMixin), _refuse_asyncio).items()
+    loop_bound = getattr(sys.modules.get("asyncio.mixins"), "_LoopBoundMixin", None)
+    if loop_bound is not None:
+        yield from dict.fromkeys(_below(loop_bound), _refuse_asyncio).items()
     anyio = sys.modules.get("anyio")
     for name in _ANYIO:
         base = getattr(anyio, name, None)

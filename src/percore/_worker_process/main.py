@@ -85,7 +85,10 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid()))
     worker_context.of_process = context
-    gc.collect()
+    if executor is None or not executor.has_main:
+        gc.collect()
+    # Otherwise this may be a fork of the program: a collection would write to all the pages that the two share, and run
+    # finalizers of the program's objects.
     gc.freeze()
     failure = None if executor is None else _initialize(executor.initializer, given)
     make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop

@@ -12,7 +12,6 @@ have gone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -37,6 +36,7 @@ from percore._engines.processes.launch import ENTRY, Watched, interpreter, is_st
 from percore._worker_process.world import BORN, EXITED, FAILED, REPORT, receive
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
     from collections.abc import Callable, Sequence
 
@@ -80,11 +80,17 @@ class ForkServerLauncher:
         """As `Launcher.launch`, in the environment of this moment. Call it from the running loop."""
         if not self.is_open():
             raise RuntimeError("this launcher is closed")
+        import asyncio
+
         return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)
 
     def helpers(self) -> dict[int, str]:
         """The fork servers of this process, which its other runners use too."""
         return dict.fromkeys(servers.pids(), "fork server")
+
+    def abandon(self) -> None:
+        """Give the share back without waiting. As a cancelled `aclose`: the next launch or close reaps a fork server that ends."""
+        servers.give_back(servers.leave(self))
 
     def is_open(self) -> bool:
         return servers.is_member(self)
@@ -104,6 +110,8 @@ class ForkServerLauncher:
 
 
 async def _wait_dead(pidfd: Fd) -> None:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     dead = asyncio.Event()
     loop.add_reader(pidfd.number, dead.set)

@@ -1,0 +1,75 @@
+"""The futures of an executor: a call as it is submitted, and the outcome of a future. Importing this module is cheap."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures.process import _RemoteTraceback
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+from percore._common.errors import RemoteTraceback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from percore._calls.functions import Function
+
+logger: Final = logging.getLogger("percore")
+
+Request: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]"
+
+
+class Held:
+    """A function that is pickled by value and shared by many calls. It is pickled once, and forgotten when no call needs it."""
+
+    __slots__ = ("_forget", "fn", "function")
+
+    def __init__(self, fn: Callable[..., Any], forget: Callable[[Function], None]) -> None:
+        """`forget`: called when no call needs the function any more, from any thread, at any point of its code."""
+        self._forget = forget
+        self.fn = fn
+        self.function: Function | None = None
+        """Its registration with the supervisor. Only the loop's thread sets it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __del__(self) -> None:
+        if self.function is not None:
+            self._forget(self.function)
+
+
+def begins(future: Future[Any]) -> bool:
+    """Mark the future as running. False: it was cancelled or has already ended, so the call must not run."""
+    try:
+        return future.set_running_or_notify_cancel()
+    except RuntimeError:  # the user has ended it; the standard library has logged that
+        return False
+
+
+def resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
+    """End a future with a result or an error. This runs its callbacks; an exception of a callback is logged."""
+    try:
+        if error is None:
+            future.set_result(value)
+        else:
+            _end_as_theirs(error)
+            future.set_exception(error)
+    except InvalidStateError:  # the user has ended it
+        pass
+    except BaseException:  # a callback raised it; the standard library itself logs only Exceptions
+        logger.exception("percore: a callback of %r raised", future)
+
+
+def _end_as_theirs(error: BaseException) -> None:
+    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback."""
+    seen = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        cause = error.__cause__
+        if type(cause) is RemoteTraceback:
+            error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
+            return
+        if cause is None:
+            return
+        error = cause
