@@ -196,3 +196,9 @@ def _seconds_of(steps: int) -> float:
     start = time.perf_counter()
     work(steps)
     return time.perf_counter() - start
+
+
+def compiled(path: str) -> int:
+    """Compile a module, and return the number of its constants."""
+    with open(path, "rb") as file:
+        return len(compile(file.read(), path, "exec", dont_inherit=True).co_consts)

@@ -50,14 +50,29 @@ def start(quick: bool) -> Row:
     """
     ways = ("percore", "percore, spawn", "ProcessPoolExecutor, forkserver", "ProcessPoolExecutor, spawn", "loky", "aiomultiprocess")
     return Row(
-        {way: partial(_program, way) for way in ways},
+        {way: partial(_program, "start", way) for way in ways},
         [Target("percore", "to answers", "ProcessPoolExecutor, forkserver", at_most=1.0, towards=0.8)],
     )
 
 
+@row(rounds=11, seconds=25)
+def short_programs(quick: bool) -> Row:
+    """A program that works for some tenths of a second on two workers, from its start to its results and to its end.
+
+    It compiles 24 modules of the standard library, as a formatter or `compileall -j2` would. So the start and the imports, in the
+    program and in its workers, weigh as much as the work. A fork of the program has the program's modules; each way with "fork"
+    forks the workers from it, and the others import the modules again.
+    """
+    ways = ("percore", "percore, fork", "ProcessPoolExecutor, forkserver", "ProcessPoolExecutor, fork")
+    return Row(
+        {way: partial(_program, "short", way) for way in ways},
+        [Target("percore", "to its end", "ProcessPoolExecutor, forkserver", at_most=1.1)],
+    )
+
+
 @asynccontextmanager
-async def _program(way: str) -> AsyncIterator[Round]:
-    command = [sys.executable, "-m", "benchmarks.programs.start", way]
+async def _program(name: str, way: str) -> AsyncIterator[Round]:
+    command = [sys.executable, "-m", f"benchmarks.programs.{name}", way]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = partial(subprocess.run, command, cwd=_ROOT, env=variables, capture_output=True, text=True, check=False)
 
