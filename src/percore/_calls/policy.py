@@ -4,18 +4,15 @@ A Policy holds the validated arguments of `options(...)`; most calls have none. 
 attempts. The terms of a plan are the part that its worker gets.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from percore._common.options import check_awaited, check_plain, seconds_of, whole
+from percore._common.options import Backoff, RetryOn, check_awaited, check_plain, seconds_of, whole
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
     import asyncio
-
-RetryOn: TypeAlias = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
-Backoff: TypeAlias = float | Callable[[int], float]
 
 _MOST_RETRIES: Final = 1_000_000
 _LONGEST_DELAY: Final = 1e9

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
+RetryOn: TypeAlias = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
+Backoff: TypeAlias = float | Callable[[int], float]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
 
 _FOR_EVER: Final = 1e9

@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import percore
-from percore._calls.policy import Backoff, RetryOn
 from percore._common.errors import RunnerClosed
-from percore._common.options import RUNNER_ADVICE, Lifespan, RunnerOptions, StartMethod, advising, grace_of
+from percore._common.options import RUNNER_ADVICE, Backoff, Lifespan, RetryOn, RunnerOptions, StartMethod, advising, grace_of
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
 from percore._runner.early import warm_up
 from percore._runner.verbs import Options, Verbs
@@ -269,7 +268,9 @@ class Runner(Verbs):
         )
         if key is not None:
             policy.key = supervisor.dispatch.names.of(key)
-        return Options(self, policy)
+        view = Options(self)
+        view._policy = policy
+        return view
 
     # Shared objects
 

@@ -7,7 +7,6 @@ from asyncio import CancelledError, Future
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from percore._calls.policy import Policy
 from percore._runner.map_verbs import MapVerbs
 
 if TYPE_CHECKING:
@@ -139,9 +138,9 @@ class Options(Verbs):
 
     __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
 
-    def __init__(self, runner: Verbs, policy: Policy) -> None:
+    def __init__(self, runner: Verbs) -> None:
         self._supervisor = runner._supervisor
-        self._policy = policy
+        self._policy = runner._policy
         self._check_open = runner._check_open  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
