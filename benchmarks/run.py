@@ -13,6 +13,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,8 +73,9 @@ def row_names() -> list[str]:
     return sorted(ROWS)
 
 
+@cache
 def row_of(name: str, *, quick: bool) -> Row:
-    """Raises KeyError for a name that no row has."""
+    """Made once, because some rows take a second to make. Raises KeyError for a name that no row has."""
     row_names()
     row = ROWS[name](quick)
     return replace(row, rounds=1, seconds=row.seconds / _QUICK) if quick else row

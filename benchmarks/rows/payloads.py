@@ -221,7 +221,10 @@ async def _shared(opened: percore.Runner, array: Any) -> tuple[float, int, int]:
         raise WrongResult("a worker has another array")
     there = pss_of_all(pids)
     shared.close()
-    await opened.broadcast(nothing)  # every earlier message has been read
+    # 1. A worker reads that it is to forget the array, and the first call  2. it answers that call  3. in the next iteration of its
+    # loop it says that nothing refers to the array any more. The answer to the second call comes after that.
+    for _ in range(2):
+        await opened.broadcast(nothing)
     return seconds, there, pss_of_all(pids)
 
 
