@@ -26,7 +26,8 @@ from tests.terminals import shown_at_terminal
 pytestmark = pytest.mark.asyncio_only  # the loop under test is the program's, which is always the same
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PIPELINE = [sys.executable, str(EXAMPLES / "pipeline.py"), "--workers", "2"]
+ALONE = [sys.executable, str(EXAMPLES / "pipeline.py"), "--workers", "1"]
+PIPELINE = [*ALONE[:-1], "2"]
 FILLING = "lorem ipsum dolor " * 450  # 8 kB
 WORDS = 1350
 SHORT, LONG = times(300, 600), times(3000, 6000)
@@ -191,7 +192,7 @@ async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site
     output = ["--output", str(FULL)] if is_file else []
     full = os.open(FULL, os.O_WRONLY)
     try:
-        async with started(*PIPELINE, "--input", urls, *output, stdout=None if is_file else full) as process:
+        async with started(*ALONE, "--input", urls, *output, stdout=None if is_file else full) as process:
             _, err = await process.communicate()
     finally:
         os.close(full)
@@ -203,7 +204,7 @@ async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site
 async def test_it_fails_where_every_page_does(numbers: list[int], code: int, site: Site, tmp_path: Path) -> None:
     urls = tmp_path / "urls"
     urls.write_text("".join(f"{site.url}/{number}\n" for number in numbers))
-    async with started(*PIPELINE, "--input", urls, "--output", tmp_path / "pages.jsonl") as process:
+    async with started(*ALONE, "--input", urls, "--output", tmp_path / "pages.jsonl") as process:
         _, err = await process.communicate()
     failed = sum(number % 7 == 0 for number in numbers)
     said = f", {failed} of them failed" if failed else ""
