@@ -7,6 +7,7 @@ all of them with `--rows=full`. Elsewhere one asks with `@pytest.mark.both_loops
 import asyncio
 import gc
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests import leaks, rows
+from tests import leaks, rows, warm
 
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -23,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # As nohup does with SIGHUP.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# No death of a process under test leaves a core file. All tests have this limit, because a fork server serves one set of limits.
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 TESTS = Path(__file__).parent
 BOTH_LOOPS = (TESTS / "contract", TESTS / "e2e")
@@ -65,6 +69,15 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], left_out = rows.select(items, config.getoption("rows"))
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    warm.prepare(item)
+
+
+def pytest_sessionfinish() -> None:
+    warm.end()
 
 
 @pytest.fixture(autouse=True)

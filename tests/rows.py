@@ -68,25 +68,25 @@ def _can_run(item: pytest.Item) -> bool:
     marks = list(item.iter_markers("local_memory"))
     if any(not mark.kwargs.get("because") for mark in marks):
         raise pytest.UsageError(f'{item.nodeid}: local_memory() takes because="..."')
-    return not (marks and _engine(item) == "relay")
+    return not (marks and engine_of(item) == "relay")
 
 
 def _is_wanted(item: pytest.Item, rows: str) -> bool:
     ways = differing(item)
     if item.get_closest_marker("full") or (rows == "fallbacks" and "fallbacks" not in ways):
         return False
-    if _engine(item) == "relay":
+    if engine_of(item) == "relay":
         return "relay" in ways and rows == "push" and "uvloop" not in item.name
     if _is_spawned(item):
         return "spawn" in ways and "uvloop" not in item.name
-    return not (_engine(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
+    return not (engine_of(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
 
 
 def _further_way(item: pytest.Item, rows: str) -> str:
     """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
     if rows == "fallbacks":
-        return f"fallbacks of {_engine(item)}"
-    if _engine(item) == "relay":
+        return f"fallbacks of {engine_of(item)}"
+    if engine_of(item) == "relay":
         return "relay"
     if _is_spawned(item):
         return "spawn"
@@ -95,10 +95,10 @@ def _further_way(item: pytest.Item, rows: str) -> str:
 
 
 def _is_spawned(item: pytest.Item) -> bool:
-    return _engine(item) == "spawn" != default_start_method()
+    return engine_of(item) == "spawn" != default_start_method()
 
 
-def _engine(item: pytest.Item) -> object:
+def engine_of(item: pytest.Item) -> object:
     """The engine that the fixtures of tests/contract gave a test."""
     parameters = _parameters(item)
     return parameters.get("engine") or parameters.get("real_engine")

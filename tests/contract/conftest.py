@@ -20,31 +20,13 @@ REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["
 ENGINES = ["fake", *REAL, "relay"]
 
 
-@pytest.fixture(scope="module")
-def warm_fork_server() -> Iterator[None]:
-    """Keep one fork server for a file: starting one takes longer than most tests."""
-    if "forkserver" not in REAL:
-        yield
-        return
-    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
-
-    async def start_and_stop() -> None:
-        async with Runner(1, start_method="forkserver"):
-            pass
-
-    launcher = ForkServerLauncher.open()
-    asyncio.run(start_and_stop())
-    yield
-    asyncio.run(launcher.aclose())
-
-
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
+def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(params=[*REAL, "relay"])
-def real_engine(request: pytest.FixtureRequest, warm_fork_server: None) -> str:
+def real_engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 

@@ -33,7 +33,7 @@ SLACK = (24 << 20) + (0 if sys.version_info < (3, 14) else 7 * (8 << 20))
 """Bytes by which a process may have grown, by its allocator's ways: what it holds is counted in blocks."""
 
 # Real processes under one loop: what is repeated here is the same under any.
-pytestmark = [pytest.mark.asyncio_only, pytest.mark.usefixtures("warm_fork_server")]
+pytestmark = [pytest.mark.asyncio_only, pytest.mark.warm_fork_server]
 
 Submit = Callable[[int], "asyncio.Future[Any]"]
 Check = Callable[[BaseException | None], None]

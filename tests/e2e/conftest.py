@@ -1,6 +1,5 @@
 """What tests with real processes ask for."""
 
-import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,14 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults import Wire
-
-
-@pytest.fixture
-def no_core_files() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_CORE, limits)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Wire, count_lines
 from tests.internals import supervisor_of
 
+pytestmark = pytest.mark.warm_fork_server
+
 # At the first start
 
 

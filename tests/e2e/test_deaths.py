@@ -19,7 +19,7 @@ from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Program, Watch, Wire, figures
 
 pytestmark = [
-    pytest.mark.usefixtures("no_core_files"),
+    pytest.mark.warm_fork_server,
     pytest.mark.differs("uvloop", because="an exit reaches the loop through its callbacks of descriptors"),
 ]
 

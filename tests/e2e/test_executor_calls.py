@@ -20,6 +20,8 @@ from tests.e2e.executors import gate, log
 
 __all__ = ["gate", "log"]
 
+pytestmark = pytest.mark.warm_fork_server
+
 
 @pytest.fixture
 def executor() -> Iterator[LoopPoolExecutor]:

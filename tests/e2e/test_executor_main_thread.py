@@ -16,7 +16,10 @@ from tests.e2e.executors import context, gate, lines, log, members_of
 
 __all__ = ["context", "gate", "log"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = [
+    pytest.mark.warm_fork_server,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 NOTE = "With LoopPoolExecutor(max_threads=1) it runs the plain functions instead."
 

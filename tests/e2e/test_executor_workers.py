@@ -22,7 +22,10 @@ from tests.e2e.executors import context, end_helpers, gate, lines, log, members_
 __all__ = ["context", "gate", "log", "mp_context"]
 
 # Since Python 3.12 a fork of a process that has threads, as an executor's always is, is warned of.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = [
+    pytest.mark.warm_fork_server,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 
 def traceback_of(error: BaseException | None) -> str:

@@ -17,7 +17,6 @@ from tests.counts import times
 from tests.e2e.deaths import HARD
 from tests.faults import LIMIT, Program, Watch, Wire, count_lines
 
-pytestmark = pytest.mark.usefixtures("no_core_files")
 both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 Start = Callable[..., Program]

@@ -18,6 +18,8 @@ from tests.e2e.deaths import HARD, died, ended, pid_of, serves
 from tests.faults import LIMIT, Watch, Wire
 from tests.internals import members_of
 
+pytestmark = pytest.mark.warm_fork_server
+
 NUMBERS_OF_WORKERS = range(2, 14) if LONG else (2, 5, 13)
 
 

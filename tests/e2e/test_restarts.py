@@ -22,7 +22,7 @@ from tests.e2e.scripts import python
 from tests.faults import LIMIT, Watch, Wire, count_lines, wait_stopped
 from tests.internals import current_member
 
-pytestmark = pytest.mark.usefixtures("no_core_files")
+pytestmark = pytest.mark.warm_fork_server
 
 
 # Starting, and starting again
@@ -318,11 +318,11 @@ async def test_k16_poison_is_given_up_after_its_attempts_and_breaks_nothing(tmp_
 
 
 async def test_a_worker_that_its_fork_server_could_not_tell_of_is_not_made_again(
-    monkeypatch: pytest.MonkeyPatch, wire: Wire
+    monkeypatch: pytest.MonkeyPatch, points: Callable[[str], None], wire: Wire
 ) -> None:
     # 1. the fork server forks, and stops  2. the worker is ready, and runs a call  3. the fork server dies, and so does the worker:
     # who is made from the same request would find that call in its memory, and run it again.
-    monkeypatch.setenv("PERCORE_POINTS", "forkserver.forked=stop")
+    points("forkserver.forked=stop")
     runner = percore.Runner(1, start_method="forkserver")
     await runner.start()
     monkeypatch.delenv("PERCORE_POINTS")

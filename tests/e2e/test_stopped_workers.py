@@ -13,7 +13,7 @@ from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import Watch, Wire, wait_stopped
 from tests.internals import members_of
 
-pytestmark = pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")
+pytestmark = [pytest.mark.warm_fork_server, pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")]
 
 
 async def beside(runner: percore.Runner, pid: int, count: int) -> list[tuple[int, int, int]]:
