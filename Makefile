@@ -67,19 +67,22 @@ $(VENV)/.percore-%: pyproject.toml $(STALE) | $(RUN)
 demo: $(VENV)/.percore-examples
 	$(RUN) examples/scrape.py
 
+# Whole files, in the order of tests/order.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.percore-test
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) --dist loadfile --rows=fallbacks tests/contract)
+	$(RUN) -m pytest -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
 
 # tests/rows.py says which rows `make test` leaves out.
 test-full: $(VENV)/.percore-test
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile --rows=full $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=full $(PYTEST_ARGS)
 	@$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-fallbacks)
 
 test-fallbacks: $(VENV)/.percore-test
 	@for one in $(WITHOUT_ALL) $(subst $(comma), ,$(WITHOUT_ALL)); do \
 		echo "== without $$one"; \
-		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) --dist loadfile tests/contract || exit; \
+		PERCORE_WITHOUT=$$one $(RUN) -m pytest -q -n $(JOBS) $(BY_FILE) tests/contract || exit; \
 	done
 
 long: $(VENV)/.percore-test

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests import leaks, rows, warm
+from tests import leaks, order, rows, warm
 
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -67,7 +67,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], left_out = rows.select(items, config.getoption("rows"))
+    wanted, left_out = rows.select(items, config.getoption("rows"))
+    items[:] = order.longest_first(wanted) if hasattr(config, "workerinput") else wanted
     config.hook.pytest_deselected(items=left_out)
 
 

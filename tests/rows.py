@@ -7,6 +7,9 @@ subject depends on the way names the further ways, with the reason:
 
     pytestmark = pytest.mark.differs("spawn", "fallbacks", because="the exit of a worker reaches its supervisor another way")
 
+Where the fake engine shows all that differs without system calls, `on="fake"` leaves processes to the tests that add a mark of
+their own: each process imports what its calls need.
+
 A row that repeats most of another one is given as `repeats(value)`: it costs a push its seconds and tells little more.
 
 In a further way each test function runs once, whatever its parameters.
@@ -73,13 +76,20 @@ def _can_run(item: pytest.Item) -> bool:
 
 def _is_wanted(item: pytest.Item, rows: str) -> bool:
     ways = differing(item)
-    if item.get_closest_marker("full") or (rows == "fallbacks" and "fallbacks" not in ways):
+    if item.get_closest_marker("full") or (rows == "fallbacks" and not _falls_back(item)):
         return False
     if engine_of(item) == "relay":
         return "relay" in ways and rows == "push" and "uvloop" not in item.name
     if _is_spawned(item):
         return "spawn" in ways and "uvloop" not in item.name
     return not (engine_of(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
+
+
+def _falls_back(item: pytest.Item) -> bool:
+    """Whether a mark says that the test differs without system calls, on the engine that it has."""
+    engine = engine_of(item)
+    marks = [mark for mark in item.iter_markers("differs") if "fallbacks" in mark.args]
+    return any(engine is None or mark.kwargs.get("on") in {None, engine} for mark in marks)
 
 
 def _further_way(item: pytest.Item, rows: str) -> str:

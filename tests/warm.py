@@ -27,7 +27,7 @@ def prepare(item: pytest.Item) -> None:
         return
     engine = rows.engine_of(item)
     has_points = "points" in getattr(item, "fixturenames", ())
-    if engine == "forkserver" or (item.get_closest_marker("warm_fork_server") and not has_points):
+    if engine in {"forkserver", "relay"} or (item.get_closest_marker("warm_fork_server") and not has_points):
         start()
     elif engine is None:
         end()

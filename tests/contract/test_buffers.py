@@ -24,9 +24,12 @@ from tests.contract import buffer_jobs as arrays  # noqa: E402
 from tests.internals import channel_of, is_leased, slots_used, supervisor_of  # noqa: E402
 
 pytestmark = [
-    pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way"),
+    pytest.mark.differs(
+        "fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way", on="fake"
+    ),
     pytest.mark.differs("relay", because="workers have views of the far half's memory, and results arrive as bytes"),
 ]
+in_processes = pytest.mark.differs("fallbacks", because="each process maps the files, and its copies of their pages, for itself")
 
 VIEWS = pytest.mark.local_memory(because="it counts the slots that arrays of this process use")
 FEW_SLOTS = {"max_message": 1 << 36}
@@ -231,6 +234,7 @@ async def test_exceptions_that_carry_arrays(make: MakeRunner, fn: Callable[..., 
 # Writable, and the receiver's alone
 
 
+@in_processes
 @both(arrays.fill, arrays.afill)
 async def test_what_a_worker_writes_the_sender_does_not_see(make: MakeRunner, fn: Callable[..., Any]) -> None:
     array = arrays.numbers(1)
@@ -245,6 +249,7 @@ async def test_what_a_worker_writes_the_sender_does_not_see(make: MakeRunner, fn
         await settled(runner)
 
 
+@in_processes
 @both(arrays.use_up, arrays.ause_up)
 async def test_pages_that_were_written_to_show_what_is_sent_next(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make(threads=1, **FEW_SLOTS) as runner:
@@ -259,6 +264,7 @@ async def test_pages_that_were_written_to_show_what_is_sent_next(make: MakeRunne
         await settled(runner)
 
 
+@in_processes
 async def test_each_worker_of_a_broadcast_writes_into_its_own(make: MakeRunner, gate: Gate, log: Log) -> None:
     array = arrays.numbers(0)
     async with make(3) as runner:
@@ -270,6 +276,7 @@ async def test_each_worker_of_a_broadcast_writes_into_its_own(make: MakeRunner, 
         await settled(runner)
 
 
+@in_processes
 async def test_a_retry_sends_the_original_bytes_after_a_death(make: MakeRunner, gate: Gate, log: Log) -> None:
     """The first attempt writes into its array, and is then killed."""
     async with make() as runner:
@@ -340,6 +347,7 @@ async def test_a_worker_that_keeps_them_all_does_not_stop_the_traffic(make: Make
         await settled(runner)
 
 
+@in_processes
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_s7_results_that_are_kept_while_later_calls_use_the_memory(make: MakeRunner) -> None:
@@ -355,6 +363,7 @@ async def test_s7_results_that_are_kept_while_later_calls_use_the_memory(make: M
         await settled(runner)
 
 
+@in_processes
 async def test_all_slots_in_use_fails_nothing(make: MakeRunner, gate: Gate, log: Log) -> None:
     """Calls that wait hold their arrays, results are kept: what comes behind them is copied, and arrives."""
     async with make(concurrency=40, **FEW_SLOTS) as runner:
@@ -383,6 +392,7 @@ async def test_a_view_outlives_its_runner(make: MakeRunner) -> None:
     gc.collect()
 
 
+@in_processes
 def test_a_view_outlives_the_loop(make: MakeRunner) -> None:
     async def receive() -> Any:
         async with make() as runner:
@@ -397,6 +407,7 @@ def test_a_view_outlives_the_loop(make: MakeRunner) -> None:
     thread.join()
 
 
+@in_processes
 async def test_s7_a_view_outlives_its_worker(make: MakeRunner) -> None:
     async with make() as runner:
         kept = [await runner.run(arrays.anumbers, place) for place in range(5)]
@@ -414,6 +425,7 @@ async def test_s7_a_view_outlives_its_worker(make: MakeRunner) -> None:
         await settled(runner)
 
 
+@in_processes
 @pytest.mark.local_memory(because="it counts the slots that arrays of a worker use")
 async def test_a_worker_that_dies_with_arrays_gives_its_slots_back(make: MakeRunner) -> None:
     async with make(**FEW_SLOTS) as runner:
@@ -479,6 +491,7 @@ async def test_a_slot_comes_back_when_the_last_of_its_arrays_goes(make: MakeRunn
         await settled(runner)
 
 
+@in_processes
 @pytest.mark.parametrize("fn", [arrays.await_with, arrays.wait_with], ids=["coroutine", "plain"])
 async def test_c1_cancelled_calls_with_arrays_leave_no_lease(
     make: MakeRunner, gate: Gate, log: Log, fn: Callable[..., Any]

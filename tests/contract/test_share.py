@@ -19,11 +19,12 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import arena_of, slots_at_all, supervisor_of
 
 pytestmark = [
-    pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds"),
+    pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds", on="fake"),
     pytest.mark.differs(
         "relay", because="an object is sent to the far half once, and leaves it when all of its workers have forgotten it"
     ),
 ]
+in_processes = pytest.mark.differs("fallbacks", because="each process maps the files for itself")
 
 np = pytest.importorskip("numpy")
 
@@ -68,6 +69,7 @@ async def test_one_of_any_size_takes_one_slot(make: MakeRunner) -> None:
             await until_free(runner)
 
 
+@in_processes
 async def test_it_is_built_once_per_worker(make_real: MakeRunner) -> None:
     async with make_real(2, threads=4) as runner:
         shared = await runner.share(share_jobs.Counted("text"))
@@ -98,6 +100,7 @@ async def test_arrays_can_only_be_read(make: MakeRunner) -> None:
         assert (shared.value == np.arange(SIZE)).all()
 
 
+@in_processes
 async def test_all_workers_read_the_same_pages(make_real: MakeRunner) -> None:
     workers, size = 3, 32 << 20
     async with make_real(workers) as runner:
@@ -110,6 +113,7 @@ async def test_all_workers_read_the_same_pages(make_real: MakeRunner) -> None:
             assert private <= 1 << 20
 
 
+@in_processes
 async def test_a_replaced_worker_sees_it(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(np.arange(SIZE))
@@ -196,6 +200,7 @@ async def test_a_call_with_what_cannot_be_pickled_holds_nothing(make: MakeRunner
         await until_free(runner)
 
 
+@in_processes
 async def test_retries_and_deaths_keep_it_for_the_next_attempt(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(retries=3) as runner:
         call = runner.submit(share_jobs.wait_and_sum, log.path, gate.path, await runner.share(np.ones(SIZE)))
@@ -232,6 +237,7 @@ async def test_what_a_worker_keeps_of_it_stays_as_it_was(make: MakeRunner) -> No
         await until_free(runner)
 
 
+@in_processes
 async def test_what_is_kept_here_outlives_the_runner(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(np.ones(SIZE))
@@ -390,6 +396,7 @@ async def test_its_repr_tells_what_it_is(make: MakeRunner) -> None:
         assert "in a worker" in (await runner.run(repr, await runner.share(1)))
 
 
+@in_processes
 async def test_x6_a_runner_in_a_worker_numbers_its_objects_otherwise(make_real: MakeRunner) -> None:
     """Handles of both runners are unpickled in that worker, which finds them by their numbers."""
     async with make_real() as runner:

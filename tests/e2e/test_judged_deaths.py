@@ -16,8 +16,10 @@ import pytest
 from tests.counts import times
 from tests.e2e.deaths import HARD
 from tests.faults import LIMIT, Program, Watch, Wire, count_lines
+from tests.rows import repeats
 
-both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+# How an exit reaches uvloop, test_deaths shows.
+both_loops = pytest.mark.parametrize("loop", ["asyncio", *repeats("uvloop")])
 
 Start = Callable[..., Program]
 

@@ -18,6 +18,7 @@ def check(*command: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.full  # `make lint` checks these two files too, and runs before the tests
 def test_mypy() -> None:
     pytest.importorskip("mypy", reason="is in the groups test and lint")
     check("mypy", str(HERE / "right.py"), str(HERE / "wrong.py"))
