@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -101,20 +102,35 @@ def test_ctrl_c_leaves_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
+    ("arguments", "sentence"),
     [
-        (["0"], 2, "argument COUNT: invalid whole value: '0'"),
-        (["--size", "640"], 2, "argument --size: invalid size value: '640'"),
-        (["--size", "0x480"], 2, "argument --size: invalid size value: '0x480'"),
-        (["--workers", "none"], 2, "argument --workers"),
-        (["1", "--output", "/nonexistent/sheet.png"], 1, "cannot save /nonexistent/sheet.png: "),
-        (["1", "--output", "sheet.words"], 1, "cannot save sheet.words: "),
+        (["0"], "argument COUNT: invalid whole value: '0'"),
+        (["--size", "640"], "argument --size: invalid size value: '640'"),
+        (["--size", "0x480"], "argument --size: invalid size value: '0x480'"),
+        (["--workers", "none"], "argument --workers"),
     ],
 )
-def test_what_cannot_be_done_gets_a_sentence(folder: Path, arguments: list[str], code: int, sentence: str) -> None:
+def test_a_bad_command_line_gets_a_sentence(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["1", "--output", "/nonexistent/sheet.png"], "cannot save /nonexistent/sheet.png: "),
+        (["1", "--output", "sheet.words"], "cannot save sheet.words: "),
+    ],
+)
+def test_what_cannot_be_saved_gets_a_sentence(folder: Path, arguments: list[str], sentence: str) -> None:
     with started(folder, *arguments) as program:
         _, complaints = program.communicate(timeout=TIMEOUT)
-    assert program.returncode == code
+    assert program.returncode == 1
     assert sentence in complaints
     assert "Traceback" not in complaints
     assert list(folder.iterdir()) == []
