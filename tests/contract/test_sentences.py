@@ -647,11 +647,11 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore: gevent.monkey patches nothing in a worker, which runs calls in threads": Program(
         """
         import logging, types
-        from percore._worker_process import unpatched
+        from percore._worker_process import main_module
         logging.basicConfig(level=logging.DEBUG)
         monkey = types.ModuleType("gevent.monkey")
         monkey.patch_all = None
-        unpatched._disarm(monkey)
+        main_module._disarm(monkey)
         monkey.patch_all()
         """
     ),

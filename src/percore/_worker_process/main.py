@@ -25,7 +25,7 @@ from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.executor_worker import logger as executor_logger
 from percore._worker.worker import WorkerCore
-from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state, unpatched
+from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.world import lifelines
 
@@ -81,7 +81,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         main_module.install(main)
         # As multiprocessing does for the processes that it starts.
         multiprocessing_state.take_over(boot.parent, boot.start.index, boot.authkey, tracker)
-    unpatched.leave_unpatched()
+    main_module.leave_unpatched()
     keep_heap_warm()
     context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid()))
     worker_context.of_process = context

@@ -21,15 +21,20 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
+import logging
 import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, ModuleType, TracebackType
+from typing import Any, Final
 
 from percore._serialization.pickler import MainInfo, alias_main, main_info
 from percore._worker import context
+from percore._worker_process.multiprocessing_state import AfterImport
 
 __all__ = ["MainInfo", "alias_main", "install", "main_info"]
+
+logger: Final = logging.getLogger("percore")
 
 # Keeps the original `__main__` alive: the interpreter runs the boot code in its dictionary but holds no reference to the module.
 _replaced: list[ModuleType | None] = []
@@ -201,3 +206,24 @@ def _without_running_loop() -> Iterator[None]:
         asyncio._set_running_loop(loop)
         if task is not None:
             asyncio.tasks._enter_task(loop, task)
+
+
+# gevent
+
+
+def leave_unpatched() -> None:
+    """From now on, the patching functions of `gevent.monkey` do nothing in this process.
+
+    A gevent program calls `monkey.patch_all()` at the top of its script, and a worker that needs a function of the script runs it.
+    The threads that a worker starts would then be greenlets of its event loop's thread, which never runs them.
+    """
+    if "gevent.monkey" not in sys.modules:
+        sys.meta_path.insert(0, AfterImport({"gevent.monkey": _disarm}))
+
+
+def _disarm(monkey: Any) -> None:
+    def leave_out(*_args: Any, **_kwargs: Any) -> None:
+        logger.debug("percore: gevent.monkey patches nothing in a worker, which runs calls in threads")
+
+    for name in [name for name in vars(monkey) if name.startswith("patch_")]:
+        setattr(monkey, name, leave_out)
