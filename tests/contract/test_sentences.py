@@ -644,17 +644,6 @@ SENTENCES: Final[dict[str, Use]] = {
         atexit.register(lambda: percore.LoopPoolExecutor(1).submit(abs, -1))
         """
     ),
-    "percore: gevent.monkey patches nothing in a worker, which runs calls in threads": Program(
-        """
-        import logging, types
-        from percore._worker_process import main_module
-        logging.basicConfig(level=logging.DEBUG)
-        monkey = types.ModuleType("gevent.monkey")
-        monkey.patch_all = None
-        main_module._disarm(monkey)
-        monkey.patch_all()
-        """
-    ),
     "--port is a number from 0 to 65535, not …": Program(
         "import sys; sys.argv[1:] = ['--port', '70000']; from percore.demo_server import main; main()"
     ),

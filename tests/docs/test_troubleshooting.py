@@ -48,7 +48,6 @@ INSIDE: Final = {
     "… … …. …": "the sentence of WorkerDied, whose parts have entries",
     "there is no place for worker %d yet": "processes always have a place",
     "there is no room for another pickle of … bytes": "only a relay of messages keeps pickles of another store",
-    "percore: gevent.monkey patches nothing in a worker, which runs calls in threads": "a record for the debugging of percore",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""
