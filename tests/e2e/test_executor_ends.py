@@ -306,9 +306,11 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert "if __name__ == '__main__':" in output_of(script, tmp_path)
 
 
-def test_the_scripts_of_the_page_on_migrating_say_the_same(tmp_path: Path) -> None:
+def test_both_sides_of_the_first_diff_of_the_page_on_migrating_say_the_same(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text()
-    before, after = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, *_ = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    call = "\nif __name__ == '__main__':\n    import sys\n    main(sys.argv[1:])\n"
+    before, after = ("".join(line[1:] + "\n" for line in first.splitlines() if line[:1] != other) + call for other in "+-")
     assert "ProcessPoolExecutor" in before
     assert "LoopPoolExecutor" in after
     for number in range(40):
