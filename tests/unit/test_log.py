@@ -49,5 +49,5 @@ def _literals_logged() -> list[tuple[str, int, str]]:
 
 def test_everything_that_is_logged_names_percore() -> None:
     logged = _literals_logged()
-    assert {name for name, _, _ in logged} >= {"lifespan.py", "log_forwarding.py", "portal.py", "jobs.py"}
+    assert {name for name, _, _ in logged} >= {"lifespan.py", "log_forwarding.py", "portal.py", "futures.py"}
     assert [place for place in logged if not place[2].startswith("percore: ")] == []

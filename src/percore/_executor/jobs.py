@@ -14,7 +14,6 @@ User code (callbacks of futures) runs between two turns of the loop, when the st
 may set or cancel a future themselves at any time.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from percore._supervisor.supervisor import Supervisor
 
-logger: Final = logging.getLogger("percore")
 
 Waiting: TypeAlias = tuple[Future[Any], Function, tuple[Any, ...], dict[str, Any], Any]
 """A waiting call. The last item is its `Held`, which keeps the function registered, or None."""
