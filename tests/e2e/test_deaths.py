@@ -92,9 +92,9 @@ async def test_k3_of_two_results_the_one_that_was_rung_is_delivered(size: int, p
     points("worker.frame.written=kill@4#0.1")
     async with percore.Runner(1) as runner:
         await ended(runner.submit(calls.pattern_in_task, 0, 10))
-        futures = [runner.submit(calls.pattern_in_task, seed, size) for seed in (1, 2)]
-        await asyncio.sleep(0)
-        with Watch([pid_of(runner)]) as worker:
+        with Watch([pid_of(runner)]) as worker:  # from before the calls: the loop may hear of the death in one turn
+            futures = [runner.submit(calls.pattern_in_task, seed, size) for seed in (1, 2)]
+            await asyncio.sleep(0)
             assert worker.wait_gone(LIMIT) == []
         assert await ended(futures[0]) == calls.pattern(1, size)
         assert (await died(futures[1])).started
@@ -114,9 +114,9 @@ async def test_k4_bell_and_death_in_one_turn_of_the_loop_deliver_the_result(poin
     points("worker.bell.rung=kill@2#0.1")
     for method in ("forkserver", "spawn"):
         async with percore.Runner(1, start_method=method) as runner:
-            future = runner.submit(calls.pattern, 7, 200_000)
-            await asyncio.sleep(0)  # the call is sent
             with Watch([pid_of(runner)]) as worker:
+                future = runner.submit(calls.pattern, 7, 200_000)
+                await asyncio.sleep(0)  # the call is sent
                 assert worker.wait_gone(LIMIT) == []  # meanwhile this loop stands
             assert await ended(future) == calls.pattern(7, 200_000)
 
