@@ -201,14 +201,14 @@ class Stage:
         """Everything ends, it serves some more, and is whole again: the hits that nobody has asked for yet."""
         self.order("end")
         self.program.expect("ended")
-        hits = []
-        while (hit := self.hit(0)) is not None:
-            hits.append(hit)
         self.unplan()
         self.order("serve")
         served = self.told("served")
         assert (served["held"], served["arena"], served["complaints"]) == (0, 0, []), served
         self._last = served["last"]
+        hits = []
+        while (hit := self.hit(0)) is not None:  # only now: a worker rings late, too, and may have taken the plan just before
+            hits.append(hit)
         return hits
 
     def close(self) -> None:
