@@ -29,7 +29,9 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     ),
     LeftOut(
         "test_python_finalization_error",
-        "forbids all threads but the first, so that the queue's feeder fails; an executor of percore has no second thread here",
+        "forbids all threads but the first, so that the queue's feeder fails; an executor of percore has no second thread, and "
+        "only a worker that is forked from the program would be refused one",
+        ("forkserver", "spawn"),
     ),
     LeftOut(
         "test_idle_process_reuse_one",
