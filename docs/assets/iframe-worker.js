@@ -1,22 +1,60 @@
-/*! iframe-worker 1.0.4, with which the search of the site works from disk: https://www.npmjs.com/package/iframe-worker
- * Copyright (c) 2020-2022 Martin Donath <martin.donath@squidfunk.com>
- *
- * Permission is hereby granted, free of charge, to any person obtaining a copy
- * of this software and associated documentation files (the "Software"), to
- * deal in the Software without restriction, including without limitation the
- * rights to use, copy, modify, merge, publish, distribute, sublicense, and/or
- * sell copies of the Software, and to permit persons to whom the Software is
- * furnished to do so, subject to the following conditions:
- *
- * The above copyright notice and this permission notice shall be included in
- * all copies or substantial portions of the Software.
- *
- * THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
- * IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
- * FITNESS FOR A PARTICULAR PURPOSE AND NON-INFRINGEMENT. IN NO EVENT SHALL THE
- * AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
- * LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING
- * FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS
- * IN THE SOFTWARE.
- */
-"use strict";(()=>{function c(s,n){parent.postMessage(s,n||"*")}function d(...s){return s.reduce((n,e)=>n.then(()=>new Promise(r=>{let t=document.createElement("script");t.src=e,t.onload=r,document.body.appendChild(t)})),Promise.resolve())}var o=class extends EventTarget{constructor(e){super();this.url=e;this.m=e=>{e.source===this.w&&(this.dispatchEvent(new MessageEvent("message",{data:e.data})),this.onmessage&&this.onmessage(e))};this.e=(e,r,t,i,m)=>{if(r===`${this.url}`){let a=new ErrorEvent("error",{message:e,filename:r,lineno:t,colno:i,error:m});this.dispatchEvent(a),this.onerror&&this.onerror(a)}};let r=document.createElement("iframe");r.hidden=!0,document.body.appendChild(this.iframe=r),this.w.document.open(),this.w.document.write(`<html><body><script>postMessage=${c};importScripts=${d};addEventListener("error",({error})=>{parent.dispatchEvent(new ErrorEvent("error",{filename:"${e}",error}))})<\/script><script src=${e}?${+Date.now()}><\/script></body></html>`),this.w.document.close(),onmessage=this.m,onerror=this.e,this.r=new Promise((t,i)=>{this.w.onload=t,this.w.onerror=i})}terminate(){this.iframe.remove(),onmessage=onerror=null}postMessage(e){this.r.catch().then(()=>{this.w.dispatchEvent(new MessageEvent("message",structuredClone({data:e})))})}get w(){return this.iframe.contentWindow}};window.IFrameWorker=o;location.protocol==="file:"&&(window.Worker=o);})();
+// Browsers start no Worker for a page that was opened from disk. There, this class runs the script of a worker in a hidden frame, so
+// that the search works. Zensical looks for a file of this name.
+(() => {
+  "use strict";
+
+  class FrameWorker extends EventTarget {
+    onmessage = null;
+    onmessageerror = null;
+    onerror = null;
+    #frame = document.createElement("iframe");
+    #waiting = []; // messages for a script that is still loading
+
+    constructor(url) {
+      super();
+      this.#frame.hidden = true;
+      document.body.append(this.#frame);
+      const scope = this.#frame.contentWindow;
+      scope.document.open();
+      scope.document.write("<!doctype html><title>Worker</title><body>");
+      scope.document.close();
+      scope.postMessage = (data) => setTimeout(() => this.#tell(new MessageEvent("message", { data })));
+      scope.addEventListener("error", (event) => this.#tell(new ErrorEvent("error", { message: event.message, error: event.error })));
+      const script = scope.document.createElement("script");
+      script.src = new URL(url, document.baseURI).href;
+      script.addEventListener("load", () => {
+        const waiting = this.#waiting;
+        this.#waiting = null;
+        waiting.forEach((data) => this.postMessage(data));
+      });
+      script.addEventListener("error", () => this.#tell(new ErrorEvent("error", { message: `cannot load ${script.src}` })));
+      scope.document.body.append(script);
+    }
+
+    postMessage(data) {
+      if (this.#waiting !== null) {
+        this.#waiting.push(structuredClone(data));
+        return;
+      }
+      const scope = this.#frame.contentWindow;
+      if (scope !== null) {
+        scope.dispatchEvent(new scope.MessageEvent("message", { data: structuredClone(data) }));
+      }
+    }
+
+    terminate() {
+      this.#frame.remove();
+    }
+
+    #tell(event) {
+      if (this.#frame.isConnected) {
+        this.dispatchEvent(event);
+        this[`on${event.type}`]?.call(this, event);
+      }
+    }
+  }
+
+  if (location.protocol === "file:") {
+    window.Worker = FrameWorker;
+  }
+})();
