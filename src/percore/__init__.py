@@ -21,7 +21,7 @@ if sys.platform == "win32":
     )
 
 if TYPE_CHECKING:
-    from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RunnerClosed, RunnerFull
+    from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
     from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
@@ -42,6 +42,7 @@ __all__ = [
     "PercoreError",
     "ProcessUsage",
     "RemoteError",
+    "RemoteTraceback",
     "Runner",
     "RunnerBroken",
     "RunnerClosed",
@@ -68,6 +69,7 @@ _HOMES = {
     "PercoreError": "_common.errors",
     "ProcessUsage": "_monitor.usage",
     "RemoteError": "_common.errors",
+    "RemoteTraceback": "_common.errors",
     "Runner": "_runner.runner",
     "RunnerBroken": "_common.worker_errors",
     "RunnerClosed": "_common.errors",

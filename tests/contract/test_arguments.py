@@ -11,6 +11,7 @@ import pytest
 
 import percore
 from percore import Runner
+from percore._common.errors import with_article
 from tests.contract import argument_jobs as jobs
 from tests.contract.conftest import MakeRunner
 from tests.internals import supervisor_of
@@ -41,7 +42,7 @@ async def test_the_function_and_the_argument_are_named(make: MakeRunner) -> None
 
 async def test_one_that_is_not_known_is_found_by_trying(make: MakeRunner) -> None:
     async with make() as runner:
-        assert (await refusal(runner, jobs.take, 1, jobs.Own())).startswith("take(): the argument 'second' is a Own, which cannot")
+        assert (await refusal(runner, jobs.take, 1, jobs.Own())).startswith("take(): the argument 'second' is an Own, which cannot")
         text = await refusal(runner, jobs.take, 1, jobs.BadlyReduced())
         assert "'second' is a BadlyReduced" in text
         assert "words of the user's" in text
@@ -114,6 +115,7 @@ async def test_what_belongs_to_a_loop_is_no_argument(made: Callable[[], Any], in
         for args in ((thing,), ([thing],), ({"a": jobs.take, "b": thing},), ((lambda: 0, thing),)):
             text = await refusal(runner, jobs.take, *args)
             assert text.startswith("take(): the argument 'first' ")
+            assert f" {with_article(type(thing).__name__)}: " in text
             assert "independent copy" in text
             assert instead in text
 

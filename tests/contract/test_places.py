@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from percore import RunnerClosed, WorkerDied
+from percore import RunnerClosed, StartupFailed, WorkerDied
 from percore._protocol.interfaces import Exit
 from tests import jobs
 from tests.contract.conftest import worker_of
@@ -89,6 +89,20 @@ async def test_closing_ends_a_start_that_waits_for_a_place() -> None:
         await start
     FewPlaces.made.add()
     assert FewPlaces.made.places == 1
+
+
+async def test_a_start_that_finds_no_place_in_time_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The time counts while some worker waits for a place: another worker that found one, late, does not prolong it."""
+    FewPlaces.places = 1
+    runner = FewPlacesRunner(3, start_timeout=0.2)
+    start = asyncio.create_task(runner.start())
+    assert [await FewPlaces.refused.get() for _ in range(2)] == [1, 2]
+    FewPlaces.made.add()
+    assert await FewPlaces.refused.get() == 2
+    with pytest.raises(StartupFailed, match=r"^there was no place for worker 2 within start_timeout=0\.2 s$"):
+        await start
+    assert FewPlaces.made.places == 2  # both workers have ended
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_lost_place_is_told_and_its_slot_is_filled_when_there_is_another(gate: Gate, log: Log) -> None:

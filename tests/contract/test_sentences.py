@@ -484,7 +484,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "a log record of … bytes": at(
         "tests/unit/test_logs.py::test_what_the_ring_can_never_hold_is_refused", "a log record of 65536 bytes"
     ),
-    "a worker cannot return a …: make it in the program, and give one to the call as an argument": at(
+    "a worker cannot return …: make it in the program, and give one to the call as an argument": at(
         "tests/e2e/test_multiprocessing.py::test_connections_and_sockets_are_sent_as_multiprocessing_sends_them"
     ),
     "a shared … of multiprocessing cannot be an argument: the other process would get a copy. Use "
@@ -535,6 +535,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "%s died %s": dies,
     "… … …. …": dies,
     "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
+    "there was no place for worker … within start_timeout=… s": at(
+        "tests/contract/test_places.py::test_a_start_that_finds_no_place_in_time_fails", "no place for worker 2 within"
+    ),
     "there is no place for worker %d yet": at(
         "tests/contract/test_places.py::test_a_start_waits_for_the_places_that_are_missing", "no place for worker 2"
     ),

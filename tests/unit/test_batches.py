@@ -11,6 +11,13 @@ from percore._scheduler.windows import Cost
 FRAME = 65_536
 
 
+def pop(batches: Batches[Run], workers: int = 1) -> Run:
+    """Cut a batch of items, some of which wait."""
+    run = batches.pop(workers)
+    assert run is not None
+    return run
+
+
 def body(number: int) -> str:
     return f"item {number}"
 
@@ -63,7 +70,7 @@ class BatchesMachine(RuleBasedStateMachine):
     @rule(workers=st.integers(1, 8))
     def pop(self, workers: int) -> None:
         most = self.batches.cost.batch(len(self.waiting), workers)
-        run = self.batches.pop(workers)
+        run = pop(self.batches, workers)
         count = len(run.bodies)
         assert 1 <= count <= most
         assert numbers(run) == self.waiting[:count]  # the first ones, in order
@@ -102,7 +109,7 @@ class BatchesMachine(RuleBasedStateMachine):
     def pop_all(self) -> None:
         left: list[int] = []
         while self.batches:
-            left += numbers(self.batches.pop(1))
+            left += numbers(pop(self.batches))
         assert left == self.waiting
         self.waiting = []
 
@@ -122,21 +129,21 @@ def batches_of(*runs: Run, seconds: float = 1e-6, cost: Cost | None = None) -> B
 def popped(batches: Batches[Run], workers: int = 1) -> list[list[int]]:
     found = []
     while batches:
-        found.append(numbers(batches.pop(workers)))
+        found.append(numbers(pop(batches, workers)))
     return found
 
 
 def test_what_was_encoded_is_cut_and_joined_with_its_items() -> None:
     """Never encoded again: of a batch, of one over two runs, of what was put back, of what is left when others are dropped."""
     batches = batches_of(*(run_of(start, 1000, is_encoded=True) for start in (0, 1000, 2000)), seconds=1.25e-6)
-    first, second = batches.pop(2), batches.pop(2)
+    first, second = pop(batches, 2), pop(batches, 2)
     assert [len(run.data) for run in (first, second)] == [800 * 16] * 2
     assert numbers(second) == list(range(800, 1600))  # of two runs
     batches.put_back(first.part(300, 800))
     batches.drop_from(2500)
     rest = []
     while batches:
-        run = batches.pop(2)
+        run = pop(batches, 2)
         assert run.data
         rest += numbers(run)
     assert rest == [*range(300, 800), *range(1600, 2500)]
@@ -179,14 +186,14 @@ def test_what_is_known_of_a_function_is_used_and_kept() -> None:
     batches: Batches[Run] = Batches(lambda run: run, FRAME, cost)
     assert batches.cost is cost
     batches.append(run_of(0, 100))
-    assert len(batches.pop(1).bodies) == 10
+    assert len(pop(batches).bodies) == 10
 
 
 @pytest.mark.parametrize(
     ("weight", "count"), [(0, 100), (16, 100), (655, 100), (656, 99), (FRAME // 2, 2), (FRAME, 1), (1 << 30, 1)]
 )
 def test_a_batch_fits_a_frame(weight: int, count: int) -> None:
-    assert len(batches_of(run_of(0, 100, weight=weight)).pop(1).bodies) == count
+    assert len(pop(batches_of(run_of(0, 100, weight=weight))).bodies) == count
 
 
 def test_the_heaviest_item_of_a_run_counts() -> None:
@@ -196,7 +203,7 @@ def test_the_heaviest_item_of_a_run_counts() -> None:
 
 def test_what_comes_back_goes_before_all_later_ones() -> None:
     batches = batches_of(run_of(0, 60), seconds=1e-4)
-    first, second, third = (batches.pop(1) for _ in range(3))
+    first, second, third = (pop(batches) for _ in range(3))
     assert [numbers(run)[0] for run in (first, second, third)] == [0, 10, 20]
     for run in (third, first, second):  # in whatever order their workers tell
         batches.put_back(run)
@@ -205,9 +212,9 @@ def test_what_comes_back_goes_before_all_later_ones() -> None:
 
 def test_a_batch_that_was_cut_does_not_change_with_what_is_appended() -> None:
     batches = batches_of(run_of(0, 5))
-    run = batches.pop(1)
+    run = pop(batches)
     batches.put_back(run)
-    kept = batches.pop(1)
+    kept = pop(batches)
     batches.append(run_of(5, 5))
     batches.append(run_of(10, 5))
     assert numbers(kept) == list(range(5))
@@ -219,3 +226,29 @@ def test_what_is_dropped_is_dropped_from_every_run(number: int, left: int) -> No
     batches.drop_from(number)
     assert len(batches) == left
     assert [item for run in popped(batches) for item in run] == [item for item in (0, 1, 2, 3, 4, 5, 7, 8, 9, 10) if item < number]
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_s6_a_collection_that_takes_items_while_a_batch_is_cut(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Copying items may start a garbage collection, and a `__del__` may send others of them, or stop their map."""
+    batches = batches_of(run_of(0, 100), run_of(100, 50, weight=FRAME // 10))
+    meanwhile: list[Run] = []
+    part = Run.part
+
+    def collecting(run: Run, first: int, end: int) -> Run:
+        copied = part(run, first, end)
+        if not meanwhile:
+            meanwhile.append(copied)
+            meanwhile.append(pop(batches, 8))
+            batches.drop_from(140)
+            if not left:
+                batches.drop_from(0)
+        return copied
+
+    monkeypatch.setattr(Run, "part", collecting)
+    cut = batches.pop(4)
+    taken = numbers(meanwhile[1])
+    assert taken == [*range(len(taken))]
+    assert (cut is None) is not left
+    found = taken + ([] if cut is None else numbers(cut)) + [number for numbers_ in popped(batches) for number in numbers_]
+    assert found == ([*range(140)] if left else taken)

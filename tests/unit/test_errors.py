@@ -3,11 +3,20 @@
 import asyncio
 import copy
 import pickle
+import traceback
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
+from percore._common.errors import (
+    PayloadTooLarge,
+    PercoreError,
+    RemoteError,
+    RemoteTraceback,
+    RunnerClosed,
+    RunnerFull,
+    with_article,
+)
 from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied, how, signal_of
 
 EXAMPLES: list[PercoreError] = [
@@ -191,6 +200,12 @@ def test_a_payload_too_large_says_what_to_do() -> None:
     assert "larger max_message" in str(error)
 
 
+def test_a_class_is_named_with_its_article() -> None:
+    named = {name: with_article(name) for name in ("lock", "Event", "RLock", "Union", "FileIO", "SSLSocket", "Lock", "M", "_io")}
+    assert [name for name, text in named.items() if text == f"an {name}"] == ["Event", "RLock", "SSLSocket"]
+    assert all(text.endswith(f" {name}") for name, text in named.items())
+
+
 def test_a_full_runner_says_who_waits_and_who_does_not() -> None:
     full = RunnerFull(1000)
     assert full.limit == 1000
@@ -204,6 +219,7 @@ def test_a_closed_runner() -> None:
 def test_a_remote_traceback_reads_as_the_standard_librarys() -> None:
     carried = RemoteTraceback("Traceback (most recent call last):\n  …\n")
     assert str(carried) == '\n"""\nTraceback (most recent call last):\n  …\n"""'
+    assert "\npercore.RemoteTraceback: " in "\n" + "".join(traceback.format_exception(carried))
     there = pickle.loads(pickle.dumps(carried))
     assert type(there) is RemoteTraceback
     assert there.text == carried.text

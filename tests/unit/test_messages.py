@@ -100,8 +100,8 @@ def batches_of(rows: list[Any], *, is_single: bool) -> list[bytes]:
     Rows(cast("Any", functions), function, spec, taker, is_single=True, is_batched=True).submit(0, rows)
     flow = cast("Any", SimpleNamespace(function=function, queue=None, store=STORE))
     messages: list[Any] = []
-    while taker.batches:
-        messages.append(Batch(flow, taker.batches.pop(1), None).message())
+    while (run := taker.batches.pop(1)) is not None:
+        messages.append(Batch(flow, run, None).message())
     return messages
 
 

@@ -8,6 +8,7 @@
      ├── RunnerFull        (RuntimeError)       max_pending calls are pending
      ├── RemoteError                            an exception or a result that could not be sent back as itself
      └── PayloadTooLarge   (ValueError)         a message is larger than max_message
+    RemoteTraceback                             the cause of an exception that a function has raised in a worker
 
 Each class takes its fields as arguments, composes its message from them, and is pickled by them. The three classes that derive from
 the standard library's BrokenProcessPool are in `_common.worker_errors`: importing that class takes tens of milliseconds, which
@@ -124,6 +125,12 @@ def shown(error: BaseException) -> str:
         return f"a {type.__repr__(type(error))} whose repr() failed"
 
 
+def with_article(name: str) -> str:
+    """Return the name of a class with its article: "a lock", "an Event", "an RLock"."""
+    is_spelled = name[1:2].isupper() and name[0] in "FHLMNRSX"
+    return f"an {name}" if name[0] in "AEIOaeio" or is_spelled else f"a {name}"
+
+
 def as_error(error: BaseException, whose: str) -> Exception:
     """Return an exception of user code in a form that a future can hold.
 
@@ -136,5 +143,5 @@ def as_error(error: BaseException, whose: str) -> Exception:
     return RuntimeError(f"{whose} raised {shown(error)}")
 
 
-for _class in (PercoreError, RunnerClosed, RunnerFull, RemoteError, PayloadTooLarge):
+for _class in (PercoreError, RunnerClosed, RunnerFull, RemoteError, PayloadTooLarge, RemoteTraceback):
     _class.__module__ = "percore"

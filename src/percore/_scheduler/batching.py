@@ -48,11 +48,33 @@ class Run(NamedTuple):
         return self.is_bare == other.is_bare and self.start + len(self.bodies) == other.start
 
 
+class _Waiting:
+    """The items of one run that wait: those at the places from `first` up to but not including `end`."""
+
+    __slots__ = ("end", "first", "run")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first = 0
+        self.end = len(run.bodies)
+
+    @property
+    def start(self) -> int:
+        """The number of the first waiting item."""
+        return self.run.start + self.first
+
+
 class Batches(Generic[B]):
     """The waiting items of one map.
 
     A batch is cut only when a worker takes it, because the cost of the items is known best by then. Each item is copied only once,
-    into its batch: cutting does not copy the rest of the first run, it only advances an index.
+    into its batch: cutting does not copy the rest of the first run, it only advances `first`.
+
+    Invariants:
+        The waiting items are in the order of their numbers, and no item is there twice.
+        `len()` is their number. The runs without waiting items are removed.
+        Copying may raise, or start a garbage collection whose user code takes items too. So a cut first copies, then checks that
+        nothing has changed meanwhile, and then marks the items as taken, with nothing between that runs other code.
     """
 
     def __init__(self, make: Callable[[Run], B], heaviest: int, cost: Cost | None = None) -> None:
@@ -63,9 +85,7 @@ class Batches(Generic[B]):
         """
         self._make = make
         self._heaviest = heaviest
-        self._runs: deque[Run] = deque()
-        self._at = 0
-        """Number of items already taken from the first run."""
+        self._runs: deque[_Waiting] = deque()
         self._count = 0
         self.cost = cost or Cost()
 
@@ -74,78 +94,84 @@ class Batches(Generic[B]):
 
     def append(self, run: Run) -> None:
         """Append a run of items after all others."""
-        self._count += len(run.bodies)
         # Merge a short run into the last one, so that single items do not become runs. A long run would be copied once more.
-        if self._runs and len(run.bodies) < _FEW and not (self._at and len(self._runs) == 1):
+        if self._runs and len(run.bodies) < _FEW:
             last = self._runs[-1]
-            if last.precedes(run) and len(last.bodies) < _MERGED:
-                last.bodies.extend(run.bodies)
-                self._runs[-1] = last._replace(weight=max(last.weight, run.weight), data=b"")
+            before = last.run
+            is_untouched = not last.first and last.end == len(before.bodies)
+            if is_untouched and before.precedes(run) and last.end < _MERGED:
+                last.run = before._replace(weight=max(before.weight, run.weight), data=b"")
+                before.bodies.extend(run.bodies)
+                last.end = len(before.bodies)
+                self._count += len(run.bodies)
                 return
-        self._runs.append(run)
+        self._runs.append(_Waiting(run))
+        self._count += len(run.bodies)
 
     def put_back(self, run: Run) -> None:
         """Put back items that were taken and have not begun, before all later items."""
-        self._trim()
-        self._count += len(run.bodies)
+        waiting = _Waiting(run)
         place = 0
         while place < len(self._runs) and self._runs[place].start < run.start:
             place += 1
-        self._runs.insert(place, run)
+        self._runs.insert(place, waiting)
+        self._count += len(run.bodies)
 
-    def pop(self, workers: int, limit: int = sys.maxsize) -> B:
-        """Cut the next batch. At least one item must wait. After an error all items wait again.
+    def pop(self, workers: int, limit: int = sys.maxsize) -> B | None:
+        """Cut the next batch. Return None if nothing waits, or `limit` allows none. After an error all items wait again.
 
         Args:
             workers: the number of workers.
             limit: how many calls the worker that takes the batch may still begin.
         """
         most = min(self.cost.batch(self._count, workers), limit)
-        batch = self._cut(most, 0)
-        cut = [batch]
+        batch: Run | None = None
+        cut: list[Run] = []
         try:
-            while len(batch.bodies) < most and self._runs and batch.precedes(self._runs[0]):
-                more = self._cut(most - len(batch.bodies), batch.weight, len(batch.bodies))
-                if not more.bodies:
+            while batch is None or len(batch.bodies) < most:
+                part = self._cut(most, batch)
+                if part is None:
                     break
-                cut.append(more)
-                batch = batch.joined(more)
-            return self._make(batch)
+                cut.append(part)
+                batch = part if batch is None else batch.joined(part)
+            return None if batch is None else self._make(batch)
         except BaseException:
             for run in cut:
                 self.put_back(run)
             raise
 
-    def _cut(self, most: int, weight: int, beside: int = 0) -> Run:
-        """Take up to `most` items from the first run, for a batch that has `beside` other items of up to `weight`."""
-        run, at = self._runs[0], self._at
-        weight = max(run.weight, weight)
-        count = min(most, max(0 if beside else 1, self._heaviest // max(1, weight) - beside))
-        end = min(at + count, len(run.bodies))
-        is_whole = end - at == len(run.bodies)
-        # Mark the items as taken before copying them: a garbage collection may run user code that takes items, too.
-        self._count -= end - at
-        if end < len(run.bodies):
-            self._at = end
-        else:
-            self._runs.popleft()
-            self._at = 0
-        return run if is_whole else run.part(at, end)
-
-    def _trim(self) -> None:
-        """Remove the items that were taken from the first run."""
-        if self._at:
-            run = self._runs[0]
-            self._runs[0] = run.part(self._at, len(run.bodies))
-            self._at = 0
+    def _cut(self, most: int, batch: Run | None) -> Run | None:
+        """Take items from the first run, for a batch of up to `most` items that may have some already. None: none fits."""
+        while self._runs:
+            waiting = self._runs[0]
+            run, first = waiting.run, waiting.first
+            if batch is None:
+                count = min(most, max(1, self._heaviest // max(1, run.weight)))
+            elif batch.start + len(batch.bodies) == waiting.start and batch.is_bare == run.is_bare:
+                beside = len(batch.bodies)
+                count = min(most - beside, self._heaviest // max(1, run.weight, batch.weight) - beside)
+            else:
+                return None
+            if count <= 0:
+                return None
+            end = min(first + count, waiting.end)
+            part = run if end - first == len(run.bodies) else run.part(first, end)
+            if self._runs and self._runs[0] is waiting and waiting.run is run and waiting.first == first and waiting.end >= end:
+                self._count -= end - first
+                if end < waiting.end:
+                    waiting.first = end
+                else:
+                    self._runs.popleft()
+                return part
+        return None
 
     def drop_from(self, number: int) -> None:
         """Drop the items from this number on."""
-        self._trim()
-        kept: deque[Run] = deque()
-        for run in self._runs:
-            keep = min(len(run.bodies), max(0, number - run.start))
-            if keep:
-                kept.append(run.part(0, keep))
-        self._runs = kept
-        self._count = sum(len(run.bodies) for run in kept)
+        while self._runs:
+            last = self._runs[-1]
+            keep = max(last.first, min(last.end, number - last.run.start))
+            self._count -= last.end - keep
+            last.end = keep
+            if last.first < keep:
+                return
+            self._runs.pop()

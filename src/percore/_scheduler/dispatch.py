@@ -47,7 +47,10 @@ ROOM_OF_NONE: Final = 1 << 40
 
 _FEW: Final = 4
 """Up to this many workers, comparing all of them is as fast as remembering the last choice."""
-_NOWHERE: Final = (-1, sys.maxsize)
+_NOWHERE: Final = (-1, sys.maxsize, False)
+
+_SHARED: Final = 0.5
+"""Added to the weight of a worker that holds calls of the other kind, which may keep it busy. It decides between equal loads."""
 
 
 class Queued(Protocol):
@@ -157,7 +160,8 @@ class Dispatch(Generic[C, S]):
         """Workers that had no calls to return: the value of `times_ahead` when each was asked."""
         self.seats: list[S] = []
         self._least = [_NOWHERE, _NOWHERE]
-        """By kind: the load of the least loaded worker, and the index in `seats` at which to look for workers with that load.
+        """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
+        whether all workers with that load hold calls of the other kind.
 
         Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
         self._is_one_behind = False
@@ -439,6 +443,8 @@ class Dispatch(Generic[C, S]):
             queue.ended -= 1
         if queue.batches:
             batch = queue.batches.pop(len(self.seats), seat.tickets)
+            if batch is None:
+                return None
             if batch.size > 1:  # as `_note_ahead`, whose error would lose the batch
                 self._is_ahead = True
                 self.times_ahead += 1
@@ -466,8 +472,8 @@ class Dispatch(Generic[C, S]):
                 into.append(queue.calls.popleft())
             queue.ended = 0
             self.keys.forget(queue, into)
-            while queue.batches:
-                into.append(queue.batches.pop(1))
+            while queue.batches and (batch := queue.batches.pop(1)) is not None:
+                into.append(batch)
 
     def is_dry(self) -> bool:
         """Whether plain calls are queued ahead and none waits here."""
@@ -511,21 +517,25 @@ class Dispatch(Generic[C, S]):
         """Return the least loaded worker with a free place, or else with room to queue ahead; None if the call should wait.
 
         Each step of silence weighs as much as one call. A CPU-bound coroutine keeps its worker silent, so the load is the better
-        measure and silence only adds to it.
+        measure and silence only adds to it. Of equally loaded workers, one without calls of the other kind is the first choice: a
+        coroutine that was sent in this turn may block the worker's loop.
         """
         places, room = self._places[kind], self._room[kind]
         best: S | None = None
-        least, step = sys.maxsize, 0
+        least: float = sys.maxsize
+        step = 0
         is_one_behind = False
         for seat in self.seats:
             load = seat.load[kind]
             if load < room and load < least:
-                weight = load
+                weight: float = load
                 silence = seat.silence()
                 if silence:
                     is_one_behind = True
                     weight += silence
-                elif not load:  # no other worker can be better
+                if seat.load[1 - kind]:
+                    weight += _SHARED
+                elif not load and not silence:  # no other worker can be better
                     return seat
                 if load >= places:
                     weight += _AHEAD_LAST
@@ -554,16 +564,16 @@ class Dispatch(Generic[C, S]):
     def _pick_of_many(self, kind: int) -> S | None:
         """As `_pick_of_few`, but remember the least load and where the next worker with that load may be."""
         seats = self.seats
-        least, start = self._least[kind]
+        least, start, is_shared = self._least[kind]
         for index in range(start, len(seats)):
             seat = seats[index]
-            if seat.load[kind] == least:
+            if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
                 if seat.silence():
                     break
-                self._least[kind] = least, index
+                self._least[kind] = least, index, is_shared
                 return seat
         best = self._pick_of_few(kind)
         # A worker with unread messages may have a smaller load, and may read again at any moment.
         is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
-        self._least[kind] = (best.load[kind], 0) if is_known else _NOWHERE  # type: ignore[union-attr]
+        self._least[kind] = (best.load[kind], 0, best.load[1 - kind] > 0) if is_known else _NOWHERE  # type: ignore[union-attr]
         return best

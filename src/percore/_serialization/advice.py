@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from percore._common.errors import RemoteError
+from percore._common.errors import RemoteError, with_article
 from percore._serialization.exception_state import format_traceback, text_of, type_name_of
 from percore._serialization.pickler import CANNOT, qualified_name
 from percore._serialization.reducers import CAREFUL
@@ -76,9 +76,9 @@ def _told(what: str, value: object, exc: BaseException, otherwise: str, place: i
     verb = "is" if known is value else "contains"
     advice = next((_INSTEAD[name][place] for name in names if name in _INSTEAD), None)
     if advice is None and type(known) in CAREFUL:
-        return f"{what} {verb} a {names[0]}: {text_of(exc)}"
+        return f"{what} {verb} {with_article(names[0])}: {text_of(exc)}"
     reason = f"{type_name_of(exc)}: {text_of(exc)}"
-    return f"{what} {verb} a {names[0]}, which cannot be pickled ({reason}); {advice or otherwise}"
+    return f"{what} {verb} {with_article(names[0])}, which cannot be pickled ({reason}); {advice or otherwise}"
 
 
 def _culprit(value: object, depth: int = 3) -> object | None:

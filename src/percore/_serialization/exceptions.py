@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-from percore._common.errors import RemoteError, RemoteTraceback
+from percore._common.errors import RemoteError, RemoteTraceback, with_article
 from percore._serialization.exception_state import (
     CAUSE,
     GROUP_MEMBERS,
@@ -175,7 +175,7 @@ def _payload(exc: BaseException, members: tuple[BaseException, ...], main_by_val
     except BaseException as error:
         return None, f"{type_name_of(error)}: {text_of(error)}"
     if type(copy) is not type(exc):
-        return None, f"unpickling it gives a {type(copy).__qualname__}"
+        return None, f"unpickling it gives {with_article(type(copy).__qualname__)}"
     return payload, ""
 
 
@@ -246,7 +246,7 @@ def _make(node: _Node, members: tuple[BaseException, ...], text: str) -> BaseExc
         else:
             if isinstance(exc, BaseException):
                 return exc
-            why = f"unpickling it gives a {type(exc).__qualname__}"
+            why = f"unpickling it gives {with_article(type(exc).__qualname__)}"
     remote = RemoteError(node.type_name, node.text, text)
     if why:
         remote.add_note(f"The exception itself could not be sent: {why}")

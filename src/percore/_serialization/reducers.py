@@ -22,6 +22,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
+from percore._common.errors import with_article
+
 Reducer = Callable[[Any], Any]
 
 FAST: Final[dict[type, Reducer]] = {}
@@ -144,9 +146,8 @@ _refuse_anyio: Final = functools.partial(_refuse, "anyio")
 def _send_descriptor(obj: Any) -> Any:
     """Reduce `obj` as multiprocessing does: the receiver fetches the descriptor, once, from a thread of this process."""
     if is_worker:
-        raise TypeError(
-            f"a worker cannot return a {type(obj).__qualname__}: make it in the program, and give one to the call as an argument"
-        )
+        returned = with_article(type(obj).__qualname__)
+        raise TypeError(f"a worker cannot return {returned}: make it in the program, and give one to the call as an argument")
     reducer = REGISTERED.get(type(obj))
     if reducer is None:
         raise TypeError(f"{type(obj).__qualname__} objects cannot be pickled here: nothing is registered with multiprocessing")

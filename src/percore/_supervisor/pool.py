@@ -24,7 +24,7 @@ from percore._supervisor.deaths import Deaths
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.outcomes import Outcomes
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker, Turn
 
 if TYPE_CHECKING:
     import asyncio
@@ -130,6 +130,8 @@ class Pool:
         self._deaths = Deaths(calls, members)
         self._turn = Turn(calls.loop)
         self._starting: asyncio.Future[None] | None = None
+        self._place_timer: DeadlineTimer | None = None
+        """Runs in the first start while a worker waits for a place. (Later a slot may wait for as long as it takes.)"""
         self._last_report = ""
         engine.on_place = self._has_place
 
@@ -149,6 +151,7 @@ class Pool:
             await starting
         finally:
             self._starting = None
+            self._look_place()
 
     def _spawn(self, slot: WorkerSlot) -> None:
         """Start a worker for the slot."""
@@ -178,6 +181,7 @@ class Pool:
             slot.generation -= 1
             report(logging.INFO, "there is no place for worker %d yet", slot.index)
             self._carry_out(slot, slot.no_place())
+            self._look_place()
             return
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
@@ -191,6 +195,20 @@ class Pool:
         """Start the workers that wait for a place: the engine may have one again."""
         for slot in self.slots:
             self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0))
+        self._look_place()
+
+    def _look_place(self) -> None:
+        """Start or stop the timer of a first start that waits for places."""
+        if self._starting is not None and self.awaits_place():
+            self._place_timer = self._place_timer or DeadlineTimer(self._loop, self._options.start_timeout, self._no_place_in_time)
+        elif self._place_timer is not None:
+            self._place_timer.cancel()
+            self._place_timer = None
+
+    def _no_place_in_time(self) -> None:
+        waiting = ", ".join(str(slot.index) for slot in self.slots if slot.lacks_place)
+        seconds = self._options.start_timeout
+        self._fail_start(StartupFailed(f"there was no place for worker {waiting} within start_timeout={seconds:g} s"))
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
