@@ -270,6 +270,66 @@ def test_no_buffers_is_full(number: int) -> None:
     theirs.close()
 
 
+class Interrupted(Failing):
+    """A socket that another thread interrupts as something is sent, by a ring of its own."""
+
+    def __init__(self, inner: socket.socket, other: Callable[[], object], *, is_full: bool = False) -> None:
+        super().__init__(inner, OSError(errno.EAGAIN, "full") if is_full else None)
+        self.others = [other]
+
+    def send(self, data: bytes) -> int:
+        if self.others:
+            self.others.pop()()
+        return super().send(data)
+
+
+def test_positions_of_two_threads_may_overtake_each_other() -> None:
+    ours, theirs = socket_bells()
+    ours._out = Interrupted(ours._out, lambda: ours.ring(50, 6))  # type: ignore[assignment]
+    assert ours.ring(1, 2)
+    assert theirs.read() == (51, 8, 0)
+    assert ours.ring(0, 0)
+    assert not is_rung(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_positions_that_found_the_bell_full_are_sent_although_an_older_ring_succeeds_after() -> None:
+    # 1. a thread is about to ring; 2. another one counts its own, and finds the bell full; 3. the first one's ring goes through.
+    ours, theirs = socket_bells()
+    inner = ours._out
+
+    def other() -> None:
+        ours._out = Failing(inner, OSError(errno.EAGAIN, "full"))  # type: ignore[assignment]
+        assert not ours.ring(50, 6)
+
+    ours._out = Interrupted(inner, other)  # type: ignore[assignment]
+    assert ours.ring(1, 2)
+    assert theirs.read() == (1, 2, 0)
+    ours._out = inner
+    assert ours.ring(0, 0)
+    assert theirs.read() == (50, 6, 0)
+    ours.close()
+    theirs.close()
+
+
+def test_a_full_bell_is_silent_once_a_newer_ring_has_told_everything() -> None:
+    ours, theirs = socket_bells()
+    inner = ours._out
+
+    def other() -> None:
+        ours._out = inner
+        assert ours.ring(50, 6)
+
+    ours._out = Interrupted(inner, other, is_full=True)  # type: ignore[assignment]
+    assert not ours.ring(1, 2)
+    assert theirs.read() == (51, 8, 0)
+    assert ours.ring(0, 0)
+    assert not is_rung(theirs)
+    ours.close()
+    theirs.close()
+
+
 def test_nobody_is_left_to_be_told() -> None:
     ours, theirs = socket_bells()
     theirs.close()

@@ -274,16 +274,14 @@ class Channel:
                 try:
                     if self._has_work():
                         self._publish()
-                    elif self._bell.adds_up:
-                        consumed = self._take_owed()
                     else:
-                        self._ring(0)
+                        consumed = self._take_owed()
                 finally:
                     self._lock.release()
                 # Without the lock. Otherwise: 1. this thread rings, and waits for the GIL afterwards  2. another thread queues the
                 # result of a call, and does not get the lock  3. the process dies, and the result with it.
                 if consumed:
-                    self._bell.ring(0, consumed)
+                    self._ring(0, consumed)
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
@@ -323,7 +321,7 @@ class Channel:
             self.waits_since = self._rung_at
         if POINTS:
             point(f"{self._side}.frame.written")
-        self._ring(published)
+        self._ring(published, self._take_owed())
         if POINTS:
             point(f"{self._side}.bell.rung")
 
@@ -331,8 +329,8 @@ class Channel:
     def _side(self) -> str:
         return "worker" if self._prompt else "supervisor"
 
-    def _ring(self, published: int) -> None:
-        if not self._bell.ring(published, self._take_owed()):
+    def _ring(self, published: int, consumed: int) -> None:
+        if not self._bell.ring(published, consumed):
             self._wait_for_bell()
 
     def _take_owed(self) -> int:
@@ -379,7 +377,7 @@ class Channel:
     def _bell_takes_writes(self) -> None:
         self.loop.remove_writer(self._bell.out_fileno())
         self._bell_waits = False
-        self._ring_alone()
+        self._ring(0, 0)
         if self.is_open and self.on_batch is not None:
             self.on_batch()
 

@@ -8,16 +8,18 @@ supervisor that receives a message has already been told of the records that wer
 EventBell   One eventfd per direction. Its counter adds up, so several rings become one in the kernel. It never overflows, since the
             ring sizes bound the sums, and it stays readable after its writer was killed. Reading resets the counter. An exception
             between reading and counting therefore loses positions for good, and the reader must then end the channel.
-SocketBell  For systems without eventfd: one datagram socket pair per direction, with cumulative positions. It can fill up. `ring`
-            then returns False, and only the newest positions have to be sent once the socket takes data again. A single pair for
-            both directions would lose the last messages of a peer: a datagram sent to a dead peer makes the kernel discard the data
-            that the peer had sent.
+SocketBell  For systems without eventfd: one datagram socket pair per direction, with cumulative positions. So a later record stands
+            for all earlier ones, and the records of two threads may overtake each other. It can fill up. `ring` then returns False,
+            and only the newest positions have to be sent once the socket takes data again. A single pair for both directions would
+            lose the last messages of a peer: a datagram sent to a dead peer makes the kernel discard the data that the peer had
+            sent.
 """
 
 import errno
 import os
 import socket
 import struct
+import threading
 from typing import Protocol
 
 from percore._common.system import HAS_EVENTFD
@@ -38,11 +40,8 @@ class Bell(Protocol):
     def out_fileno(self) -> int:
         """Return the descriptor that becomes writable when `ring` can send again."""
 
-    adds_up: bool
-    """Whether threads may ring at once, and each ring counts. Otherwise only one thread may ring at a time."""
-
     def ring(self, published: int, consumed: int) -> bool:
-        """Report `published` and `consumed` bytes more to the other side.
+        """Report `published` and `consumed` bytes more to the other side. Threads may ring at once.
 
         Return False if the bell is full; then call `ring(0, 0)` when it takes writes again.
         """
@@ -69,8 +68,6 @@ class EventBell:
     """A bell of two eventfds, one for each direction."""
 
     __slots__ = ("in_fd", "out_fd")
-
-    adds_up = True
 
     def __init__(self, out_fd: int, in_fd: int) -> None:
         self.out_fd = out_fd
@@ -104,9 +101,18 @@ class EventBell:
 class SocketBell:
     """A bell of two datagram socket pairs, one for each direction."""
 
-    __slots__ = ("_consumed", "_in", "_logged", "_out", "_peer_consumed", "_peer_logged", "_peer_published", "_published", "_told")
-
-    adds_up = False
+    __slots__ = (
+        "_consumed",
+        "_in",
+        "_lock",
+        "_logged",
+        "_out",
+        "_peer_consumed",
+        "_peer_logged",
+        "_peer_published",
+        "_published",
+        "_sent",
+    )
 
     _RECORD = struct.Struct("<QQ")
     _LOGGED = struct.Struct("<Q")  # a separate record, because two threads may call `ring` and `log` at once
@@ -116,9 +122,11 @@ class SocketBell:
         self._in = socket.socket(fileno=in_fd)
         for end in (self._out, self._in):
             end.setblocking(False)
+        self._lock = threading.RLock()  # for arithmetic alone; re-entrant as the lock of a SlotWriter
         self._published = self._consumed = self._logged = 0
         self._peer_published = self._peer_consumed = self._peer_logged = 0
-        self._told = True
+        self._sent = (0, 0)
+        """The newest positions that the socket has taken."""
 
     def fileno(self) -> int:
         return self._in.fileno()
@@ -127,12 +135,17 @@ class SocketBell:
         return self._out.fileno()
 
     def ring(self, published: int, consumed: int) -> bool:
-        self._published += published
-        self._consumed += consumed
-        if self._told and not (published or consumed):
-            return True
-        self._told = self._send(self._RECORD.pack(self._published, self._consumed))
-        return self._told
+        with self._lock:
+            self._published += published
+            self._consumed += consumed
+            positions = self._published, self._consumed
+            if positions == self._sent:
+                return True
+        if not self._send(self._RECORD.pack(*positions)):
+            return False
+        with self._lock:
+            self._sent = max(self._sent, positions)
+        return True
 
     def log(self, count: int) -> bool:
         self._logged += count
@@ -154,7 +167,8 @@ class SocketBell:
             raise BlockingIOError(errno.EAGAIN, "nobody rang") from None
         while record:
             if len(record) == self._RECORD.size:
-                self._peer_published, self._peer_consumed = self._RECORD.unpack(record)
+                found = self._RECORD.unpack(record)
+                self._peer_published, self._peer_consumed = max((self._peer_published, self._peer_consumed), found)
             elif len(record) == self._LOGGED.size:
                 (self._peer_logged,) = self._LOGGED.unpack(record)
             try:
