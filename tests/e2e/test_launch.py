@@ -22,7 +22,7 @@ import pytest
 
 import percore
 from percore._engines.processes import fork_server_launcher, launch
-from percore._engines.processes.descriptors import Fd, let_go
+from percore._engines.processes.descriptors import Fd, kept_in_forks, let_go, pipe
 from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkServerLauncher
 from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
@@ -325,6 +325,34 @@ async def test_a_stopped_fork_server_is_not_waited_for_when_its_child_dies(monke
     assert await end.code() is None
     signal.pidfd_send_signal(server_pidfd(), signal.SIGCONT)
     await launcher.aclose()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_fork_keeps_no_lifeline_while_another_thread_starts_a_program() -> None:
+    """Otherwise that fork keeps the workers alive after the program has ended."""
+    ends = pipe()
+    entered, forked = threading.Event(), threading.Event()
+
+    def start() -> None:
+        with kept_in_forks():
+            entered.set()
+            forked.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    entered.wait()
+    pid = os.fork()
+    if not pid:
+        os._exit(sum(end.number >= 0 for end in ends))
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with kept_in_forks():
+        pid = os.fork()
+        if not pid:
+            os._exit(sum(end.number >= 0 for end in ends))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    let_go(*ends)
 
 
 def test_a_kill_counts_although_the_loop_is_closed_and_hears_of_no_birth() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import threading
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from percore._transport.memory import anonymous_file as new_file
@@ -27,7 +28,8 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 _held: set[Closable] = set()
-_keepers = 0
+_keeping = threading.local()
+"""Whether this thread is in `kept_in_forks`. Another thread may fork meanwhile, and that fork must keep nothing."""
 
 
 def hold(thing: C) -> C:
@@ -45,13 +47,12 @@ def let_go(*things: Closable) -> None:
 
 @contextlib.contextmanager
 def kept_in_forks() -> Iterator[None]:
-    """Let forks keep what is held: they are about to run another program, which gets some of it."""
-    global _keepers
-    _keepers += 1
+    """Let forks by this thread keep what is held: they are about to run another program, which gets some of it."""
+    _keeping.is_on = True
     try:
         yield
     finally:
-        _keepers -= 1
+        _keeping.is_on = False
 
 
 def _let_go_of_all() -> None:
@@ -60,7 +61,7 @@ def _let_go_of_all() -> None:
 
 
 def _forked() -> None:
-    if not _keepers:
+    if not getattr(_keeping, "is_on", False):  # of the thread that has forked
         _let_go_of_all()
 
 
