@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 from typing import Any, Final, cast
@@ -23,21 +22,13 @@ from tests.relay.store import RelayStore, received
 from tests.relay.wire import Wire
 
 
-@dataclass
-class Counted:
-    """How many messages were sent, and received."""
-
-    written: int = 0
-    read: int = 0
-
-
 class RelayChannel:
     """Sends messages to a station, and receives those of its worker."""
 
     own: Final[dict[int, Callable[[int, Any], None]]] = {}
 
     def __init__(self, number: int, wire: Wire, store: RelayStore) -> None:
-        self.tx, self.rx = Counted(), Counted()
+        self.sent = self.received = 0
         self.is_open = False
         self.waits_since = 0.0
         self._number = number
@@ -68,7 +59,7 @@ class RelayChannel:
 
     def _say(self, kind: str, op: int, call_id: int, body: Body) -> None:
         self._wire.send(kind, self._number, op, call_id, body)
-        self.tx.written += 1
+        self.sent += 1
         self._sent_at = monotonic()
         self.waits_since = self.waits_since or self._sent_at
 
@@ -87,7 +78,7 @@ class RelayChannel:
         """Do nothing: what arrives is delivered at once."""
 
     def has_read(self) -> bool:
-        return self._acknowledged == self.tx.written
+        return self._acknowledged == self.sent
 
     def lag(self) -> float:
         return self._lag if self.has_read() else max(self._lag, monotonic() - self._sent_at)
@@ -104,7 +95,7 @@ class RelayChannel:
 
     def deliver(self, message: Message) -> None:
         """Deliver a message that has arrived."""
-        self.rx.read += 1
+        self.received += 1
         self._guarded(lambda: self.on_frame([message]))
 
     def batch(self) -> None:

@@ -1,10 +1,10 @@
 """The near half of a relay: payloads as bytes."""
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, cast
 
@@ -12,11 +12,12 @@ from percore._common.errors import as_error
 from percore._common.options import RunnerOptions
 from percore._protocol.interfaces import Store
 from percore._protocol.messages import Payload
-from percore._serialization.advice import Nowhere, unsendable
-from percore._serialization.pickler import CANNOT, MainInfo, dump
+from percore._serialization.advice import can_pickle
+from percore._serialization.pickler import MainInfo, dump
 from percore._transport import codec
 from percore._transport.buffers import has_buffers, places_in
 from percore._transport.leases import Received
+from percore._transport.payload_picklers import pickle_to_share
 from percore._transport.slots import Sink, SlotWriter
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class RelayStore:
         self.heaviest_batch = codec.HEAVIEST_BATCH
         self.weigh, self.weigh_rows = codec.weigh, codec.weigh_rows
         self.pack_items, self.unpack_values = codec.pack_items, codec.unpack_values
+        self.can_pickle = partial(can_pickle, main_by_value=main.by_value)
         self.limit = options.max_message
         self.wire: Wire
         self._loop = loop
@@ -74,17 +76,15 @@ class RelayStore:
         return parcel
 
     def pickled(self, obj: object, *, beside: bool = False) -> bytes:
-        sink = Sink(cast("SlotWriter", self), private=True)
+        sink = Sink(cast("SlotWriter", self))
         dump(obj, sink, main_by_value=self._main_by_value, beside=sink if beside else None)
         return cast("bytes", sink.payload())
 
-    def can_pickle(self, obj: object) -> bool:
-        nowhere = Nowhere()
-        try:
-            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
-        except Exception:
-            return False
-        return True
+    def take(self) -> None:
+        """Return no slot: pickles are bytes."""
+
+    def kept(self, data: bytes) -> bytes:
+        return data
 
     def keep(self, pickle: bytes) -> int:
         parcel = next(self._numbers)
@@ -126,18 +126,7 @@ class RelayStore:
             self._waiters.popleft()()
 
     def share(self, obj: object, waiter: asyncio.Future[int]) -> None:
-        threading.Thread(target=self._share, args=(obj, waiter), daemon=True).start()
-
-    def _share(self, obj: object, waiter: asyncio.Future[int]) -> None:
-        try:
-            data: bytes | BaseException = self.pickled(obj, beside=True)
-        except CANNOT as error:
-            data = unsendable("share(): the object", obj, error)
-        except BaseException as error:
-            data = error
-        del obj
-        with suppress(RuntimeError):  # the loop was closed
-            self._loop.call_soon_threadsafe(self._shared, waiter, data)
+        pickle_to_share(obj, partial(self.pickled, beside=True), self._loop, partial(self._shared, waiter))
 
     def _shared(self, waiter: asyncio.Future[int], data: bytes | BaseException) -> None:
         if waiter.done():

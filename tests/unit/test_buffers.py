@@ -20,7 +20,7 @@ from tests.unit.test_slots import MIB, byte_slots, reader_of
 
 PLAIN = st.recursive(st.none() | st.integers() | st.text(max_size=20) | st.binary(max_size=20), st.lists, max_leaves=8)
 LENGTHS = st.lists(st.integers(0, 300), max_size=6)
-WAYS = ["slot", "no slot", "private"]
+WAYS = ["slot", "no slot"]
 
 
 def with_table(pickled: int, lengths: list[int]) -> tuple[bytes, list[tuple[int, int]]]:
@@ -133,7 +133,7 @@ def slots_for(way: str, size: int = MIB, limit: int | None = None) -> tuple[Slot
     writer = byte_slots(1, size, limit)
     if way == "no slot":
         writer.take()
-    return writer, Sink(writer, private=way == "private")
+    return writer, Sink(writer)
 
 
 def loaded(writer: SlotWriter, payload: Payload) -> Any:
@@ -243,7 +243,7 @@ def test_r4_buffers_for_which_there_is_no_room_are_a_memory_error(monkeypatch: p
 
 
 def test_a_private_copy_of_a_buffer_does_not_change_with_its_source() -> None:
-    writer, sink = slots_for("private")
+    writer, sink = slots_for("no slot")
     source = bytearray(b"b" * BUFFER_LIMIT)
     dump(PickleBuffer(source), sink, main_by_value=False, beside=sink)
     source[:] = b"a" * BUFFER_LIMIT

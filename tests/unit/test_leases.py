@@ -61,8 +61,11 @@ class Sides:
         return leases
 
     def send(self, thing: Any, *, private: bool = False) -> Payload:
-        sink = Sink(self.writer, private=private)
+        taken = list(iter(self.writer.take, None)) if private else []
+        sink = Sink(self.writer)
         dump(thing, sink, main_by_value=False, beside=sink)
+        for slot in taken:
+            self.writer.give(slot, 0)
         return sink.payload()
 
     def close(self) -> None:

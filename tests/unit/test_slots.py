@@ -467,7 +467,7 @@ def taken(writer: SlotWriter) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
+@pytest.mark.parametrize("way", ["slot", "no slot"])
 @given(chunks=CHUNKS)
 def test_what_is_written_is_what_travels(way: str, chunks: list[tuple[bytes, Callable[[bytes], Chunk]]]) -> None:
     whole = b"".join(data for data, _ in chunks)
@@ -477,7 +477,7 @@ def test_what_is_written_is_what_travels(way: str, chunks: list[tuple[bytes, Cal
         if way == "no slot":
             list(taken(writer))
         used = writer.in_use
-        sink = Sink(writer, private=way == "private")
+        sink = Sink(writer)
         for data, kind in chunks:
             sink.write(kind(data))
         payload = sink.payload()
@@ -519,7 +519,9 @@ def test_without_a_slot_it_stays_private_and_none_is_lost(small_inline: None) ->
 
 def test_a_private_copy_does_not_change_with_its_source() -> None:
     source = bytearray(b"before")
-    sink = Sink(byte_slots(1, 64), private=True)
+    writer = byte_slots(1, 64)
+    writer.take()
+    sink = Sink(writer)
     sink.write(source)
     source[:] = b"after!"
     assert sink.payload() == b"before"
@@ -531,14 +533,14 @@ def test_nothing_written_is_nothing() -> None:
     assert not sink.contains(b"x")
 
 
-@pytest.mark.parametrize("way", ["slot", "no slot", "private"])
+@pytest.mark.parametrize("way", ["slot", "no slot"])
 @pytest.mark.parametrize("chunks", [[101], [60, 41], [100, 1], [1, 100], [30, 30, 41]])
 def test_too_large_resets_cleanly(small_inline: None, way: str, chunks: list[int]) -> None:
     writer = byte_slots(2, 4096, limit=100)
     if way == "no slot":
         list(taken(writer))
     used = writer.in_use
-    sink = Sink(writer, private=way == "private")
+    sink = Sink(writer)
     for length in chunks[:-1]:
         sink.write(b"x" * length)
     with pytest.raises(PayloadTooLarge, match="max_message=100"):
@@ -585,7 +587,7 @@ def written(value: Any, way: str) -> Sink:
     writer = byte_slots(1, 4 * MIB)
     if way == "no slot":
         writer.take()
-    sink = Sink(writer, private=way == "private")
+    sink = Sink(writer)
     pickle.Pickler(sink, protocol=5).dump(value)
     return sink
 
@@ -599,14 +601,14 @@ def test_a_name_is_found_in_a_pickle_of_any_size(subtests: pytest.Subtests) -> N
         [f"{number:>200}" for number in range(2000)],
     ]
     for surroundings in every:
-        for way in ["slot", "no slot", "private"]:
+        for way in ["slot", "no slot"]:
             with subtests.test(way=way, surroundings=surroundings):
                 for before, after in ((surroundings, []), ([], surroundings), (surroundings, surroundings)):
                     assert written([*before, "__main__", *after], way).contains(b"__main__")
                     assert not written([*before, "__other__", *after], way).contains(b"__main__")
 
 
-@pytest.mark.parametrize("way", ["slot", "private"])
+@pytest.mark.parametrize("way", ["slot", "no slot"])
 def test_a_name_is_found_wherever_a_frame_ends(way: str) -> None:
     # A frame of a pickle is about 64 KiB: the name comes to lie before, across and behind where one would end.
     for length in range(65_536 - 60, 65_536 + 20, 3):
@@ -624,7 +626,7 @@ def test_what_an_earlier_payload_left_in_the_slot_is_not_found() -> None:
 
 
 def test_a_real_pickler_writes_into_it(subtests: pytest.Subtests) -> None:
-    for private in [False, True]:
+    for is_full in [False, True]:
         for value in [
             b"x" * (INLINE_LIMIT + 1),
             bytearray(b"y" * 300_000),
@@ -632,15 +634,17 @@ def test_a_real_pickler_writes_into_it(subtests: pytest.Subtests) -> None:
             {"small": 1},
             PickleBuffer(bytearray(b"p" * 200_000)),
         ]:
-            with subtests.test(value=value, private=private):
+            with subtests.test(value=value, is_full=is_full):
                 writer = byte_slots(1, 2 * MIB)
-                sink = Sink(writer, private=private)
+                used = len(list(taken(writer))) if is_full else 0
+                sink = Sink(writer)
                 pickle.Pickler(sink, protocol=5).dump(value)
                 payload: Payload = sink.payload()
                 loaded = pickle.loads(writer.read(payload))
                 assert loaded == (bytes(value) if isinstance(value, PickleBuffer) else value)
+                assert isinstance(payload, bytes) or not is_full
                 writer.discard(payload)
-                assert writer.in_use == 0
+                assert writer.in_use == used
 
 
 def test_views_of_slots_share_nothing_that_two_threads_could_miscount() -> None:

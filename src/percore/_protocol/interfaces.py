@@ -149,18 +149,6 @@ class Store(Protocol):
 # Messages
 
 
-class Sent(Protocol):
-    """A count, in bytes or in messages: how much was sent."""
-
-    written: int
-
-
-class Got(Protocol):
-    """A count, in bytes or in messages: how much was read."""
-
-    read: int
-
-
 class Ticket(Protocol):
     """The owner of a parcel that is being sent."""
 
@@ -209,12 +197,12 @@ class Channel(Side, Protocol):
     waits_since: float
 
     @property
-    def tx(self) -> Sent:
-        """The count of what was sent."""
+    def sent(self) -> int:
+        """How much was sent, in bytes or in messages."""
 
     @property
-    def rx(self) -> Got:
-        """The count of what was received."""
+    def received(self) -> int:
+        """How much was received and read, in the same unit."""
 
     def open(
         self,

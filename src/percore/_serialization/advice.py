@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 
 from percore._common.errors import RemoteError, with_article
 from percore._serialization.exception_state import format_traceback, text_of, type_name_of
-from percore._serialization.pickler import CANNOT, qualified_name
+from percore._serialization.pickler import CANNOT, dump, qualified_name
 from percore._serialization.reducers import CAREFUL
 
 _PER_WORKER: Final = "make one in each worker, in the lifespan"
@@ -172,6 +172,16 @@ def _argument(fn: Callable[..., Any], place: str | int) -> str:
     if len(parameters) > place and all(parameter.kind in kinds for parameter in parameters):
         return f"the argument {parameters[place].name!r}"
     return f"argument {place + 1}"
+
+
+def can_pickle(obj: object, *, main_by_value: bool) -> bool:
+    """Whether `dump` could pickle `obj`. This keeps nothing."""
+    nowhere = Nowhere()
+    try:
+        dump(obj, nowhere, main_by_value=main_by_value, beside=nowhere)
+    except Exception:
+        return False
+    return True
 
 
 class Nowhere:

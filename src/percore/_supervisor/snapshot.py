@@ -54,7 +54,7 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
         retried=past.retried + sum(other.retried for other in members),
         started_at=None if member is None else member.started_at,
         loop_lag=None if channel is None else channel.lag(),
-        bytes_in=0 if channel is None else channel.tx.written,
-        bytes_out=0 if channel is None else channel.rx.read,
+        bytes_in=0 if channel is None else channel.sent,
+        bytes_out=0 if channel is None else channel.received,
         restarts=slot.restarts,
     )

@@ -5,21 +5,19 @@ that one stays in private bytes until it is sent, and then waits for a slot.
 """
 
 import asyncio
-import threading
-from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import cast
 
 from percore._common.endings import Endings
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Payload
-from percore._serialization.advice import Nowhere, unsendable
-from percore._serialization.pickler import CANNOT, dump
+from percore._serialization.advice import can_pickle
+from percore._serialization.pickler import dump
 from percore._transport import codec
 from percore._transport.leases import Leases
 from percore._transport.memory import Memory
-from percore._transport.payload_picklers import PayloadPicklers
+from percore._transport.payload_picklers import PayloadPicklers, pickle_to_share
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, Sink, SlotWriter
 
 
@@ -41,6 +39,7 @@ class Arena(SlotWriter):
         self.pack_items, self.unpack_values = codec.pack_items, codec.unpack_values
         # `sparing` reserves half of the slots for calls at the moment they are sent. Otherwise waiting calls and held functions
         # could occupy all slots, and a call that is due before them could not be sent.
+        self.can_pickle = partial(can_pickle, main_by_value=main_by_value)
         self.pickler = PayloadPicklers(self, main_by_value=main_by_value, sparing=True).take
         self.room = max(1, self.count // 2)  # the leases of workers and of those that they replace may take the rest
         self.most_shared = self.count // 4
@@ -88,37 +87,23 @@ class Arena(SlotWriter):
     # Pickles of other kinds
 
     def pickled(self, obj: object) -> bytes:
-        sink = Sink(self, private=True)
+        sink = Sink(self)
         dump(obj, sink, main_by_value=self._main_by_value)
-        return cast("bytes", sink.payload())
-
-    def can_pickle(self, obj: object) -> bool:
-        nowhere = Nowhere()
+        payload = sink.payload()
         try:
-            dump(obj, nowhere, main_by_value=self._main_by_value, beside=nowhere)
-        except Exception:
-            return False
-        return True
+            return bytes(self._private[payload] if type(payload) is int and payload < 0 else self.read(payload))
+        finally:
+            self.discard(payload)
 
     # Shared objects
 
     def share(self, obj: object, waiter: "asyncio.Future[int]") -> None:
-        # Not in the loop's default executor: the user may have filled it with calls that never end.
-        threading.Thread(target=self._share, args=(obj, waiter), name="percore-share", daemon=True).start()
+        pickle_to_share(obj, self._pickled_beside, self._loop, partial(self._shared, waiter))
 
-    def _share(self, obj: object, waiter: "asyncio.Future[int]") -> None:
-        """Pickle the object. Runs in a thread."""
+    def _pickled_beside(self, obj: object) -> Payload:
         sink = Sink(self)
-        try:
-            dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
-            pickled: Payload | BaseException = sink.payload()
-        except CANNOT as error:
-            pickled = unsendable("share(): the object", obj, error)
-        except BaseException as error:
-            pickled = error
-        del obj, sink
-        with suppress(RuntimeError):  # the loop was closed, so no task can be waiting
-            self._loop.call_soon_threadsafe(self._shared, waiter, pickled)
+        dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
+        return sink.payload()
 
     def _shared(self, waiter: "asyncio.Future[int]", pickled: Payload | BaseException) -> None:
         if waiter.done():  # share() was cancelled or refused

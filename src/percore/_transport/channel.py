@@ -155,6 +155,16 @@ class Channel:
         _opened.add(self)
         self.loop.add_reader(self._bell.fileno(), self._on_bell)
 
+    @property
+    def sent(self) -> int:
+        """How many bytes were written into the ring."""
+        return self.tx.written
+
+    @property
+    def received(self) -> int:
+        """How many bytes were read from the peer's ring."""
+        return self.rx.read
+
     # Sending
 
     def send(self, op: int, call_id: int, body: Body) -> None:

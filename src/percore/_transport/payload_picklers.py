@@ -4,9 +4,14 @@ Creating a pickler and its file takes longer than pickling a small object. So bo
 small pickles.
 """
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from percore._protocol.messages import Payload
+from percore._serialization.advice import unsendable
 from percore._serialization.pickler import CANNOT, GLOBAL, PROTOCOL, FastPickler, finish, is_final
 from percore._transport.slots import Sink, SlotWriter
 
@@ -80,3 +85,28 @@ class PayloadPicklers:
             return self._idle.pop()
         except IndexError:
             return PayloadPickler(Sink(self._slots, sparing=self._sparing), self._idle, main_by_value=self._main_by_value)
+
+
+P = TypeVar("P")
+
+
+def pickle_to_share(
+    obj: object, pickle: Callable[[object], P], loop: asyncio.AbstractEventLoop, then: Callable[[P | BaseException], object]
+) -> None:
+    """Pickle a shared object in a thread of its own. The loop then calls `then` with what `pickle` has returned, or with the error.
+
+    The loop's default executor would not do: the user may have filled it with calls that never end.
+    """
+
+    def run(obj: object) -> None:
+        try:
+            pickled: P | BaseException = pickle(obj)
+        except CANNOT as error:
+            pickled = unsendable("share(): the object", obj, error)
+        except BaseException as error:
+            pickled = error
+        del obj
+        with suppress(RuntimeError):  # the loop was closed, so no task can be waiting
+            loop.call_soon_threadsafe(then, pickled)
+
+    threading.Thread(target=run, args=(obj,), name="percore-share", daemon=True).start()

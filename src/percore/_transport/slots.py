@@ -271,23 +271,22 @@ class Sink:
     """
 
     __slots__ = (
-        *("_frames", "_is_private", "_is_sparing", "_limit", "_parts", "_position", "_slot", "_slots", "_small", "_sure", "_view"),
+        *("_frames", "_is_sparing", "_limit", "_parts", "_position", "_slot", "_slots", "_small", "_sure", "_view"),
         *("buffers", "head", "lacks_room"),
     )
 
-    def __init__(self, slots: SlotWriter, *, private: bool = False, sparing: bool = False) -> None:
-        """Take slots from `slots`: never with `private`, and with `sparing` only while `slots.is_scarce()` is false."""
+    def __init__(self, slots: SlotWriter, *, sparing: bool = False) -> None:
+        """Take slots from `slots`, with `sparing` only while `slots.is_scarce()` is false."""
         self._slots = slots
         self._limit = slots.limit
         self._small = min(INLINE_LIMIT, slots.limit)
         self._is_sparing = sparing
-        self._is_private = private
         self.head: bytes | None = None
         """Everything written, as long as that is one small piece."""
         self._position = 0
         self._slot: int | None = None
         self._view: memoryview | None = None
-        self._parts: list[bytes] | None = [] if private else None
+        self._parts: list[bytes] | None = None
         self._frames: list[tuple[int, int]] = []
         self.buffers: list[memoryview] = []
         """Large buffers that are to travel beside the pickle."""
@@ -383,8 +382,7 @@ class Sink:
     def reset(self) -> None:
         """Forget everything written, and give back the slot if one was taken."""
         slot, used = self._slot, self._position
-        self.head, self._view, self._slot, self._position = None, None, None, 0
-        self._parts = [] if self._is_private else None
+        self.head, self._view, self._slot, self._parts, self._position = None, None, None, None, 0
         self._frames = []
         self.buffers = []
         self._sure = self._limit
@@ -397,5 +395,4 @@ class Sink:
             return self.head
         if self._slot is not None:
             return self._position << SLOT_BITS | self._slot
-        data = b"".join(self._parts or ())
-        return data if self._is_private else self._slots.kept(data)
+        return self._slots.kept(b"".join(self._parts or ()))
