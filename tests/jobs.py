@@ -372,6 +372,13 @@ class PageError(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """An error that refuses to set any attribute, `__cause__` included."""
+
+    text: str
+
+
 class Unpicklable(Exception):
     def __init__(self) -> None:
         super().__init__("it holds a lock")

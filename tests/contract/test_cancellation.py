@@ -4,6 +4,8 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -231,6 +233,57 @@ async def test_the_error_of_a_run_keeps_nobody_s_frames(make: MakeRunner, option
                 assert seen() is None
         finally:
             gc.enable()
+
+
+async def test_no_error_keeps_anybody_s_frames(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    """As above, for the other verbs."""
+    error = jobs.PageError("of its own", 1)
+
+    async def start() -> None:
+        async with make(1, lifespan=partial(jobs.fail, error)):
+            pass
+
+    async with make(1, max_pending=1) as runner:
+
+        async def stream(**options: Any) -> None:
+            async for _ in runner.map(jobs.fail, [error, error], **options):
+                pass
+
+        for name, use in {
+            "map": lambda: runner.map(jobs.fail, [error, error]).collect(),
+            "stream": stream,
+            "unordered stream": lambda: stream(ordered=False),
+            "broadcast": lambda: runner.broadcast(jobs.fail, error),
+            "start": start,
+        }.items():
+            with subtests.test(name=name):
+                assert await _is_freed(use)
+        running = runner.submit(asyncio.sleep, 1000)
+        waiting = asyncio.create_task(_is_freed(lambda: runner.run(jobs.aecho)))
+        await asyncio.sleep(0)
+        await runner.aclose(grace=0)
+        with pytest.raises(percore.RunnerClosed):
+            await running
+        with subtests.test(name="refused"):
+            assert await waiting
+
+
+async def _is_freed(use: Callable[[], Awaitable[Any]]) -> bool:
+    """Return whether the error that this raises is freed without a garbage collection."""
+    seen: Any = None
+    gc.disable()
+    try:
+        try:
+            await use()
+        except percore.PercoreError as error:
+            seen = weakref.ref(error)
+        except jobs.PageError as error:
+            seen = weakref.ref(error)
+        for _ in range(3):  # the loop has it, too, while this iteration lasts
+            await asyncio.sleep(0)
+        return seen() is None
+    finally:
+        gc.enable()
 
 
 async def test_peers_15_a_call_queued_ahead_on_a_thread_never_runs(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -372,11 +372,16 @@ def _stop(*_: object) -> Any:
     raise StopIteration
 
 
+def _raise_frozen(*_: object) -> Any:
+    raise jobs.FrozenError("my own fault")
+
+
 async def test_b5_a_predicate_or_backoff_that_fails_is_the_outcome(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for options, error, text in [
             ({"retry_on": _raise}, LookupError, "my own fault"),
             ({"retry_on": ValueError, "backoff": _raise}, LookupError, "my own fault"),
+            ({"retry_on": _raise_frozen}, jobs.FrozenError, "my own fault"),
             ({"retry_on": _stop}, RuntimeError, "StopIteration"),
             ({"retry_on": ValueError, "backoff": lambda _: "soon"}, TypeError, "number of seconds"),
             ({"retry_on": ValueError, "backoff": lambda _: None}, TypeError, "number of seconds"),

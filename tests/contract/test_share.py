@@ -355,6 +355,23 @@ async def test_cancelled_it_keeps_nothing(make: MakeRunner) -> None:
                 await asyncio.sleep(0)
 
 
+async def test_cancelled_when_it_has_just_been_stored_it_keeps_nothing(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. The object is stored  2. the task is cancelled  3. the task resumes."""
+    async with make() as runner:
+        store = supervisor_of(runner).store
+        share = store.share
+
+        def cancelled_when_stored(obj: object, waiter: asyncio.Future[int]) -> None:
+            waiter.add_done_callback(lambda _: task.cancel())
+            share(obj, waiter)
+
+        monkeypatch.setattr(store, "share", cancelled_when_stored)
+        task = asyncio.create_task(runner.share(np.ones(SIZE)))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert arena(runner).in_use == 0
+
+
 class Slow:
     """Pickling it takes until the gate opens."""
 

@@ -176,9 +176,14 @@ class Shares:
         try:
             self.store.share(obj, waiter)
             payload = await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.store.discard(waiter.result())  # 1. it is stored  2. the task is cancelled before it resumes
+            raise
         finally:
             self._pending -= 1
             self._waiters.discard(waiter)
+            del waiter  # it may hold an error, whose traceback holds this frame: a cycle
         share = Share(self, payload)
         self._shares.add(share)
         return share.handle()

@@ -8,6 +8,7 @@ from concurrent.futures.process import _RemoteTraceback
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from percore._common.errors import RemoteTraceback
+from percore._serialization.exception_state import CAUSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,13 +63,16 @@ def resolve(future: Future[Any], value: Any, error: BaseException | None) -> Non
 
 
 def _end_as_theirs(error: BaseException) -> None:
-    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback."""
+    """Replace the RemoteTraceback in the error's `__cause__` chain, if it has one, by the standard library's _RemoteTraceback.
+
+    This runs no user code: the class of the error may refuse to set attributes (a frozen dataclass), and the future must end.
+    """
     seen = set()
     while id(error) not in seen:
         seen.add(id(error))
-        cause = error.__cause__
+        cause = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback:
-            error.__cause__ = _RemoteTraceback(cast(Any, str(cause)))
+            CAUSE.__set__(error, _RemoteTraceback(cast(Any, str(cause))))
             return
         if cause is None:
             return

@@ -1,16 +1,25 @@
 """Buffers for the results of a map until the user asks for them: in order, as they come, or as a list."""
 
 from collections import deque
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 
 class Failure:
     """An error in place of a result. The map ends there."""
 
-    __slots__ = ("error",)
+    __slots__ = ("_error",)
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self._error = error
+
+    def unwrap(self) -> NoReturn:
+        """Raise the error. Call it once: this object then forgets the error, whose traceback refers to the frames that hold it."""
+        error = self._error
+        del self._error
+        try:
+            raise error
+        finally:
+            del error
 
 
 class Part(NamedTuple):

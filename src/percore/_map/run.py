@@ -72,7 +72,7 @@ class MapRun:
                         items.hand_over(kept, size)
                         kept = 0
                     if type(value) is Failure:
-                        raise value.error
+                        value.unwrap()
                     yield value
                     if not life.gives:
                         break

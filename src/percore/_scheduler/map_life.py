@@ -109,12 +109,16 @@ class MapLife:
         self.advance(MapEvent.STOP)
 
     def check(self) -> None:
-        """Raise the error that ends the map, if there is one.
+        """Raise the error that ends the map, if there is one. Call it once, when the map is over.
 
         Raises:
-            BaseException: this error.
+            BaseException: this error. Its traceback refers to the callers' frames, and these to this object. So neither this object
+                nor this frame keeps the error: a cycle would keep what those frames hold until a garbage collection.
         """
-        if self.error is not None:
-            raise self.error
-        if self.failure is not None:
-            raise self.failure
+        error = self.failure if self.error is None else self.error
+        self.error = self.failure = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error

@@ -17,6 +17,7 @@ from typing import Any, cast
 # The interpreter's own descriptors of these fields, which a property of a user's class cannot hide.
 ARGS: Any = vars(BaseException)["args"]
 CAUSE: Any = vars(BaseException)["__cause__"]
+CONTEXT: Any = vars(BaseException)["__context__"]
 SUPPRESS_CONTEXT: Any = vars(BaseException)["__suppress_context__"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 _QUALNAME: Any = vars(type)["__qualname__"]

@@ -44,6 +44,8 @@ class Admission:
                 elif not waiter.cancelled() and waiter.exception() is None:
                     self.leave()  # 1. it is admitted  2. it is cancelled before it resumes: pass its room on
                 raise
+            finally:
+                del waiter  # it may hold an error, whose traceback holds this frame: a cycle
             most -= 1
             count = 1
         else:

@@ -33,7 +33,7 @@ from percore._protocol.messages import (
     Payload,
 )
 from percore._scheduler.lifecycle import IllegalEvent
-from percore._serialization.exception_state import type_name_of
+from percore._serialization.exception_state import CAUSE, text_of, type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
@@ -410,7 +410,8 @@ def _unloadable(error: BaseException) -> Exception:
 
 
 def _text(error: BaseException) -> str:
-    cause = error.__cause__
-    while cause is not None and cause.__cause__ is not None and cause.__cause__ is not cause:
-        cause = cause.__cause__
-    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"
+    """Return the worker's traceback, which ends the chain of causes. Runs no code of the error's class, if there is one."""
+    last = error
+    while (cause := CAUSE.__get__(last)) is not None:  # no cycle: `load_exception` has broken it
+        last = cause
+    return f"{type_name_of(error)}: {text_of(error)}" if last is error else str(last)

@@ -150,6 +150,7 @@ class Pool:
                 self._spawn(slot)
             await starting
         finally:
+            del starting  # it holds the error, whose traceback holds this frame: a cycle
             self._starting = None
             self._look_place()
 

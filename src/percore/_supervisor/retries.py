@@ -3,6 +3,7 @@
 from percore._calls.calls import Outcome, PendingCall
 from percore._common.errors import as_error
 from percore._scheduler.phase import RunnerPhase
+from percore._serialization.exception_state import CONTEXT
 
 
 class Retries:
@@ -30,7 +31,7 @@ class Retries:
         try:
             delay = plan.policy.delay(plan.failed + 1) if plan.policy.is_worth_it(error) else None
         except BaseException as raised:  # the user's retry_on or backoff failed: this becomes the call's outcome
-            raised.__context__ = error
+            CONTEXT.__set__(raised, error)  # as an assignment, but without running code of the user's class
             return None, as_error(raised, "retry_on or backoff")
         if (delay and not self._phase.delays) or call.is_dropped():  # a closing runner ends calls between two attempts
             delay = None

@@ -129,6 +129,7 @@ class Supervisor:
         if not self.phase.accepts:
             raise self.phase.refusal()
         calls: list[Call] = []
+        call: Call | None = None
         try:
             members = sorted(self.dispatch.seats, key=lambda member: member.index)
             calls.extend(self.submission.submit(function, args, kwargs, policy, member) for member in members)
@@ -142,3 +143,5 @@ class Supervisor:
             for call in calls:
                 if not call.cancel() and not call.cancelled():
                     call.exception()  # mark it as retrieved, so asyncio does not log it
+            calls.clear()  # the traceback of an error refers to this frame: a cycle that would keep the callers' locals alive
+            call = None
