@@ -249,13 +249,14 @@ async def test_no_error_keeps_anybody_s_frames(make: MakeRunner, subtests: pytes
             async for _ in runner.map(jobs.fail, [error, error], **options):
                 pass
 
-        for name, use in {
+        uses: dict[str, Callable[[], Awaitable[Any]]] = {
             "map": lambda: runner.map(jobs.fail, [error, error]).collect(),
             "stream": stream,
             "unordered stream": lambda: stream(ordered=False),
             "broadcast": lambda: runner.broadcast(jobs.fail, error),
             "start": start,
-        }.items():
+        }
+        for name, use in uses.items():
             with subtests.test(name=name):
                 assert await _is_freed(use)
         running = runner.submit(asyncio.sleep, 1000)
