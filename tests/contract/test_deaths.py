@@ -54,6 +54,13 @@ async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, ga
     assert "while it ran await_" in str(error)
 
 
+async def test_a_thread_that_ends_outside_a_call_costs_its_worker_and_leaves_nobody_waiting(make: MakeRunner) -> None:
+    async with make(threads=1) as runner:
+        with pytest.raises(percore.WorkerDied, match="with exit code 1"):
+            await runner.run(jobs.fail_after_the_call)
+        assert await runner.run(len, "ab") == 2
+
+
 async def test_k12_an_exit_code_is_told(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied, match="with exit code 3") as caught:

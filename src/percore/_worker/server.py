@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     BATCH,
@@ -95,6 +96,7 @@ class Server:
         self._answers = Answers(channel) if answers is None else answers
         self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
+        self._threads.on_failure = lambda error: self._loop.call_soon_threadsafe(self._thread_failed, error)
         self._start = task_starter(self._loop)
         self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
@@ -224,6 +226,11 @@ class Server:
     def _finish(self, _zero: int, _body: None) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
+
+    def _thread_failed(self, error: BaseException) -> None:
+        """End the worker: a thread has ended outside a call, whose caller might otherwise wait for ever."""
+        if not self.finished.done():
+            self.finished.set_exception(as_error(error, "a thread"))
 
     def drain(self) -> None:
         """Accept no more calls, hand back those that have not begun, and finish when the last running call has been answered."""

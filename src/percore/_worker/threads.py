@@ -74,6 +74,10 @@ class SwitchInterval:
 _interval: Final = SwitchInterval()
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 class Threads:
     """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
 
@@ -105,6 +109,8 @@ class Threads:
         self._is_main = False
         self.on_start: Callable[[], object] | None = None
         """`put` calls this after it has started a thread of the pool, and before each call of the main thread."""
+        self.on_failure: Callable[[BaseException], object] = _raise
+        """Called with an exception that ends a thread, except the main one. The call that it was about to answer may be lost."""
         self.may_begin: Callable[[], bool] | None = None
         """A thread calls this before it begins a call. If it returns False, the call keeps waiting."""
 
@@ -159,7 +165,10 @@ class Threads:
         """
         self.waiting[call_id] = item
         self._beside[call_id] = thread = threading.Thread(
-            target=self._context.copy().run, args=(self._run_beside, call_id), name=f"percore-beside-{call_id}", daemon=True
+            target=self._context.copy().run,
+            args=(self._guard, self._run_beside, call_id),
+            name=f"percore-beside-{call_id}",
+            daemon=True,
         )
         try:
             thread.start()
@@ -212,7 +221,7 @@ class Threads:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(
-            target=self._context.copy().run, args=(self._work,), name=f"percore-{len(self._threads)}", daemon=True
+            target=self._context.copy().run, args=(self._guard, self._work), name=f"percore-{len(self._threads)}", daemon=True
         )
         thread.start()
         self._threads.append(thread)
@@ -220,6 +229,12 @@ class Threads:
             self.on_start()
 
     # In a thread
+
+    def _guard(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except BaseException as error:  # outside a call: one that a call's timer has raised in this thread, but too late
+            self.on_failure(error)
 
     def _work(self) -> None:
         get = self._ids.get
