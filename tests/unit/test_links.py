@@ -1,14 +1,26 @@
 """The memory that all workers of a runner share, and how theirs is cut: it fits into the address space, or is refused."""
 
+import errno
+import fcntl
+import mmap
 import os
+import socket
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from itertools import count
 from typing import Any, cast
 
 import pytest
 
 import percore
+from percore._common.system import HAS_EVENTFD, HAS_MEMFD
+from percore._engines.processes.descriptors import let_go
+from percore._engines.processes.fork_server_launcher import _Request
+from percore._engines.processes.log_receiver import LogReceiver
+from percore._transport import doorbell
 from percore._transport import links as module
+from percore._transport import memory as of_memory
 from percore._transport.links import Links
 from percore._transport.memory import Memory, has_address_space
 
@@ -63,3 +75,82 @@ def test_address_space_is_asked_for_and_given_back() -> None:
         assert has_address_space(1 << 42)
     assert not has_address_space(1 << 62)
     assert not has_address_space(1 << 80)
+
+
+CALLS: list[tuple[Any, str]] = [
+    *((os, name) for name in ("memfd_create", "eventfd", "dup", "open", "pipe", "ftruncate", "posix_fallocate")),
+    *((fcntl, "fcntl"), (mmap, "mmap"), (socket, "socketpair")),
+]
+"""The system calls that make memory, bells and descriptors."""
+
+
+class NthFails:
+    """Makes the nth of the system calls fail."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+        self.hit = ""
+
+    def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if not self.left:
+                self.hit = name
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return call(*args, **kwargs)
+
+        return wrapper
+
+
+def made(make: Callable[[], Callable[[], None]]) -> set[str]:
+    """Make something once for each of its system calls, which fails, and let go of it. Return the names of these calls."""
+    hit = set()
+    for nth in count(1):
+        fails = NthFails(nth)
+        with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
+            for place, name in CALLS:
+                if hasattr(place, name):
+                    patch.setattr(place, name, fails.wrapped(name, getattr(place, name)))
+            before = set(os.listdir("/dev/fd"))
+            with suppress(OSError):
+                undo.callback(make())
+        assert set(os.listdir("/dev/fd")) == before, fails.hit
+        if not fails.hit:
+            break
+        hit.add(fails.hit)
+    return hit
+
+
+@pytest.mark.parametrize("has", [True, False], ids=["memfd and eventfd", "neither"])
+def test_whichever_system_call_fails_nothing_is_left(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has and not (HAS_MEMFD and HAS_EVENTFD):
+        pytest.skip("this system has no memfd or no eventfd")
+    monkeypatch.setattr(of_memory, "HAS_MEMFD", has)
+    monkeypatch.setattr(doorbell, "HAS_EVENTFD", has)
+
+    def link() -> Callable[[], None]:
+        with ExitStack() as undo:
+            one = shared.link()
+            undo.callback(one.close_fds)
+            undo.callback(one.close)
+            return undo.pop_all().close
+
+    def request() -> Callable[[], None]:
+        one = _Request("module:entry", b"boot", (0, 1))
+        return lambda: let_go(one.lifeline, *one.fds)
+
+    hit = made(lambda: links_of(2).close) | made(lambda: LogReceiver(0).close) | made(request)
+    with closing(links_of(2)) as shared:
+        hit |= made(link)
+    assert hit >= {"mmap", "ftruncate", "pipe", "open", "fcntl"} | ({"memfd_create", "eventfd", "dup"} if has else {"socketpair"})
+
+
+def test_without_descriptors_no_advice_about_memory_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(size: int) -> Memory:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Memory, "create", fails)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        links_of(2)
+    assert caught.value.errno == errno.EMFILE
+    assert "max_message" not in str(caught.value)

@@ -40,8 +40,8 @@ from weakref import WeakSet
 from percore._common.endings import Endings
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Body, BrokenFrame, Message
-from percore._transport.codec import decode, encode
-from percore._transport.doorbell import Bell
+from percore._transport.codec import HEAVIEST_BATCH, decode, encode
+from percore._transport.doorbell import MOST_BYTES, Bell
 from percore._transport.leases import Leases
 from percore._transport.ring import HEADER_SIZE, OWED, RingReader, RingWriter, largest_frame
 from percore._transport.slots import INLINE_LIMIT, SlotReader, SlotWriter
@@ -55,6 +55,9 @@ _BATCH = 256
 _LAZY = 0.002
 """How long a message nobody awaits may be held to share a wake-up, in seconds. To the peer, waking costs more than reading."""
 _HEAVY = 1 << 17
+
+assert RING_SIZE <= MOST_BYTES, "the sum of several rings of a bell could overflow"
+assert max(INLINE_LIMIT, HEAVIEST_BATCH) < MAX_FRAME < LARGEST_FRAME, "a message could never fit into the ring"
 
 
 def _ignore(_error: BaseException) -> None:

@@ -20,7 +20,7 @@ import os
 import socket
 import struct
 import threading
-from typing import Protocol
+from typing import Final, Protocol
 
 from percore._common.system import HAS_EVENTFD
 
@@ -29,6 +29,11 @@ from percore._common.system import HAS_EVENTFD
 _PUBLISHED = (1 << 32) - 1
 _CONSUMED_AT, _CONSUMED = 32, (1 << 20) - 1
 _LOGGED_AT = 52
+MOST_BYTES: Final = _CONSUMED
+"""Bytes of the largest ring that a bell may serve."""
+
+MOST_RECORDS: Final = (1 << 12) - 1
+"""The largest number of log records that a bell may report before it is read."""
 
 
 class Bell(Protocol):

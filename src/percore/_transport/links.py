@@ -7,6 +7,7 @@ A worker maps its end with the descriptors of its link (`WorkerEnd`).
 """
 
 import asyncio
+import errno
 import os
 import resource
 import time
@@ -42,7 +43,8 @@ class Links:
         `places`: how many start marks a worker has. `main_by_value`: whether workers cannot import `__main__`.
 
         Raises:
-            OSError: not even one slot fits in the arena, or in each worker's memory for results. The text says what to do.
+            OSError: out of descriptors; or not even one slot fits in the arena, or in each worker's memory for results. Then the
+                text says what to do.
         """
         self._loop = loop
         self._memory, self.layout = _mapped(options, places)
@@ -73,6 +75,8 @@ def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
         try:
             memory = Memory.create(wanted * slot_size)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # fewer slots need no fewer descriptors
+                raise
             wanted //= 2
             reason = str(error)
     if memory is None:

@@ -25,6 +25,9 @@ _FIELDS = (
     *("name", "levelno", "created", "levelname", "pathname", "filename", "module", "lineno", "funcName", "msecs"),
     *("thread", "threadName", "process", "processName", "stack_info"),
 )
+LEAST: Final = len(_FIELDS)
+"""Fewer bytes than any packed record has: each of its fields takes at least one."""
+
 _OWN = frozenset({"msg", "args", "exc_info", "exc_text", "message", "asctime", "relativeCreated", *_FIELDS})
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _fields_of = itemgetter(*_FIELDS)

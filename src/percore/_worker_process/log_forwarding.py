@@ -28,12 +28,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TextIO, TypeAlias
 
-from percore._transport.doorbell import Bell
-from percore._transport.log_records import RECORD_LIMIT, pack
+from percore._transport.doorbell import MOST_RECORDS, Bell
+from percore._transport.log_records import LEAST, RECORD_LIMIT, pack
 from percore._transport.ring import HEADER_SIZE, RingWriter, largest_frame
 
 LOG_RING_SIZE: Final = 2 * RECORD_LIMIT
 """Size of a worker's ring for log records, in bytes."""
+
+assert LOG_RING_SIZE // (HEADER_SIZE + LEAST) <= MOST_RECORDS, "the number of unread records could overflow"
 
 MAIN_THERE: Final = "__mp_main__"
 """`__name__` of the program's main module in a worker that imports it."""
