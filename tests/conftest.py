@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from percore._runner import early
 from tests import leaks, order, rows, warm
 
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
@@ -86,6 +87,7 @@ def nothing_left() -> Iterator[None]:
     """Fail the test that leaves a process, thread, descriptor, memfd or name in /dev/shm. Taken down last of all."""
     before = leaks.snapshot()
     yield
+    early.cool_down()  # the fork server that executors keep until the interpreter ends
     left = leaks.since(before)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import repeat
@@ -23,6 +25,7 @@ from benchmarks.figures import Target, in_mebibytes, in_percent, latencies
 from benchmarks.harness import Row, row
 from benchmarks.machine import Pin, cpu_of_all, descendants, uss_of
 from benchmarks.peers import WORKERS, Pair, awaiting, distex, executors, others
+from percore import LoopPoolExecutor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -67,6 +70,33 @@ def short_programs(quick: bool) -> Row:
     return Row(
         {way: partial(_program, "short", way) for way in ways},
         [Target("percore", "to its end", "ProcessPoolExecutor, forkserver", at_most=1.1)],
+    )
+
+
+@row(rounds=15, seconds=15)
+def reopen(quick: bool) -> Row:
+    """A program that opens executors one after another: open with two workers, four calls, close.
+
+    The fork servers of percore and of the standard library are kept between the executors; the warm-up starts them.
+    """
+
+    def four_calls(make: Callable[[], Executor]) -> float:
+        start = time.perf_counter()
+        with make() as executor:
+            for future in [executor.submit(abs, number) for number in range(4)]:
+                future.result()
+        return time.perf_counter() - start
+
+    async def once(make: Callable[[], Executor]) -> Sample:
+        return {"open, calls, close": await asyncio.to_thread(four_calls, make)}
+
+    makers: dict[str, Callable[[], Executor]] = {
+        "percore": partial(LoopPoolExecutor, WORKERS, max_threads=1),
+        "ProcessPoolExecutor, forkserver": partial(ProcessPoolExecutor, WORKERS, multiprocessing.get_context("forkserver")),
+    }
+    return Row(
+        {name: always(partial(once, make)) for name, make in makers.items()},
+        [Target("percore", "open, calls, close", "ProcessPoolExecutor, forkserver", at_most=1.0)],
     )
 
 

@@ -1,5 +1,6 @@
 """Programs with executors that end, are killed and fork: python -m tests.e2e.executor_programs STORY METHOD"""
 
+import atexit
 import multiprocessing
 import os
 import sys
@@ -124,6 +125,38 @@ def forked_before_its_first_use(method: str) -> None:
     say("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     with executor:
         executor.submit(tell, "program").result()
+
+
+def one_after_another(method: str) -> None:
+    """The fork server is the parent of its workers, and each process here that has used an executor has its own."""
+    parents = []
+    for _ in range(2):
+        with open_executor(method) as executor:
+            parents.append(executor.submit(os.getppid).result())
+    say("kept" if len(set(parents)) == 1 and alive(parents[0]) else f"not kept: {parents}")
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    pid = os.fork()
+    if pid == 0:
+        with open_executor(method) as executor:
+            own = executor.submit(os.getppid).result()
+        _at_the_end(own, "the fork's")
+        sys.exit(0 if own != parents[0] and alive(parents[0]) else 7)
+    say("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    with open_executor(method) as executor:
+        say("kept" if executor.submit(os.getppid).result() == parents[0] else "not kept beside a fork")
+    _at_the_end(parents[0], "the program's")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)  # also works for a process that nobody has reaped
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _at_the_end(pid: int, name: str) -> None:
+    atexit.register(lambda: say(f"{name} remains" if alive(pid) else f"{name} is reaped"))
 
 
 def killed(method: str) -> None:

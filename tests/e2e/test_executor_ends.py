@@ -228,6 +228,11 @@ def test_a_fork_in_the_midst_of_a_start_has_no_locked_lock() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+def test_executors_use_one_fork_server_which_ends_with_the_interpreter(tmp_path: Path) -> None:
+    lines = told("one_after_another", "percore", tmp_path)
+    assert lines == ["kept", "the fork's is reaped", "code 0", "kept", "the program's is reaped"]
+
+
 @pytest.mark.parametrize("method", ENDS)
 @pytest.mark.parametrize("story", ["killed", "killed_in_a_call"])
 def test_p1_nobody_survives_the_program(story: str, method: str, tmp_path: Path) -> None:

@@ -415,25 +415,6 @@ async def test_the_fork_server_ends_with_the_last_launcher() -> None:
     os.close(watched)
 
 
-async def test_an_abandoned_launcher_ends_its_fork_server_and_the_next_one_reaps_it() -> None:
-    one, other = (open_launcher("forkserver", "obey") for _ in range(2))
-    assert isinstance(one, ForkServerLauncher)
-    assert isinstance(other, ForkServerLauncher)
-    one.warm_up()
-    watched = os.dup(server_pidfd())
-    one.abandon()
-    other.abandon()
-    os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # it has been killed
-    other = open_launcher("forkserver", "obey")
-    end = End()
-    other.launch(b"exit 3", [], end)
-    with pytest.raises(ChildProcessError):  # reaped
-        os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
-    assert await end.code() == 3
-    await other.aclose()
-    os.close(watched)
-
-
 async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> None:
     launcher = open_launcher("forkserver", "obey")
     assert isinstance(launcher, ForkServerLauncher)
@@ -444,6 +425,30 @@ async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> No
     assert server_pidfd() == warm
     assert await end.code() == 3
     await launcher.aclose()
+
+
+async def test_executors_keep_the_fork_server_until_nobody_has_a_share() -> None:
+    servers.keep("tests.e2e.launch_jobs")
+    watched = os.dup(server_pidfd())
+    launcher = open_launcher("forkserver", "obey")
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert await end.code() == 3
+    await launcher.aclose()
+    assert servers.pids()
+    launcher = open_launcher("forkserver", "obey")
+    servers.keep_no_longer()
+    assert servers.pids()
+    await launcher.aclose()
+    assert not servers.pids()
+    servers.keep("tests.e2e.launch_jobs")
+    (pid,) = servers.pids()
+    servers.keep_no_longer()
+    servers.keep_no_longer()
+    for kind, number in (os.P_PIDFD, watched), (os.P_PID, pid):
+        with pytest.raises(ChildProcessError):  # reaped
+            os.waitid(kind, number, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
+    os.close(watched)
 
 
 async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_it_has_started() -> None:

@@ -242,19 +242,6 @@ def test_a_worker_that_dies_while_it_starts_ends_the_call_of_another_one_at_once
     assert str(stage.futures[0].exception()) == ABRUPTLY
 
 
-class Early:
-    """A share in a fork server, and what happened to it."""
-
-    def __init__(self, steps: list[str]) -> None:
-        self._steps = steps
-
-    def abandon(self) -> None:
-        self._steps.append("abandoned")
-
-    async def aclose(self) -> None:
-        self._steps.append("given back")
-
-
 class Start:
     """The first call of an executor, which starts its thread. `steps`: what happens meanwhile."""
 
@@ -267,9 +254,8 @@ class Start:
         self._on_import: Callable[[], None] = lambda: None
         monkeypatch.setattr(portal, "_import_modules", self._import)
 
-    def _warm_up(self) -> Any:
+    def _warm_up(self) -> None:
         self.steps.append("fork server")
-        return Early(self.steps)
 
     def _import(self) -> None:
         self.steps.append("imports")
@@ -296,10 +282,10 @@ def test_the_fork_server_starts_before_the_imports(monkeypatch: pytest.MonkeyPat
     start = Start(monkeypatch)
     assert start.submit().result() == os.getpid()
     start.end()
-    assert start.steps == ["fork server", "imports", "given back"]
+    assert start.steps == ["fork server", "imports"]
 
 
-def test_an_interrupted_start_gives_the_fork_server_back_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -307,10 +293,9 @@ def test_an_interrupted_start_gives_the_fork_server_back_and_can_be_repeated(mon
     start.once(interrupt)
     with pytest.raises(KeyboardInterrupt):
         start.submit()
-    assert start.steps == ["fork server", "imports", "abandoned"]
     assert start.submit().result() == os.getpid()
     start.end()
-    assert start.steps[3:] == ["fork server", "imports", "given back"]
+    assert start.steps == ["fork server", "imports", "fork server", "imports"]
 
 
 def test_a_finalizer_may_submit_while_the_first_call_starts_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,4 +305,4 @@ def test_a_finalizer_may_submit_while_the_first_call_starts_the_thread(monkeypat
     assert start.submit().result() == os.getpid()
     assert inner[0].result() == os.getpid()
     start.end()
-    assert start.steps == ["fork server", "imports", "given back"]
+    assert start.steps == ["fork server", "imports"]

@@ -16,7 +16,7 @@ from percore._executor.futures import Held
 from percore._executor.portal import Portal
 from percore._protocol.messages import Kind
 from percore._protocol.worker_start import ExecutorSettings, Given
-from percore._runner.early import warm_up
+from percore._runner.early import keep_warm
 from percore._serialization.pickler import MainInfo, is_by_reference
 from percore._worker import context
 from percore._worker.executor_worker import ThreadStart, run_chunk
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from percore._engines.processes.engine import ProcessEngine
-    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
     from percore._executor.worker_process import WorkerProcess
     from percore._runner.assembly import Assembly
     from percore._supervisor.pool import WorkerObserver
@@ -49,7 +48,8 @@ class LoopPoolExecutor(Executor):
             sizes = list(executor.map(measure, paths))
 
     It is a replacement for ProcessPoolExecutor and ThreadPoolExecutor. It needs no event loop. Any thread may use it, and so may
-    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. In a forked child
+    `loop.run_in_executor(executor, ...)`, with several event loops at once. Workers start with the first call. The fork
+    server that they are forked from is kept for later executors, until the interpreter ends. In a forked child
     the executor starts workers of its own, even if it had workers before the fork. The futures of earlier calls end only in the
     parent.
 
@@ -330,8 +330,8 @@ class _Setup(NamedTuple):
     is_pool: bool
     max_tasks: int
 
-    def warm_up(self) -> "ForkServerLauncher | None":
-        return warm_up(self.options)
+    def warm_up(self) -> None:
+        keep_warm(self.options)
 
     def assemble(self, loop: "asyncio.AbstractEventLoop", observer: "WorkerObserver | None") -> "Assembly":
         from percore._runner.assembly import Assembly

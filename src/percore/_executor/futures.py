@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures.process import _RemoteTraceback
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from percore._common.errors import RemoteTraceback
@@ -72,6 +71,8 @@ def _end_as_theirs(error: BaseException) -> None:
         seen.add(id(error))
         cause = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback:
+            from concurrent.futures.process import _RemoteTraceback  # imported by now; the first call need not wait for it
+
             CAUSE.__set__(error, _RemoteTraceback(cast(Any, str(cause))))
             return
         if cause is None:

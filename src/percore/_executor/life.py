@@ -14,7 +14,6 @@ Only the executor's thread changes the phase. An executor also has marks. Each i
 Any thread may add a mark at any time, and no mark is ever removed. So no thread can undo another's decision, and no lock is needed.
 """
 
-from concurrent.futures.process import BrokenProcessPool
 from enum import Enum
 from typing import Final
 
@@ -114,12 +113,16 @@ class ExecutorLife:
         """Return the error for a new call. There is a mark."""
         if not self.text:
             return RuntimeError(AFTER_SHUTDOWN)
+        from concurrent.futures.process import BrokenProcessPool  # imported by now; the first call need not wait for it
+
         error = BrokenProcessPool(self.text)
         error.__cause__ = self._cause
         return error
 
     def last_word(self) -> BaseException:
         """Return the error for an accepted call that will not run any more."""
+        from concurrent.futures.process import BrokenProcessPool
+
         if isinstance(self._cause, BrokenProcessPool):
             return self._cause
         return BrokenProcessPool(ABRUPTLY) if not self.text and Mark.KILLED in self.marks else self.refusal()

@@ -37,14 +37,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
-from percore._runner.early import MODULES
+from percore._runner.early import MODULES, cool_down
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
     from percore._calls.functions import Function
-    from percore._engines.processes.fork_server_launcher import ForkServerLauncher
     from percore._executor.futures import Request
     from percore._executor.jobs import Jobs
     from percore._runner.assembly import Assembly
@@ -75,7 +74,7 @@ if "asyncio" in sys.modules:
     _import_modules()
 
 Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"
-WarmUp: TypeAlias = "Callable[[], ForkServerLauncher | None]"
+WarmUp: TypeAlias = "Callable[[], None]"
 is_interpreter_ending = False
 
 
@@ -198,23 +197,19 @@ class Portal:
             self.check()
             self._pid = os.getpid()
             _portals.add(self)
-            early: ForkServerLauncher | None = None
             try:
                 assert self._warm_up is not None
-                with contextlib.suppress(RuntimeError):  # it comes again when the workers are started, and breaks the executor
-                    early = self._warm_up()
-                self.thread = self._start_thread(early)
+                self._warm_up()
+                self.thread = self._start_thread()
             except BaseException:
                 _portals.discard(self)
-                if early is not None:
-                    early.abandon()
                 raise
 
-    def _start_thread(self, early: ForkServerLauncher | None) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         _import_modules()  # not in the new thread: a fork made while another thread imports a module could never import it
         self._loop = loop = new_loop()
         # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
-        thread = threading.Thread(target=self._run, args=(loop, early), name=f"percore-executor-{next(_numbers)}", daemon=True)
+        thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
         try:
             thread.start()
         except BaseException:
@@ -242,13 +237,13 @@ class Portal:
 
     # The thread
 
-    def _run(self, loop: asyncio.AbstractEventLoop, early: ForkServerLauncher | None = None) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         import asyncio
 
         self.life.advance(ExecutorEvent.USE)
         try:
             asyncio.set_event_loop(loop)
-            loop.run_until_complete(self._main(early))
+            loop.run_until_complete(self._main())
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException as error:  # a bug in percore: every future must end all the same
             logger.exception("percore: the thread of an executor failed")
@@ -264,7 +259,7 @@ class Portal:
             self._empty_inbox()
             _portals.discard(self)
 
-    async def _main(self, early: ForkServerLauncher | None) -> None:
+    async def _main(self) -> None:
         loop = self._loop
         assert self._assemble is not None
         try:
@@ -272,9 +267,6 @@ class Portal:
         except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
             self._fail(error)
             return
-        finally:
-            if early is not None:
-                await early.aclose()  # the engine has its own reference to the fork server
         starting = loop.create_task(assembly.supervisor.pool.start(), name="percore-start")
         loop.call_soon(self._launched, assembly.supervisor)  # runs after the first step of `starting`, which starts the processes
         try:
@@ -363,7 +355,7 @@ class Portal:
 
 
 def _at_exit() -> None:
-    """Shut down every executor when the interpreter ends, and wait until its accepted calls are finished."""
+    """When the interpreter ends, shut down every executor, wait until its accepted calls are finished, and end the fork server."""
     global is_interpreter_ending
     is_interpreter_ending = True
     portals = list(_portals)
@@ -371,6 +363,7 @@ def _at_exit() -> None:
         portal.shut()
     for portal in portals:
         portal.join()
+    cool_down()
 
 
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]  # as concurrent.futures does: before threads are joined

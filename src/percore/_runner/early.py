@@ -5,6 +5,8 @@ So the two processes import at the same time on two CPUs. Importing this module 
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -34,3 +36,20 @@ def warm_up(options: RunnerOptions) -> ForkServerLauncher | None:
     launcher = ForkServerLauncher.open()
     launcher.warm_up()
     return launcher
+
+
+def keep_warm(options: RunnerOptions) -> None:
+    """As `warm_up`, and keep the fork server until `cool_down`, for the executors that this program opens later."""
+    if options.start_method == "forkserver":
+        from percore._engines.processes.fork_servers import servers
+        from percore._engines.processes.launch import ENTRY
+
+        with suppress(OSError, RuntimeError):  # the launch of the workers tries again, and raises if that fails too
+            servers.keep(ENTRY.partition(":")[0])
+
+
+def cool_down() -> None:
+    """Undo `keep_warm`. If no runner is open, this ends the fork server and waits until it is dead."""
+    fork_servers = sys.modules.get("percore._engines.processes.fork_servers")
+    if fork_servers is not None:
+        fork_servers.servers.keep_no_longer()

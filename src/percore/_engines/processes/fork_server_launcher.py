@@ -88,10 +88,6 @@ class ForkServerLauncher:
         """The fork servers of this process, which its other runners use too."""
         return dict.fromkeys(servers.pids(), "fork server")
 
-    def abandon(self) -> None:
-        """Give the share back without waiting. As a cancelled `aclose`: the next launch or close reaps a fork server that ends."""
-        servers.give_back(servers.leave(self))
-
     def is_open(self) -> bool:
         return servers.is_member(self)
 

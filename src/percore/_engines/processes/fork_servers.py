@@ -1,5 +1,8 @@
 """The fork servers of this process: the one in use, and the retired ones, which are ending.
 
+Each open runner has a share, and the last share to go ends them. From its first LoopPoolExecutor on, the program has a share, too,
+until the interpreter ends: a program that opens one executor after another starts one fork server.
+
 Loops in several threads share them, so one lock guards everything here. No code under the lock blocks for longer than
 starting a program takes. A process forked from this one has no fork server; its first launch starts one.
 """
@@ -10,6 +13,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import threading
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
     from percore._engines.processes.descriptors import Closable
 
 _MAIN = "percore._worker_process.fork_server:main"
+_PROGRAM = "the program"
+"""The member that executors add: the program itself."""
+
+_DEATH_PATIENCE = 1000  # milliseconds that the end of the interpreter waits for a killed process
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -70,9 +78,16 @@ class ForkServerProcess:
         if self.is_ended:
             return
         self.is_ended = True
-        with contextlib.suppress(ProcessLookupError):
+        # PermissionError: this program has given up rights that it had at the start. Then the lifeline kills it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
         let_go(self._ctl, self._lifeline)
+
+    def wait_dead(self) -> None:
+        """Wait until it is dead, after `end`. Blocks."""
+        poller = select.poll()
+        poller.register(self.pidfd.number, select.POLLIN)
+        poller.poll(_DEATH_PATIENCE)
 
     def is_stopped(self) -> bool:
         """Whether it is stopped (SIGSTOP). It does not answer until it is continued."""
@@ -167,6 +182,24 @@ class ForkServers:
         with self._lock:
             self._reap()
             self._suitable(preload)
+
+    def keep(self, preload: str) -> None:
+        """As `warm_up`, and keep the fork servers until `keep_no_longer`, even if no runner is open.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        self.join(_PROGRAM)
+        self.warm_up(preload)
+
+    def keep_no_longer(self) -> None:
+        """Undo `keep`. If no runner is open, end the fork servers and reap them. Blocks while they die."""
+        ending = self.leave(_PROGRAM)
+        try:
+            for server in ending:
+                server.wait_dead()
+        finally:
+            self.give_back(ending)
 
     def will_answer(self, server: ForkServerProcess | None) -> bool:
         """Whether it is alive, as far as is known, and not stopped. If so, a missing answer means only that it is slow."""
