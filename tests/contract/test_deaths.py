@@ -374,7 +374,7 @@ async def test_sigint_does_nothing(make_real: MakeRunner) -> None:
 
 def _lose_place(worker: Any) -> None:
     """End a worker as an engine does whose node has gone: nobody can tell which of its calls have begun."""
-    worker.fate = lambda place, call_id: Fate(None)
+    worker.fate = lambda call_id: Fate(None)
     report = worker._on_exit
     worker._on_exit = lambda end: report(Exit(None, place_lost=True))
     worker.kill()

@@ -451,6 +451,26 @@ async def test_executors_keep_the_fork_server_until_nobody_has_a_share() -> None
     os.close(watched)
 
 
+async def test_a_finalizer_may_use_the_fork_servers_while_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection may run it in that very thread."""
+    launcher = ForkServerLauncher.open()
+    start_python, finalized = launch.start_python, list[bool]()
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        if not finalized:
+            finalized.append(True)
+            other = ForkServerLauncher.open()
+            other.warm_up()
+            other.abandon()
+        return start_python(*args, **options)
+
+    monkeypatch.setattr("percore._engines.processes.fork_servers.start_python", interrupted)
+    launcher.warm_up()
+    assert finalized
+    assert len(servers.pids()) == 1
+    await launcher.aclose()
+
+
 async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_it_has_started() -> None:
     ended: list[list[ForkServerProcess]] = []
     leave = servers.leave

@@ -72,7 +72,7 @@ class Station:
         try:
             self._channel.receive()
         finally:
-            fates = [(call_id, *self.worker.fate(place, call_id)) for place, call_id in self._calls.items()]
+            fates = [(call_id, *self.worker.fate(call_id)) for call_id in self._calls.values()]
             for start in range(0, len(fates), 1000):
                 self._wire.send("fates", self._number, fates[start : start + 1000])
             self._wire.send("exit", self._number, *end, self.worker.pid)

@@ -137,7 +137,7 @@ class RelayWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._wire.send("kill", self.number, int(signum))
 
-    def fate(self, place: int, call_id: int) -> Fate:
+    def fate(self, call_id: int) -> Fate:
         return self.fates.get(call_id, UNBEGUN) if self.ended.is_set() else Fate(begun=None)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from percore._common.endings import Endings
-from percore._transport.exports import export
+from percore._transport.leases import export
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -178,9 +178,9 @@ def test_calls_count_by_their_number_where_nobody_knows_how_far_they_have_come()
     """As if the worker had read everything."""
     wire = Wire()
     member = member_on(wire)
-    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _place, _id: Fate(None)))
+    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _id: Fate(None)))
     for _ in range(3):
         member.send(cast(Any, Caller(function_of(Kind.THREAD, b"pickle."))))
     assert member.statistics(2, may_look=True) == (2, 1)
-    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _place, _id: UNBEGUN))
+    member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _id: UNBEGUN))
     assert member.statistics(2, may_look=True) == (0, 3)

@@ -12,7 +12,10 @@ from percore._serialization.pickler import CANNOT
 
 
 def places_of(options: RunnerOptions) -> int:
-    """Return how many start marks each worker of a runner has."""
+    """Return how many start marks each worker of a runner has: a power of two, at least the number of calls it may hold at once.
+
+    An engine needs this before `start_of`, which pickles into its store: the store and the marks lie in the same memory.
+    """
     return places_for(room_of(options.concurrency, options.threads))
 
 

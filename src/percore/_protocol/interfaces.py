@@ -357,7 +357,7 @@ class Worker(Protocol):
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the worker has ended, do nothing."""
 
-    def fate(self, place: int, call_id: int) -> Fate:
+    def fate(self, call_id: int) -> Fate:
         """Return how far a call has come. Call it before `close`.
 
         While the worker lives, the answer may be out of date: use it for statistics, not for decisions.

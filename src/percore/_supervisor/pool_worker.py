@@ -251,7 +251,7 @@ class PoolWorker:
 
     def fate(self, call: PendingCall) -> Fate:
         """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
-        return self.worker.fate(call.call_id % self.stride, call.call_id)
+        return self.worker.fate(call.call_id)
 
     def death(self, call: PendingCall, age: float | None = None, *, started: bool = True) -> WorkerDied:
         """Return the error of a call that this worker's end has ended. `age`: seconds since it began; None: unknown."""
@@ -269,7 +269,7 @@ class PoolWorker:
         if may_look and (self.parked or not self.has_read()):
             ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
             try:
-                begun = [self.worker.fate(call_id % self.stride, call_id).begun for call_id in ids]
+                begun = [self.worker.fate(call_id).begun for call_id in ids]
             except ValueError:  # the worker died, and the loop's thread closed it during this call
                 return 0, 0
             if None not in begun:

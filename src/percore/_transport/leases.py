@@ -1,20 +1,25 @@
 """Leases: slots that the receiver keeps using after it has read them, because arrays lie there.
 
 A large buffer arrives as a view of the slot it travelled in, without a copy. The receiver leases the slot until the last such view
-is freed. Then a finaliser (`exports`) schedules a callback in the loop, and the callback tells the writer. The number of leases is
+is freed. Then a finaliser schedules a callback in the loop, and the callback tells the writer. The number of leases is
 limited. A receiver at its limit copies further buffers out of their slots, so views that the user keeps never use up all slots.
+
+An array that is unpickled from a view keeps no reference to the view, but one to the object that exports the memory. So neither the
+end of the view nor its `release` means that the memory is unused. `export` therefore puts an object of its own in between. That
+object exports the memory, and is freed after everything that refers to it.
 """
 
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from pickle import PickleBuffer
+from typing import Any, Final
+from weakref import ref
 
-from percore._common.endings import Endings
+from percore._common.endings import Ended, Endings
 from percore._protocol.messages import Payload
 from percore._transport.buffers import has_buffers, places_in
-from percore._transport.exports import export, parts_of
 from percore._transport.slots import SLOT_MASK, SlotReader
 
 
@@ -129,3 +134,43 @@ class Leases:
     def _give_up(self, slot: int) -> None:
         with self._lock:
             self._leased.discard(slot)
+
+
+# Views with a callback for when the last of them is freed
+
+
+def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool = False) -> list[memoryview]:
+    """Return views of these places (start, end) of `exported`, which `export` has returned or which is a view of bytes.
+
+    Each view may be used in another thread; `Memory.part` says why that matters.
+    """
+    views = [PickleBuffer(exported.obj).raw()[start:end] for start, end in places]
+    return [view.toreadonly() for view in views] if readonly else views
+
+
+_watched: Final[dict[int, ref[Any]]] = {}
+
+
+@lru_cache(16)
+def _array_of(size: int) -> Any:
+    import ctypes  # seldom needed, and not cheap to import
+
+    return ctypes.c_char * size  # cached, because making the class takes longer than using it; all slots of a runner share one
+
+
+def export(view: memoryview, endings: Endings, ended: Ended) -> memoryview:
+    """Return another view of the writable memory of `view`. The loop calls `ended` when no object refers to it any more.
+
+    A ctypes array exports the memory. A Python class with `__buffer__` (3.12) would keep the view that it exports from, and both
+    may be garbage-collected together. If the collector clears the view first, the process crashes (gh-77894, up to 3.12.6 and
+    3.13.0).
+    """
+
+    def gone(watch: ref[Any]) -> None:
+        _watched.pop(id(watch), None)
+        endings.add(ended)
+
+    array = _array_of(len(view)).from_buffer(view)
+    watch = ref(array, gone)
+    _watched[id(watch)] = watch  # keyed by id: a weak reference is hashable only if its object is
+    return PickleBuffer(array).raw()  # raw() gives format B; a view of the array itself would have the format of characters

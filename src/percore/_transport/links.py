@@ -138,6 +138,7 @@ class Link:
             bell, self._worker_bell = bell_fds()
             undo.pop_all()
         self.fds = (self._cell.fd, self._arena_fd, self._results.fd, *self._worker_bell)
+        self._places = layout.places
         self._marks = layout.marks(self._cell)
         view = self._cell.view
         rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
@@ -151,9 +152,9 @@ class Link:
         for fd in (self._arena_fd, *self._worker_bell):
             os.close(fd)
 
-    def fate(self, place: int, call_id: int) -> Fate:
+    def fate(self, call_id: int) -> Fate:
         """Read a call's start mark."""
-        marks, word = self._marks, place * MARK_WORDS
+        marks, word = self._marks, call_id % self._places * MARK_WORDS
         if marks[word] != call_id:
             return UNBEGUN
         return Fate(True, time.monotonic() - float(marks[word + 1]) / 1e9, int(marks[word + 2]))

@@ -1,7 +1,19 @@
 """The thread pool of a worker, which runs plain functions.
 
 `PlainCalls` queues the calls. They wait in a dict; the queue carries only their ids. The loop can take a call back by id until a
-thread begins it. If a thread and the loop both want a call, `dict.pop` gives it to exactly one of them.
+thread begins it.
+
+Guarantees:
+
+- A call begins once, or is taken back: if a thread and the loop both want it, `dict.pop` gives it to exactly one of them.
+- From `put` until its end, a call is in `waiting`, in `_running`, or for a moment in both. So `is_idle` is never true too early.
+- No exception is lost: one outside a call, which may have cost that call its answer, goes to `on_failure`.
+
+Assumptions:
+
+- Single operations on a dict, a list or a SimpleQueue are atomic, with the GIL or by the locks of these objects. Nothing else is:
+  the counters that several threads change (`_begun`, `_takes_turns`, the times) only steer the turns, and may be off by some.
+- An id is given to one call at a time. The supervisor uses it again only once the call was answered or handed back.
 
 The loop shares the GIL with these threads, and busy threads can starve it. Each time a thread rings the bell it releases the GIL.
 Another thread takes the GIL before the loop has waited for 5 ms (the switch interval), and the loop's wait starts again. There are

@@ -114,7 +114,8 @@ class ForkServers:
 
     def forget(self) -> None:
         """Reset everything. A forked process does this, because another thread may have held the lock at the fork."""
-        self._lock = threading.Lock()
+        # Re-entrant: a garbage collection under it may run a `__del__` of the user that closes or starts a runner.
+        self._lock = threading.RLock()
         self._members: set[object] = set()
         self._current: ForkServerProcess | None = None
         self._retired: list[ForkServerProcess] = []  # they get no new requests, and each ends with the last of its workers
@@ -237,7 +238,10 @@ class ForkServers:
         if self._current is not None and self._current.fingerprint != fingerprint():
             self._retire(self._current)
         if self._current is None:
-            self._current = ForkServerProcess(preload)
+            started = ForkServerProcess(preload)
+            if self._current is not None:  # started by a `__del__` meanwhile
+                self._retire(self._current)
+            self._current = started
         return self._current
 
     def _retire(self, server: ForkServerProcess) -> None:
