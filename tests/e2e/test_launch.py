@@ -461,7 +461,7 @@ async def test_a_finalizer_may_use_the_fork_servers_while_one_is_started(monkeyp
             finalized.append(True)
             other = ForkServerLauncher.open()
             other.warm_up()
-            other.abandon()
+            servers.give_back(servers.leave(other))
         return start_python(*args, **options)
 
     monkeypatch.setattr("percore._engines.processes.fork_servers.start_python", interrupted)
