@@ -204,6 +204,22 @@ async def test_what_ends_while_endings_are_told_is_told_as_well(memory: mmap.mma
     assert told.count == 1
 
 
+async def test_an_ending_that_raises_does_not_keep_the_others_waiting() -> None:
+    """The loop reports the error; without another ending, nothing else would ask for the rest."""
+    loop, told, reported = asyncio.get_running_loop(), Told(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    endings = Endings(loop)
+
+    def broken() -> None:
+        raise OSError("on purpose")
+
+    for ended in (broken, told, broken, told):
+        endings.add(ended)
+    await turns()
+    assert told.count == 2
+    assert [str(context["exception"]) for context in reported] == ["on purpose"] * 2
+
+
 def test_the_loop_is_asked_once_for_many() -> None:
     asked: list[Callable[[], None]] = []
     loop: Any = SimpleNamespace(call_soon=asked.append, call_soon_threadsafe=asked.append)

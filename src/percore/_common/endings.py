@@ -19,8 +19,10 @@ class Endings:
     def add(self, ended: Ended) -> None:
         """Have the loop call `ended`. If the loop is closed, it is never called. Any thread may call this."""
         self._ended.append(ended)
-        if self._is_due:
-            return
+        if not self._is_due:
+            self._schedule()
+
+    def _schedule(self) -> None:
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if asyncio._get_running_loop() is self._loop:
@@ -30,5 +32,9 @@ class Endings:
 
     def _run(self) -> None:
         self._is_due = False
-        while self._ended:
-            self._ended.popleft()()
+        try:
+            while self._ended:
+                self._ended.popleft()()
+        finally:
+            if self._ended:  # one has raised, which the loop reports: the others must not wait for the next finaliser
+                self._schedule()

@@ -249,11 +249,13 @@ class Jobs:
     def _deliver(self) -> None:
         """Resolve the futures of the calls that have ended. Runs user code: their callbacks."""
         outcomes, self._outcomes = self._outcomes, []
-        self._pump()  # before the callbacks, so that no worker waits for them
-        outcomes.reverse()
-        while outcomes:
-            resolve(*outcomes.pop())
-        self._keeper.look()
+        try:
+            self._pump()  # before the callbacks, so that no worker waits for them
+        finally:  # nothing else knows these futures any more
+            outcomes.reverse()
+            while outcomes:
+                resolve(*outcomes.pop())
+            self._keeper.look()
 
     # Ends
 

@@ -7,8 +7,9 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
+from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import percore
 from percore._common.errors import RunnerClosed
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NEW, _STARTING, _OPEN, _CLOSING, _CLOSED = "not started", "starting", "open", "closing", "closed"
-_ADVICE = {
-    _NEW: "the runner is not started: use `async with percore.Runner() as runner`, or `await runner.start()` first",
-    _STARTING: "the runner is still starting: make calls when `await runner.start()` has returned",
-    _CLOSING: "the runner is closing and takes no new calls",
-    _CLOSED: "the runner is closed; make a new one",
+
+class State(Enum):
+    """The states of a runner, as its user sees them. They follow one another in this order; a runner may skip states."""
+
+    NEW = "not started"
+    STARTING = "starting"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+_OPEN: Final = State.OPEN  # a name of its own, because each call reads it
+_ADVICE: Final = {
+    State.NEW: "the runner is not started: use `async with percore.Runner() as runner`, or `await runner.start()` first",
+    State.STARTING: "the runner is still starting: make calls when `await runner.start()` has returned",
+    State.CLOSING: "the runner is closing and takes no new calls",
+    State.CLOSED: "the runner is closed; make a new one",
 }
 _NO_LOOP = (
     "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), "
@@ -125,7 +137,7 @@ class Runner(Verbs):
         self._loop: asyncio.AbstractEventLoop
         self._supervisor: Supervisor
         self._assembly: Assembly | None = None
-        self._phase = _NEW
+        self._phase: State = State.NEW
 
     # Start and close
 
@@ -144,20 +156,20 @@ class Runner(Verbs):
             Exception: any error from pickling `lifespan` or `loop_factory`.
         """
         context.check_start()
-        if self._state != _NEW:
-            raise RuntimeError(f"a runner can be started once; this one is {self._state}")
+        if self._state is not State.NEW:
+            raise RuntimeError(f"a runner can be started once; this one is {self._state.value}")
         if os.getpid() != self._pid:
             raise RuntimeError("this runner was made before a fork; make a new one in the new process")
         loop = running_loop()
         if loop is None:  # for example under trio, which runs coroutines without an asyncio loop
             raise RuntimeError(_NO_LOOP)
         self._loop = loop
-        self._phase = _STARTING
+        self._phase = State.STARTING
         try:
             early = warm_up(self._options) if self._make_engine is None else None
             try:
                 await import_modules()
-                if self._phase == _CLOSED:  # another task closed the runner meanwhile
+                if self._phase is State.CLOSED:  # another task closed the runner meanwhile
                     raise RunnerClosed("the runner was closed while it started")
                 self._assembly = Assembly(loop, self._options, self._make_engine)
             finally:
@@ -168,14 +180,14 @@ class Runner(Verbs):
         except BaseException:
             await self.aclose(grace=0)
             raise
-        if self._phase is not _STARTING:  # 1. the last worker is ready  2. another task closes  3. this task wakes
+        if self._phase is not State.STARTING:  # 1. the last worker is ready  2. another task closes  3. this task wakes
             await self.aclose()
             raise RunnerClosed("the runner was closed while it started")
-        self._phase = _OPEN
+        self._phase = State.OPEN
 
     @property
-    def _state(self) -> str:
-        return _CLOSED if self._assembly is not None and self._assembly.closing.is_over else self._phase
+    def _state(self) -> State:
+        return State.CLOSED if self._assembly is not None and self._assembly.closing.is_over else self._phase
 
     async def aclose(self, *, grace: float | None = None) -> None:
         """Close the runner: refuse new calls, let accepted calls finish, then end the workers.
@@ -196,10 +208,10 @@ class Runner(Verbs):
         """
         grace = grace_of(grace)
         if self._assembly is None:
-            self._phase = _CLOSED
+            self._phase = State.CLOSED
         elif not self._assembly.closing.is_over:
             self._assembly.check_caller()
-            self._phase = _CLOSING
+            self._phase = State.CLOSING
             await self._assembly.closing.close(grace)
 
     async def __aenter__(self) -> Self:
@@ -214,13 +226,13 @@ class Runner(Verbs):
         await self.aclose(grace=None if kind is None else 0)
 
     def __del__(self) -> None:
-        if getattr(self, "_state", _CLOSED) in (_STARTING, _OPEN, _CLOSING) and os.getpid() == self._pid:
+        if getattr(self, "_state", State.CLOSED) in (State.STARTING, State.OPEN, State.CLOSING) and os.getpid() == self._pid:
             warnings.warn(f"unclosed {self!r}; use `async with`, or await aclose()", ResourceWarning, source=self, stacklevel=2)
             if self._assembly is not None:
                 self._assembly.closing.abandon()
 
     def __repr__(self) -> str:
-        return f"<percore.Runner workers={self._options.workers} {self._state}>"
+        return f"<percore.Runner workers={self._options.workers} {self._state.value}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

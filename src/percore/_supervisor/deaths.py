@@ -87,6 +87,7 @@ class Deaths:
         for index in batch.began(items):
             item = batch.target(index)
             batch.settle(index)
+            member.shrink(1)
             if item.done():
                 continue
             renewed = item.renewed()

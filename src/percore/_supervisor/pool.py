@@ -375,6 +375,8 @@ class Pool:
                 self._dispatch.expel(member)
         # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
         began = self._deaths.end_calls(member, faults)
+        with faults:
+            member.check_empty()
         began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
             self._calls.shares.buried(member)

@@ -243,6 +243,14 @@ class PoolWorker:
             self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         return call
 
+    def check_empty(self) -> None:
+        """Check that nothing is left of the calls of a dead worker: a call here would never end, and its place is counted.
+
+        `send`, `take` and the short ways of `Outcomes.receiver` each change `calls`, `free`, `load` and `_batched` together.
+        """
+        counts = len(self.calls), *self._held(), self.load[Kind.BROADCAST], self._batched, self.stride - len(self.free)
+        assert not any(counts), f"calls, tasks, plain calls, broadcasts, items, places: {counts}"
+
     def give_up(self, call: PendingCall) -> None:
         """Remove a call that the worker may not have been sent, and withdraw the terms sent for it."""
         if call.plan is not None and call.plan.terms is not None and call.call_id not in self.parked:
