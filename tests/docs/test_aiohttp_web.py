@@ -115,7 +115,6 @@ async def test_the_service_page_answers(serve: Serve, upstream: Upstream) -> Non
     digest = hashlib.scrypt(b"text", salt=b"percore", n=2**12, r=8, p=1).hex()[:16]
     async with serve() as client:
         assert await client.post("/digest", "text") == (200, digest)
-        assert await client.post("/digest-or-refuse", "text") == (200, digest)
         assert await client.post("/order", "text") == (202, None)
         assert await client.post("/sizes", json.dumps(urls)) == (200, [3, 1, 2])
         assert await client.get("/size", url=urls[0]) == (200, 3)
@@ -148,7 +147,7 @@ async def test_the_service_page_refuses_what_is_too_much(serve: Serve, upstream:
         upstream.gate.clear()
         asking = asyncio.create_task(client.get("/size", url=f"{upstream.url}/5"))
         await upstream.asked(1)
-        status, body = await client.post("/digest-or-refuse", "text")
+        status, body = await client.post("/order", "text")
         assert (status, list(body)) == (503, ["reason"])
         waiting = asyncio.create_task(client.post("/digest", "text"))
         upstream.gate.set()
