@@ -1,12 +1,13 @@
 """The program that runs the untitled blocks of a page, as a user would type them: `__main__` is a prompt's and has no file.
 
 The story of a page starts it by `python -c`, and executes this source with two names: `main`, the namespace of `__main__`, and
-`answers`, the descriptor for the answers. Each line on standard input is a JSON block. Each answer is the traceback of an error,
-or an empty string.
+`answers`, the descriptor for the answers. Each line on standard input is a JSON block. Each answer is a pair: the traceback of an
+error, or an empty string, and what the block has printed.
 """
 
 import ast
 import asyncio
+import contextlib
 import doctest
 import io
 import json
@@ -37,9 +38,9 @@ def run_pycon(block: dict[str, Any]) -> None:
         raise AssertionError(report.getvalue())
 
 
-def answer(error: str) -> None:
+def answer(error: str, printed: str = "") -> None:
     sys.stdout.flush()
-    os.write(answers, json.dumps(error).encode() + b"\n")
+    os.write(answers, json.dumps([error, printed]).encode() + b"\n")
 
 
 async def serve() -> None:
@@ -47,11 +48,12 @@ async def serve() -> None:
     main["asyncio"] = asyncio
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
-            await run_python(json.loads(line))
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                await run_python(json.loads(line))
         except Exception:
             answer(traceback.format_exc())
         else:
-            answer("")
+            answer("", printed.getvalue())
 
 
 def serve_pycon() -> None:

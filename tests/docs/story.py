@@ -43,9 +43,9 @@ class Story:
         self._ports = {port: str(free_port()) for block in blocks for port in _PORT.findall(block.text)}
         try:
             skipped = False
-            for block in blocks:
+            for block, following in zip(blocks, [*blocks[1:], None], strict=True):
                 if not skipped:
-                    self._run(block)
+                    self._run(block, following)
                 skipped = block.language == "skip"
             for session in self._sessions.values():
                 session.end()
@@ -57,7 +57,7 @@ class Story:
             for server in self._servers:
                 server.kill()
 
-    def _run(self, block: Block) -> None:
+    def _run(self, block: Block, following: Block | None) -> None:
         if block.title is not None:
             path = self.folder / block.title
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,10 @@ class Story:
             kind = "pycon" if block.language == "pycon" else "python"
             if kind not in self._sessions:
                 self._sessions[kind] = Session(kind, self.folder)
-            self._sessions[kind].run(block, self._with_free_ports(block.text))
+            printed = self._sessions[kind].run(block, self._with_free_ports(block.text))
+            expected = following.text.splitlines() if following is not None and following.language == "text" else []
+            if block.language == "python" and not matches(expected, printed):
+                raise Failed(f"{block}\nshould print:\n{_text(expected)}\nand printed:\n{printed}")
 
     def _with_free_ports(self, text: str) -> str:
         """Another program may use the ports that the page names."""
@@ -190,15 +193,17 @@ class Session:
             )
         os.close(told)
 
-    def run(self, block: Block, text: str) -> None:
+    def run(self, block: Block, text: str) -> str:
+        """Run it, and return what it has printed."""
         assert self._process.stdin is not None
         message: dict[str, Any] = {"page": str(block.page), "line": block.line, "text": text}
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
         answer = self._answers.readline()
-        error = json.loads(answer) if answer else "the program ended"
+        error, printed = json.loads(answer) if answer else ("the program ended", "")
         if error:
             raise Failed(f"{block}\n{error}\n{self._log.read_text()}")
+        return str(printed)
 
     def end(self) -> None:
         assert self._process.stdin is not None

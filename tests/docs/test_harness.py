@@ -40,8 +40,9 @@ def run(tmp_path: Path) -> Run:
         "```console\n$ python -c '1/0'\nTraceback (most recent call last):\n...\nZeroDivisionError: division by zero\n```",
         "```console\n$ python -m pip install 'percore[test]' pytest\n```",
         "<!-- skip: needs a network -->\n```console\n$ false\n```",
+        "```python\nprint(1)\nprint(2)\n```\n\n```text\n1\n2\n```",
     ],
-    ids=["output", "any", "replaced", "continued", "folder", "error", "install", "skip"],
+    ids=["output", "any", "replaced", "continued", "folder", "error", "install", "skip", "untitled"],
 )
 def test_a_page_that_tells_the_truth_passes(run: Run, text: str) -> None:
     run(text)
@@ -59,8 +60,13 @@ def test_a_page_that_tells_the_truth_passes(run: Run, text: str) -> None:
         "```python\nx = missing\n```",
         "```pycon\n>>> 1 + 1\n3\n```",
         "```python\nimport os; os._exit(1)\n```",
+        "```python\nprint(1)\n```\n\n```text\n2\n```",
+        "```python\nprint(1)\n```",
     ],
-    ids=["wrong output", "no output", "missing file", "not installed", "no port", "dead server", "name", "doctest", "end"],
+    ids=[
+        *("wrong output", "no output", "missing file", "not installed", "no port", "dead server", "name", "doctest", "end"),
+        *("wrong untitled output", "untitled output that is not shown"),
+    ],
 )
 def test_a_page_that_does_not_fails(run: Run, text: str) -> None:
     with pytest.raises((Failed, ImportError)):
