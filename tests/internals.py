@@ -7,7 +7,7 @@ one way in, so that a change within percore changes these lines and no test. No 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from percore import Map, Runner
+from percore import Map, Runner, Stream
 from tests.relay.near import RelayEngine
 
 if TYPE_CHECKING:
@@ -72,6 +72,16 @@ def is_leased(runner: Runner) -> bool:
         return bool(engine.far.engine.store.in_use)
     members = [slot.current for slot in runner._supervisor.slots]
     return any(channel_of(member).leases.count for member in members if member is not None)
+
+
+def items_ready(stream: Stream[Any]) -> int:
+    """How many items of a stream have arrived and were not taken."""
+    return len(stream._call._ready)
+
+
+def close_call(stream: Stream[Any]) -> None:
+    """Have the consumer of a stream leave it."""
+    stream._call.close()
 
 
 @dataclass

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from percore._monitor.usage import ProcessUsage, Usage
     from percore._protocol.shared import Shared
     from percore._runner.runner import Runner
+    from percore._runner.stream import Stream
     from percore._runner.verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
 
@@ -50,6 +51,7 @@ __all__ = [
     "Shared",
     "StartupFailed",
     "Statistics",
+    "Stream",
     "Usage",
     "WorkerDied",
     "WorkerStatistics",
@@ -77,6 +79,7 @@ _HOMES = {
     "Shared": "_protocol.shared",
     "StartupFailed": "_common.worker_errors",
     "Statistics": "_monitor.statistics",
+    "Stream": "_runner.stream",
     "Usage": "_monitor.usage",
     "WorkerDied": "_common.worker_errors",
     "WorkerStatistics": "_monitor.statistics",

@@ -13,6 +13,7 @@ STEPS: Final = (
     "worker.bell.rung",
     "worker.slot.filled",
     "worker.slot.released",
+    "worker.item.ready",
 )
 """Of a call, in its worker."""
 

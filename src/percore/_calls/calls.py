@@ -7,6 +7,7 @@
     Job        a call of an executor (in `_executor.jobs`)
     Item       an item of a map, sent singly (in `_calls.items`)
     Batch      several items of a map in one message (in `_calls.items`)
+    StreamCall a stream, whose items arrive before its outcome (in `_calls.streams`)
 
 The arguments of a call are pickled once, when it is made. Later changes to them have no effect, and a retry on another worker sends
 the same bytes.
@@ -56,6 +57,9 @@ class Outcome(Protocol):
 
     def set_exception(self, error: BaseException, /) -> None:
         """End with this error."""
+
+    def failed_late(self, error: BaseException, /) -> None:
+        """Take the error of a call that was done before: it was cancelled, or abandoned."""
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing."""
@@ -174,6 +178,9 @@ class CallBase:
 
     def abandon(self: PendingCall, error: BaseException) -> None:
         self.set_exception(error)
+
+    def failed_late(self, error: BaseException) -> None:
+        """Drop the error. Only a stream passes it on."""
 
     def repeated(self) -> None:
         """Only a map has to know."""

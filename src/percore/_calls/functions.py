@@ -21,6 +21,9 @@ from percore._serialization.pickler import CANNOT, is_by_reference, qualified_na
 _REMEMBERED: Final = 4096
 """Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
 
+_STREAM: Final = -1
+"""Beside the id of a generator function. It is the id of no object."""
+
 _LOOKS: Final = 4
 """Number of retired functions with running calls to check after each outcome, so that the cost stays constant."""
 
@@ -59,14 +62,46 @@ def kind_of(fn: object) -> int:
     inner, call = routines_of(fn)
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
         return Kind.TASK
-    if any(
-        is_generator(made) for is_generator in (inspect.isgeneratorfunction, inspect.isasyncgenfunction) for made in (inner, call)
-    ):
+    if inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(call) or _makes_async_generator(inner, call):
         raise TypeError(
-            f"{qualified_name(fn)} is a generator function: one call gives one result. "
-            "Give a function that returns a list, or map a function over the inputs of the generator"
+            f"{qualified_name(fn)} is a generator function, and one call gives one result: "
+            f"iterate `runner.stream({_own_name(fn)}, ...)` with `async for`"
         )
     return Kind.THREAD
+
+
+def stream_kind_of(fn: object) -> int:
+    """Return where a stream of `fn` runs: `Kind.TASK` for an async generator function, `Kind.THREAD` for a plain one.
+
+    Raises:
+        TypeError: `fn` is no generator function. A coroutine is closed first.
+    """
+    if inspect.iscoroutine(fn):
+        fn.close()
+    if inspect.isgenerator(fn) or inspect.isasyncgen(fn) or inspect.iscoroutine(fn):
+        name = fn.__qualname__
+        raise TypeError(
+            f"give the generator function and its arguments: runner.stream({name}, ...), not runner.stream({name}(...))"
+        )
+    inner, call = routines_of(fn)
+    if _makes_async_generator(inner, call):
+        return Kind.TASK
+    if inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(call):
+        return Kind.THREAD
+    if not callable(fn):
+        raise TypeError(f"expected a generator function, not {fn!r}")
+    raise TypeError(
+        f"{qualified_name(fn)} is not a generator function, so it has one result: "
+        f"`await runner.run({_own_name(fn)}, ...)`, or `runner.map({_own_name(fn)}, ...)` for many calls"
+    )
+
+
+def _makes_async_generator(inner: object, call: object) -> bool:
+    return inspect.isasyncgenfunction(inner) or inspect.isasyncgenfunction(call)
+
+
+def _own_name(fn: object) -> str:
+    return qualified_name(fn).rpartition(".")[2]
 
 
 class Use(Protocol):
@@ -97,28 +132,30 @@ class Functions:
         self._workers = workers
         self._shares = shares
         self._pickler = store.pickler
-        self.known: dict[int | tuple[int, int], Function] = {}
+        self.known: dict[int | tuple[int, ...], Function] = {}
         """Functions that are pickled by reference, by id. Each entry refers to its function, so no other object can get that id.
 
-        A class method is a new object at each access, so it is found by the ids of its function and its class."""
+        A class method is a new object at each access, so it is found by the ids of its function and its class. Generator functions
+        have a mark beside the id: other verbs than `stream` must not find them."""
         self._held: set[int] = set()
         """Numbers of the functions that `hold` has numbered and that are not released."""
         self.retired: deque[tuple[Function, list[Use]]] = deque()
         """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self._last = 0
 
-    def of(self, fn: Callable[..., Any]) -> Function:
+    def of(self, fn: Callable[..., Any], *, is_stream: bool = False) -> Function:
         """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
 
         Raises:
-            TypeError: as `kind_of`.
+            TypeError: as `kind_of`, or, for a stream, as `stream_kind_of`.
         """
         is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
-        name = (id(fn.__func__), id(fn.__self__)) if is_class_method else id(fn)  # type: ignore[attr-defined]  # of methods
+        ids = (id(fn.__func__), id(fn.__self__)) if is_class_method else (id(fn),)  # type: ignore[attr-defined]  # of methods
+        name = (*ids, _STREAM) if is_stream else ids if is_class_method else id(fn)
         function = self.known.get(name)
         if function is not None:
             return function
-        function = Function(fn, kind_of(fn))
+        function = Function(fn, stream_kind_of(fn) if is_stream else kind_of(fn))
         if is_by_reference(fn):
             try:
                 if not self._number(function):

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from percore._common.options import Backoff, RetryOn, check_awaited, check_plain, seconds_of, whole
+from percore._common.options import PREFETCH, Backoff, RetryOn, check_awaited, check_plain, seconds_of, whole
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_RETRIES: Final = 1_000_000
 _LONGEST_DELAY: Final = 1e9
+_MOST_PREFETCHED: Final = 1_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Policy:
         retry_on: the errors to retry: an exception class, a tuple of them, or a predicate.
         backoff: seconds before the next attempt, or a function that takes the number of failed attempts and returns them.
         timeout: how many seconds one attempt may run. None: no limit.
+        prefetch: how many items of a stream may be produced and not taken.
         asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
             broadcast ignores those.
         needs_plan: whether the policy has retries or a timeout.
@@ -38,6 +40,7 @@ class Policy:
     retry_on: RetryOn = WorkerDied
     backoff: Backoff = 0.0
     timeout: float | None = None
+    prefetch: int = PREFETCH
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
 
@@ -45,7 +48,7 @@ class Policy:
         self.needs_plan = self.retries > 0 or self.timeout is not None
 
     @classmethod
-    def checked(
+    def checked(  # noqa: PLR0913  # each is a documented option
         cls,
         *,
         key: Hashable | None,
@@ -53,6 +56,7 @@ class Policy:
         retry_on: RetryOn | None,
         backoff: Backoff,
         timeout: float | None,
+        prefetch: int = PREFETCH,
         inherited: int = 0,
     ) -> "Policy":
         """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
@@ -81,6 +85,8 @@ class Policy:
             backoff = _checked_backoff(backoff)
         if timeout is not None:
             timeout = seconds_of("timeout", timeout)
+        if prefetch.__class__ is not int or prefetch != PREFETCH:
+            whole("prefetch", prefetch, 1, _MOST_PREFETCHED)
         asks_for_retries = asks_for_retries or bool(backoff)
         if asks_for_retries and not retries and is_silent:
             raise TypeError(
@@ -93,6 +99,7 @@ class Policy:
             retry_on=retry_on,
             backoff=backoff,
             timeout=timeout,
+            prefetch=prefetch,
             asks_for_retries=asks_for_retries,
         )
 
@@ -108,6 +115,24 @@ class Policy:
                 "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
             )
         return Policy(timeout=self.timeout) if self.timeout is not None else None
+
+    def for_stream(self) -> "Policy":
+        """Return the policy of a stream with these options: its key and `prefetch`.
+
+        Raises:
+            TypeError: the options set retries, retry_on, backoff or a timeout.
+        """
+        if self.asks_for_retries:
+            raise TypeError(
+                "percore does not retry a stream, since its consumer has seen some of the items: "
+                "retries, retry_on and backoff do not apply to it. Catch the error, and open another stream"
+            )
+        if self.timeout is not None:
+            raise TypeError(
+                "timeout limits a call in its worker, and a stream also waits there for its consumer: "
+                "write `async with asyncio.timeout(...)` around the `async for`, or inside the generator around its awaits"
+            )
+        return Policy(key=self.key, prefetch=self.prefetch)
 
     def is_worth_it(self, error: BaseException) -> bool:
         """Return whether `retry_on` selects this error. Runs user code, which may raise.
@@ -182,7 +207,8 @@ class CallPlan:
 
     __slots__ = ("failed", "late", "policy", "terms", "timer")
 
-    def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False) -> None:
+    def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0) -> None:
+        """`prefetch`: the first credits of a stream; 0 for other calls."""
         self.policy = policy
         self.failed = 0
         """How many attempts have failed."""
@@ -190,7 +216,10 @@ class CallPlan:
         """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while the call waits for its next attempt."""
-        self.terms: tuple[float | None, Any, bool] | None = None
-        if context is not None or policy.timeout is not None or is_broadcast:
+        self.terms: tuple[float | None, Any, bool] | tuple[float | None, Any, bool, int] | None = None
+        if prefetch:
+            self.terms = policy.timeout, context, is_broadcast, prefetch
+        elif context is not None or policy.timeout is not None or is_broadcast:
             self.terms = policy.timeout, context, is_broadcast
-        """Timeout, context variables, and whether the call is a broadcast, which the worker gets before the call. None: nothing."""
+        """What the worker gets before the call: timeout, context variables, whether it is a broadcast, and the first credits of a
+        stream. None: nothing."""

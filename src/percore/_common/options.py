@@ -27,6 +27,9 @@ _FOR_EVER: Final = 1e9
 _LEAST_MESSAGE: Final = 1024
 _MOST_MESSAGE: Final = 1 << 36
 
+PREFETCH: Final = 16
+"""Items of a stream that may be produced and not taken, unless the options of the call set another number."""
+
 
 def usable_cpus() -> int:
     """Return how many CPUs this process may use: the smaller of its CPU affinity and its cgroup's CPU quota, rounded up."""

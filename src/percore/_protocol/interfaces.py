@@ -270,8 +270,13 @@ class WorkerChannel(Side, Protocol):
     def keep(self, op: int, call_id: int, body: Body) -> None:
         """Send a message together with the next one, or with the next `flush`."""
 
-    def send_payload(self, op: int, call_id: int, body: Body, send: Send | None = None) -> None:
-        """Send a message with a payload or a pickle of any size by the method `send`, now or when there is room for it."""
+    def send_payload(
+        self, op: int, call_id: int, body: Body, send: Send | None = None, sent: Callable[[], None] | None = None
+    ) -> None:
+        """Send a message with a payload or a pickle of any size by the method `send`, now or when there is room for it.
+
+        `sent` is called once the message is sent, in any thread, perhaps during this call. Messages sent from then on come later.
+        """
 
     def send_exception(
         self, op: int, call_id: int, error: BaseException, send: Send | None = None, *, as_itself: bool = False

@@ -21,18 +21,19 @@ class BrokenFrame(Exception):
 # To a worker. A positive op calls the function with that number; body: the arguments.
 DEFINE_TASK: Final = -1  # id: number of a coroutine function that later calls name; body: its pickle
 UNDEFINE: Final = -2  # id: number of a function that no later call will use
-CANCEL: Final = -3  # body, for a batch: the first item that is no longer wanted
+CANCEL: Final = -3  # body, for a batch: the first item that is no longer wanted. A stream closes its generator
 RELEASE: Final = -4  # id: a result slot that has been read
 RECALL: Final = -5  # id: how many calls that have not begun to hand back; body: places of the calls that must stay, four bytes each
 FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call that brings its function along, to run as a task; body: pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8  # as ONCE_TASK, to run in a thread
 BATCH: Final = -9  # several items of a map; body: from `Store.pack_items`
-TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_broadcast)
+TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_broadcast[, credits])
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
 DEFINE_THREAD: Final = -14  # as DEFINE_TASK, for a plain function
+CREDIT: Final = -15  # id: a stream; body: how many more items it may produce
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -50,9 +51,12 @@ LEASED: Final = 12  # id: 0; body: a payload whose slot holds arrays in use and 
 UNLEASED: Final = 13  # id: 0; body: a leased payload; the last array in its slot has gone
 FORGOTTEN: Final = 15  # id: number of a shared object that nothing in this worker uses any more
 FAILED: Final = 16  # the lifespan failed while calls ran, and the worker ends; body: None, then a pickled exception
+ITEMS: Final = 17  # the next items of a stream; body: from `WorkerChannel.pack_values`
+ITEM: Final = 18  # the next item of a stream; body: its pickle
+ENDED: Final = 19  # the generator of a stream has returned
 
 
-PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED})
+PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED, ITEM})
 """The messages to the supervisor whose body is a payload (or None: there is none). Parcels to a worker pass `send_parcel` alone."""
 
 ITEM_SHIFT: Final = 48

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import percore
 from percore._common.errors import RunnerClosed
-from percore._common.options import RUNNER_ADVICE, Backoff, Lifespan, RetryOn, RunnerOptions, StartMethod, advising, grace_of
+from percore._common.options import (
+    PREFETCH,
+    RUNNER_ADVICE,
+    Backoff,
+    Lifespan,
+    RetryOn,
+    RunnerOptions,
+    StartMethod,
+    advising,
+    grace_of,
+)
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
 from percore._runner.early import warm_up
 from percore._runner.verbs import Options, Verbs
@@ -250,13 +260,14 @@ class Runner(Verbs):
         retry_on: RetryOn | None = None,
         backoff: Backoff = 0.0,
         timeout: float | None = None,
+        prefetch: int = PREFETCH,
     ) -> Options:
         """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
         Args:
             key: a hashable value. Calls with equal keys are never on two workers at once, and at most `per_key` of them run at
-                once. For `submit` and `run`; a map takes a key function instead. The key's `__hash__` and `__eq__` are called
-                here and not later, so changing the key afterwards has no effect.
+                once. For `submit`, `run` and `stream`; a map takes a key function instead. The key's `__hash__` and `__eq__` are
+                called here and not later, so changing the key afterwards has no effect.
             retries: how many more times to attempt a call that fails with an error selected by `retry_on`. Every attempt sends
                 the original pickled bytes. Default: the runner's `retries`.
             retry_on: an exception class, a tuple of them, or a plain function that takes the error and returns whether to retry.
@@ -267,6 +278,7 @@ class Runner(Verbs):
             timeout: how many seconds one attempt may run, from its start in the worker. After that a coroutine is cancelled there
                 and ends with TimeoutError, as under `asyncio.timeout`. A plain function cannot be stopped: its caller gets
                 TimeoutError, its thread stays busy until the function returns, and the next attempt begins only after that.
+            prefetch: for `stream`, which alone uses it: how many items the worker may produce that the consumer has not taken.
 
         Raises:
             TypeError, ValueError: an option is invalid.
@@ -276,7 +288,13 @@ class Runner(Verbs):
         self._check_open()
         supervisor = self._supervisor
         policy = supervisor.policy_of(
-            key=key, retries=retries, retry_on=retry_on, backoff=backoff, timeout=timeout, inherited=supervisor.options.retries
+            key=key,
+            retries=retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            timeout=timeout,
+            prefetch=prefetch,
+            inherited=supervisor.options.retries,
         )
         if key is not None:
             policy.key = supervisor.dispatch.names.of(key)

@@ -1,12 +1,14 @@
-"""submit, run and broadcast: the methods that make calls, which Runner and the view returned by `options` share."""
+"""submit, run, stream and broadcast: the methods that make calls, which Runner and the view returned by `options` share."""
 
 from __future__ import annotations
 
 import asyncio
 from asyncio import CancelledError, Future
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+import percore
 from percore._runner.map_verbs import MapVerbs
 
 if TYPE_CHECKING:
@@ -104,6 +106,34 @@ class Verbs(MapVerbs):
         return call
 
     @overload
+    def stream(self, fn: Callable[P, AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs) -> percore.Stream[T]: ...
+    @overload
+    def stream(self, fn: Callable[P, Iterator[T]], /, *args: P.args, **kwargs: P.kwargs) -> percore.Stream[T]: ...
+    def stream(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> percore.Stream[Any]:
+        """Return a Stream of the items that a generator function yields in a worker.
+
+        An async generator runs in the worker's event loop and counts in `concurrency`. A plain one holds one of the worker's
+        `threads` until it ends. The worker runs ahead of the consumer by at most `prefetch` items, an option of the call:
+        `runner.options(prefetch=100).stream(...)`; the default is 16. A slow consumer holds up its own stream alone.
+
+        The stream is lazy and can be used once: percore pickles the arguments when the first item is requested. Context variables
+        have the values of this call. percore never retries a stream, even if the runner has `retries`.
+
+        Raises:
+            TypeError: `fn` is no generator function, or the view has a timeout, retries, retry_on or backoff.
+            PayloadTooLarge: the values of the context variables are too large.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
+        """
+        policy = None if self._policy is None else self._policy.for_stream()
+        self._check_open()
+        from percore._runner.stream import Stream
+
+        supervisor, check = self._supervisor, self._check_open
+        function = supervisor.functions.of(fn, is_stream=True)
+        streams = supervisor.streams
+        return Stream(streams.make(policy), check, partial(streams.begin, check, function, args, kwargs))
+
+    @overload
     async def broadcast(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     @overload
     async def broadcast(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
@@ -129,7 +159,7 @@ class Verbs(MapVerbs):
         return await supervisor.broadcast(function, args, kwargs, policy)
 
 
-for _verb in (Verbs.submit, Verbs.run, Verbs.broadcast):
+for _verb in (Verbs.submit, Verbs.run, Verbs.stream, Verbs.broadcast):
     _verb.__qualname__ = f"Runner.{_verb.__name__}"  # the name in Python's own messages about wrong arguments
 
 

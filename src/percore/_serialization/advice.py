@@ -45,6 +45,12 @@ def unpicklable(value: object, exc: BaseException) -> RemoteError:
     return RemoteError(type_name_of(exc), text, format_traceback(exc))
 
 
+def unpicklable_item(value: object, exc: BaseException) -> RemoteError:
+    """As `unpicklable`, for an item of a stream."""
+    text = _told("the item", value, exc, "yield plain data instead", 0, "yield ")
+    return RemoteError(type_name_of(exc), text, format_traceback(exc))
+
+
 def unsendable(what: str, value: object, error: Exception) -> Exception:
     """Return the exception to raise instead of `error`, which pickling `value` raised. `what` names the value in the message.
 
@@ -68,17 +74,17 @@ def _retold(error: Exception, text: str) -> Exception:
     return made
 
 
-def _told(what: str, value: object, exc: BaseException, otherwise: str, place: int) -> str:
+def _told(what: str, value: object, exc: BaseException, otherwise: str, place: int, verb: str = "return ") -> str:
     culprit = _culprit(value)
     known = value if culprit is None else culprit
     # A subclass (a response class of the user, asyncio's C task) gets the advice for its known base.
     names = [base.__name__ for base in type(known).__mro__]
-    verb = "is" if known is value else "contains"
-    advice = next((_INSTEAD[name][place] for name in names if name in _INSTEAD), None)
+    contained = "is" if known is value else "contains"
+    advice = next((_INSTEAD[name][place].replace("return ", verb) for name in names if name in _INSTEAD), None)
     if advice is None and type(known) in CAREFUL:
-        return f"{what} {verb} {with_article(names[0])}: {text_of(exc)}"
+        return f"{what} {contained} {with_article(names[0])}: {text_of(exc)}"
     reason = f"{type_name_of(exc)}: {text_of(exc)}"
-    return f"{what} {verb} {with_article(names[0])}, which cannot be pickled ({reason}); {advice or otherwise}"
+    return f"{what} {contained} {with_article(names[0])}, which cannot be pickled ({reason}); {advice or otherwise}"
 
 
 def _culprit(value: object, depth: int = 3) -> object | None:

@@ -52,7 +52,7 @@ class Closing:
         self._rebalancing = rebalancing
         self._kill_after = kill_after
         self.enders: set[Callable[[], None]] = set()
-        """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, register here."""
+        """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, and streams register."""
         self._gone: asyncio.Future[None] | None = None
         """Done when the last worker has ended. None: nothing has called `close`."""
         self._grace_timer: asyncio.TimerHandle | None = None
@@ -177,6 +177,10 @@ class Closing:
             self.is_over = True
 
     # Other ends
+
+    def refusal(self) -> BaseException:
+        """Return a new error for a call that the runner's end cuts short."""
+        return self._phase.refusal()
 
     def refuse_calls(self) -> None:
         """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""

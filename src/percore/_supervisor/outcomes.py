@@ -9,16 +9,20 @@ from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
+from percore._calls.streams import StreamCall
 from percore._common.errors import RemoteError, shown
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     CANCELLED,
     DRAINING,
+    ENDED,
     ERROR,
     FAILED,
     FORGOTTEN,
     ID_MASK,
+    ITEM,
     ITEM_SHIFT,
+    ITEMS,
     READY,
     RESULT,
     RETURNED,
@@ -39,7 +43,7 @@ from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
 
-_BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT)
+_BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
 
 
@@ -79,6 +83,9 @@ class Outcomes:
             VALUES: lambda call_id, body: self._values(member, call_id, body),
             RESULT: lambda call_id, body: self._result(member, call_id, body),
             ERROR: lambda call_id, body: self._error(member, call_id, body),
+            ITEMS: lambda call_id, body: self._items(_stream_of(member, call_id), body),
+            ITEM: lambda call_id, body: self._item(member, _stream_of(member, call_id), body),
+            ENDED: lambda call_id, _: self._stream_ended(member, _stream_of(member, call_id)),
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
@@ -305,6 +312,8 @@ class Outcomes:
                     self._try_again(member, target, delay)
                     return
                 target.set_exception(error)
+        else:
+            target.failed_late(error)
         self._ended(member, target, failed=True)
 
     def _is_late(self, member: PoolWorker, target: Outcome) -> bool:
@@ -380,6 +389,41 @@ class Outcomes:
         if run is not None:
             self._calls.put_back(batch.map, run)
 
+    # Streams
+
+    def _items(self, stream: StreamCall, body: bytes) -> None:
+        """Take the next items of a stream, up to the first that cannot be unpickled."""
+        _, _, values, pickled = self._calls.store.unpack_values(body)
+        failures = _load_all(values, pickled, "item") if pickled and not stream.done() else {}
+        first = min(failures, default=None)
+        stream.arrived(values if first is None else values[:first])
+        if first is not None:
+            stream.abandon(failures[first])
+
+    def _item(self, member: PoolWorker, stream: StreamCall, payload: Payload) -> None:
+        channel = member.worker.channel
+        if stream.done():  # do not run user code (unpickling) for an item that nobody takes
+            channel.release(payload)
+            return
+        received = channel.load(payload)
+        try:
+            item = received.load()
+        except BaseException as error:
+            if not received.is_leased:
+                channel.release(payload)
+            if not stream.done():
+                stream.abandon(_unloadable(error, "item"))
+            if issubclass(type(error), KeyboardInterrupt):  # as in `_not_loaded`
+                raise error
+            return
+        stream.arrived([item])
+        if not received.is_leased:
+            channel.release(payload)
+
+    def _stream_ended(self, member: PoolWorker, stream: StreamCall) -> None:
+        stream.ended()
+        self._ended(member, stream)
+
     def _ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
         target.leave(member)
         self._calls.release(target)
@@ -389,7 +433,19 @@ class Outcomes:
             point("supervisor.outcome.delivered")
 
 
-def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
+def _stream_of(member: PoolWorker, call_id: int) -> StreamCall:
+    """Return the stream that a message is about.
+
+    Raises:
+        KeyError, BrokenFrame: the worker has no such stream.
+    """
+    call = member.calls[call_id]
+    if type(call) is not StreamCall:
+        raise BrokenFrame(f"items of call {call_id}, which is no stream")
+    return call
+
+
+def _load_all(results: list[Any], places: list[int], what: str = "result") -> dict[int, Exception]:
     """Unpickle the results in these places of the list, and return the failures by place. Runs user code."""
     failures: dict[int, Exception] = {}
     for place in places:
@@ -398,13 +454,13 @@ def _load_all(results: list[Any], places: list[int]) -> dict[int, Exception]:
         except KeyboardInterrupt:  # maybe the user's Ctrl-C: raise it, as for a single call
             raise
         except BaseException as error:
-            failures[place] = _unloadable(error)
+            failures[place] = _unloadable(error, what)
     return failures
 
 
-def _unloadable(error: BaseException) -> Exception:
-    """Return the exception for a caller whose result could not be unpickled in this process."""
-    failure = RemoteError(type_name_of(error), f"the result could not be unpickled here: {shown(error)}")
+def _unloadable(error: BaseException, what: str = "result") -> Exception:
+    """Return the exception for a caller whose result, or item, could not be unpickled in this process."""
+    failure = RemoteError(type_name_of(error), f"the {what} could not be unpickled here: {shown(error)}")
     failure.__cause__ = error if issubclass(type(error), Exception) else None
     return failure
 

@@ -1,7 +1,7 @@
 """The submission of single calls: it pickles the arguments, prepares the call's plan, and sends or queues the call.
 
 `Submission.submit` takes the calls of `Runner.submit`, of broadcasts and of runners with `max_pending`, `enter` those of executors,
-and `run` the other calls of `Runner.run`. Maps create their own items.
+`run` the other calls of `Runner.run`, and `stream` streams. Maps create their own items.
 """
 
 import asyncio
@@ -9,10 +9,11 @@ from asyncio import Future
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from percore._calls.calls import Awaited, Call, Planned, SubmittedCall
+from percore._calls.calls import Awaited, Call, PendingCall, Planned, SubmittedCall
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._calls.shared_objects import Share
+from percore._calls.streams import StreamCall
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Kind, Payload
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 C = TypeVar("C", bound=SubmittedCall)
+P = TypeVar("P", bound=PendingCall)
 
 
 class Submission:
@@ -130,6 +132,42 @@ class Submission:
         self._calls.accept(call)
         return call
 
+    def stream(self, call: StreamCall, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Accept a stream. A pickling error becomes its error.
+
+        Raises:
+            RunnerBroken, KeyboardInterrupt: as `submit`.
+        """
+        if self._phase.broken is not None:
+            raise self._phase.refusal()
+        body: tuple[Any, ...] | Payload = args
+        met: Sequence[Share] = ()
+        if kwargs or not function.number or not self._passes(args):
+            try:
+                body, met = self._functions.pickle(function, args, kwargs)
+            except BaseException as error:
+                _ = self._unpicklable(call, function, error)
+                return
+        self.accept_stream(call, function, body, met)
+
+    def accept_stream(
+        self, call: StreamCall, function: Function, body: tuple[Any, ...] | Payload, met: Sequence[Share] = ()
+    ) -> None:
+        """Send or queue a stream whose arguments are ready, or refuse it."""
+        call.owner = self._calls
+        call.function = function
+        call.kind = function.kind
+        call.body = body
+        if met:
+            self._shares.hold(call, met)
+        if not self._phase.accepts or call.done():  # pickling has run user code, which may have closed the runner or the stream
+            self._calls.refuse(call)
+            return
+        if POINTS:
+            point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
+        call.submitted()
+        self._calls.accept(call)
+
     def _accept(
         self,
         call: C,
@@ -184,7 +222,7 @@ class Submission:
         return True
 
     @staticmethod
-    def _unpicklable(call: C, function: Function, error: BaseException) -> C:
+    def _unpicklable(call: P, function: Function, error: BaseException) -> P:
         """End the call with an error of pickling. A KeyboardInterrupt may be the user's Ctrl-C: raise it instead."""
         if issubclass(type(error), KeyboardInterrupt):
             raise error

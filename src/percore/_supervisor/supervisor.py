@@ -30,6 +30,7 @@ from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
 from percore._supervisor.pool import Pool, WorkerObserver
 from percore._supervisor.rebalancing import Rebalancing
+from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Supervisor:
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, observer)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
+        self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
 
     def advance(self) -> None:
         """Send all calls that can be sent now, and let a closing check whether it can go on.

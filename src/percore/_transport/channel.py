@@ -252,27 +252,36 @@ class Channel:
         self._is_lazy = False
         self.flush()
 
-    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[[int, int, Body], None] | None = None) -> None:
+    def send_payload(
+        self,
+        op: int,
+        call_id: int,
+        body: Body,
+        send: Callable[[int, int, Body], None] | None = None,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         """Send a message whose body may be a pickle too large for a frame.
 
         Such a pickle is copied into a slot. If no slot is free, the message is sent once one is. `send` is the method that sends
-        it; the default is `Channel.send`.
+        it; the default is `Channel.send`. `sent` is called after that.
         """
         if type(body) is bytes and len(body) > INLINE_LIMIT:
             payload = self.outgoing.store(body)
             if payload is None:
-                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body))
+                self.outgoing.wait(lambda: self._retry_payload(op, call_id, body, sent))
                 return
             body = payload
             if POINTS:
                 point(f"{self._side}.slot.filled")
         (send or self.send)(op, call_id, body)
+        if sent is not None:
+            sent()
 
-    def _retry_payload(self, op: int, call_id: int, body: Body) -> bool:
+    def _retry_payload(self, op: int, call_id: int, body: Body, sent: Callable[[], None] | None) -> bool:
         if not self.is_open:
             return False
         # This runs in the thread that gave the slot back.
-        self.send_payload(op, call_id, body, self.send_from_thread)
+        self.send_payload(op, call_id, body, self.send_from_thread, sent)
         return True
 
     def _end_turn(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from percore._common.errors import PayloadTooLarge
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
-from percore._serialization.advice import IMPORT_ERRORS, advise_importing, advise_main_thread, unpicklable
+from percore._serialization.advice import IMPORT_ERRORS, advise_importing, advise_main_thread, unpicklable, unpicklable_item
 from percore._serialization.pickler import load, qualified_name
 
 if TYPE_CHECKING:
@@ -17,6 +17,18 @@ Send = Callable[[int, int, Body], None]
 
 SMALL: Final = 16_384
 """Largest pickled result, in bytes, that is sent together with other results of its batch."""
+
+
+class ItemFailed(Exception):
+    """An item of a stream cannot be pickled.
+
+    Attributes:
+        error: the exception for the consumer.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
 
 class WorkerFunction:
@@ -122,6 +134,20 @@ class Answers:
             else:
                 self._channel.send_payload(RESULT, call_id, payload, send)
         return None
+
+    def item(self, value: object) -> Payload:
+        """Pickle an item of a stream.
+
+        Raises:
+            ItemFailed: it cannot be pickled.
+        """
+        pickler = self._pickler()
+        try:
+            return pickler.payload(value)
+        except PayloadTooLarge as error:
+            raise ItemFailed(error.with_traceback(None)) from error
+        except BaseException as error:
+            raise ItemFailed(error if pickler.lacks_room else unpicklable_item(value, error)) from error
 
     def _refused(self, value: object, error: BaseException) -> BaseException:
         """Return the exception that the caller gets if pickling its result raised `error`."""

@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
-from percore._protocol.messages import RETURNED, TIMED_OUT, VALUE, Body
+from percore._protocol.messages import CANCELLED, ENDED, RETURNED, TIMED_OUT, VALUE, Body
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
-from percore._worker.answers import Answers, WorkerFunction
+from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
+from percore._worker.streams import TaskStream, ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
 
@@ -79,6 +81,8 @@ class PlainCalls:
         self._hand_over = hand_over
         self._thread = threading.local()
         self._batches: dict[int, WorkerBatch] = {}
+        self.streams: dict[int, TaskStream | ThreadStream] = {}
+        """The streams of this worker that have not ended, also those of tasks."""
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
         self._keeps_watch = False
         self._keeps_results: asyncio.TimerHandle | None = None
@@ -106,6 +110,20 @@ class PlainCalls:
             self.threads.put(call_id, item)
         if self._keeps_results is None:
             self._keep_results()
+
+    def put_stream(self, call_id: int, function: WorkerFunction | None, body: Body, terms: Terms) -> None:
+        """Queue a stream.
+
+        Raises:
+            RuntimeError: as `put`.
+        """
+        # As `_put_batch`: register it first.
+        stream = self.streams[call_id] = ThreadStream(self._channel, self._answers, call_id, terms.prefetch)
+        try:
+            self.threads.put(call_id, partial(self._run_stream, call_id, stream, function, body, terms), is_long=True)
+        except RuntimeError:
+            del self.streams[call_id]
+            raise
 
     def _watch_idle(self) -> None:
         if self._idles is None:
@@ -176,7 +194,12 @@ class PlainCalls:
     def cancel(self, call_id: int, wanted: int | None) -> bool:
         """Cancel a call that has not begun; of a batch, the items from `wanted` on. True if a whole call was cancelled."""
         if wanted is None:
-            return self.threads.take_back(call_id) is not None
+            if self.threads.take_back(call_id) is not None:
+                self.streams.pop(call_id, None)
+                return True
+            if (stream := self.streams.get(call_id)) is not None:
+                stream.close()
+            return False
         batch = self._batches.get(call_id)
         if batch is None:
             return False
@@ -231,6 +254,7 @@ class PlainCalls:
         if type(item) is WorkerBatch:
             count = len(item.items)
             del self._batches[call_id]
+        self.streams.pop(call_id, None)
         self._channel.send(RETURNED, call_id, count)
         return count or 1
 
@@ -278,6 +302,33 @@ class PlainCalls:
             self._run_call(call_id, function, body, None)
         else:
             self._in_context(call_id, terms, self._run_call, call_id, function, body, terms.timeout)
+
+    def _run_stream(self, call_id: int, stream: ThreadStream, function: WorkerFunction | None, body: Body, terms: Terms) -> None:
+        """Run a stream in this thread and answer it. Never raises."""
+        word = (call_id & self._mask) * MARK_WORDS
+        self._marks[word + 1] = time.monotonic_ns()
+        self._marks[word] = call_id
+        if POINTS:
+            point("worker.call.marked")
+        try:
+            self._in_context(call_id, terms, self._run_generator, call_id, stream, function, body)
+        finally:
+            del self.streams[call_id]
+
+    def _run_generator(self, call_id: int, stream: ThreadStream, function: WorkerFunction | None, body: Body) -> None:
+        send = self._channel.send_from_thread
+        try:
+            self._initialize()
+            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            if POINTS:
+                point("worker.call.running")
+            stream.run(fn, args, kwargs)
+        except BaseException as error:
+            if not stream.is_abandoned:
+                self._answers.error(call_id, error.error if type(error) is ItemFailed else error, send)
+        else:
+            if not stream.is_abandoned:
+                send(CANCELLED if stream.is_closing else ENDED, call_id, None)
 
     def _in_context(self, call_id: int, terms: Terms | None, run: Callable[..., None], *args: Any) -> None:
         if terms is None or terms.values is None:

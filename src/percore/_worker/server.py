@@ -21,10 +21,12 @@ from percore._protocol.messages import (
     BATCH,
     CANCEL,
     CANCELLED,
+    CREDIT,
     DEFINE_TASK,
     DEFINE_THREAD,
     DRAIN,
     DRAINING,
+    ENDED,
     FINISH,
     FORGET,
     ID_MASK,
@@ -42,11 +44,12 @@ from percore._protocol.messages import (
     Payload,
 )
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
-from percore._worker.answers import Answers, WorkerFunction
+from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
 from percore._worker.eager_tasks import task_starter
 from percore._worker.plain_calls import PlainCalls
 from percore._worker.shared_objects import WorkerShares
+from percore._worker.streams import TaskStream
 from percore._worker.terms import Terms, Variables, within
 from percore._worker.threads import Threads
 
@@ -97,6 +100,7 @@ class Server:
         self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._threads = self._plain.threads
         self._threads.on_failure = lambda error: self._loop.call_soon_threadsafe(self._thread_failed, error)
+        self._streams = self._plain.streams
         self._start = task_starter(self._loop)
         self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
@@ -112,6 +116,7 @@ class Server:
             ONCE_THREAD: lambda call_id, body: self._put_on_thread(call_id, None, body),
             BATCH: self._batch,
             TERMS: self._under,
+            CREDIT: self._credit,
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
@@ -206,6 +211,11 @@ class Server:
         else:
             self._terms[call_id] = Terms(*body)
 
+    def _credit(self, call_id: int, count: int) -> None:
+        stream = self._streams.get(call_id)
+        if stream is not None:  # else it has ended, and the supervisor is about to hear of it
+            stream.credit(count)
+
     def _cancel(self, call_id: int, wanted: int | None) -> None:
         if wanted is not None:
             self._plain.cancel(call_id, wanted)
@@ -219,7 +229,11 @@ class Server:
             self._loop.call_soon(self._cancel, call_id, None)
         elif task is not None:
             self._cancelled.add(call_id)
-            task.cancel()
+            stream = self._streams.get(call_id)
+            if stream is None:
+                task.cancel()
+            else:
+                stream.close(task)
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
 
@@ -253,6 +267,8 @@ class Server:
         """
         self._is_draining = self._is_abandoned = True
         self._plain.give_back_all()
+        for stream in list(self._streams.values()):
+            stream.abandon()
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -301,7 +317,10 @@ class Server:
             fn, args, kwargs = self._answers.unpack(call_id, function, body, self._channel.send_later)
             if terms is not None and terms.timeout is not None:
                 fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
-            run = self._run(call_id, fn, args, kwargs)
+            if terms is not None and terms.prefetch:
+                run = self._run_stream(call_id, terms.prefetch, fn, args, kwargs)
+            else:
+                run = self._run(call_id, fn, args, kwargs)
         except BaseException as error:  # user code ran: any exception is the outcome of this call
             self._answers.error(call_id, error, send)
             return
@@ -330,6 +349,25 @@ class Server:
         if self._is_draining:
             self._look_soon()
 
+    async def _run_stream(
+        self, call_id: int, prefetch: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> None:
+        stream = self._streams[call_id] = TaskStream(self._channel, self._answers, call_id, prefetch)
+        try:
+            if POINTS:
+                point("worker.call.running")
+            await stream.run(fn, args, kwargs)
+        except BaseException as error:
+            del self._streams[call_id]
+            self._end_task(call_id, error.error if type(error) is ItemFailed else error)
+        else:
+            del self._streams[call_id]
+            self._tasks.pop(call_id, None)
+            self._cancelled.discard(call_id)
+            self._channel.send(CANCELLED if stream.is_closing else ENDED, call_id, None)
+        if self._is_draining:
+            self._look_soon()
+
     def _end_task(self, call_id: int, error: BaseException) -> None:
         self._tasks.pop(call_id, None)
         if self._is_abandoned and isinstance(error, asyncio.CancelledError):
@@ -349,7 +387,10 @@ class Server:
             self._channel.send(RETURNED, call_id, None)
             return
         try:
-            self._plain.put(call_id, (function, body, terms))
+            if terms is not None and terms.prefetch:
+                self._plain.put_stream(call_id, function, body, terms)
+            else:
+                self._plain.put(call_id, (function, body, terms))
         except RuntimeError as error:  # the pool has no thread and cannot start one, as under a limit on processes
             self._answers.error(call_id, error, self._channel.send)
 

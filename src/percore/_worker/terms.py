@@ -16,11 +16,13 @@ class Terms(NamedTuple):
         timeout: seconds that the call may run; None means no limit.
         values: values of context variables, by number: a dict of scalars, or a pickle of such a dict; None if none is set.
         is_broadcast: whether the call is a broadcast. If it needs a thread, it runs in a new one outside the pool.
+        prefetch: of a stream: how many items it may send at first; 0: it is no stream.
     """
 
     timeout: float | None
     values: dict[int, Any] | bytes | None
     is_broadcast: bool
+    prefetch: int = 0
 
 
 class Variables:

@@ -59,7 +59,11 @@ of it. Calls of up to `_SHORT` CPU seconds are not judged: a thread may wait for
 
 
 _NUDGE: Final = -1
-"""In place of a call's id: the thread that takes it runs for a moment and waits again."""
+"""In place of a call's id: the thread that takes it runs for a moment and waits again. Other negative numbers are inverted ids."""
+
+
+def _run_long(_call_id: int, item: Callable[[], None]) -> None:
+    item()
 
 
 class SwitchInterval:
@@ -143,8 +147,8 @@ class Threads:
 
     # From the loop
 
-    def put(self, call_id: int, item: Any) -> None:
-        """Queue a call.
+    def put(self, call_id: int, item: Any, *, is_long: bool = False) -> None:
+        """Queue a call. A long one takes no turns and is not measured; `item` is then a function, which runs it and never raises.
 
         Raises:
             RuntimeError: the pool has no thread and cannot start one; the call is not queued.
@@ -159,7 +163,7 @@ class Threads:
                     raise
         if self._is_main and self.on_start is not None:
             self.on_start()
-        self._ids.put(call_id)
+        self._ids.put(~call_id if is_long else call_id)
 
     def take_back(self, call_id: int) -> Any | None:
         """Remove a call that has not begun and return it. None if it has begun."""
@@ -251,8 +255,10 @@ class Threads:
     def _work(self) -> None:
         get = self._ids.get
         while (call_id := get()) is not None:
-            if call_id != _NUDGE:
+            if call_id >= 0:
                 self._begin(call_id, self._run_one)
+            elif call_id != _NUDGE:
+                self._begin(~call_id, _run_long)
 
     def _run_beside(self, call_id: int) -> None:
         self._begin(call_id, self._run)

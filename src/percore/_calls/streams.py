@@ -1,0 +1,217 @@
+"""A stream as a pending call: it holds a place in a worker from its start to its end, and its items arrive one after the other."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
+from typing import Any, ClassVar, Final
+
+from percore._calls.calls import CallBase, Owner
+from percore._calls.functions import Function
+from percore._calls.policy import CallPlan
+from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._protocol.messages import CREDIT, BrokenFrame, Payload
+from percore._scheduler.streaming import Credits, StreamPhase
+
+_UNHEARD: Final = "a generator failed while its stream was closed, and nothing waited for that"
+
+
+def _nothing() -> None:
+    return
+
+
+class StreamCall(CallBase):
+    """A call of a generator function, with the items that have arrived and were not taken.
+
+    The consumer iterates `items` once. The call is done when the consumer needs nothing more of it: when the outcome has arrived,
+    or when the consumer has left. In the second case a worker may still close the generator; `gone` waits for that.
+    """
+
+    __slots__ = (
+        *("_closers", "_failure", "_gone", "_loop", "_phase", "_ready", "_waiter"),
+        *("body", "call_id", "credits", "error", "function", "key", "kind", "member", "on_done", "owner", "plan"),
+    )
+
+    queue: ClassVar[None] = None
+
+    # `Submission` sets these, and `PoolWorker` sets `call_id` when it sends the call.
+    owner: Owner
+    function: Function
+    kind: int
+    body: tuple[Any, ...] | Payload
+    call_id: int
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, prefetch: int, plan: CallPlan, key: Hashable | None = None) -> None:
+        """`prefetch` is in the terms of `plan`, too."""
+        self.plan = plan
+        self.key = key
+        self.member: Any = None
+        self.credits = Credits(prefetch)
+        self.error: BaseException | None = None
+        """The error to raise after the items that have arrived."""
+        self.on_done: Callable[[], None] = _nothing
+        """Called once, when the call is done."""
+        self._loop = loop
+        self._phase = StreamPhase.NEW
+        self._ready: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._gone: asyncio.Future[None] | None = None
+        self._closers = 0
+        self._failure: BaseException | None = None
+
+    # For the consumer
+
+    async def items(self, begin: Callable[["StreamCall"], Awaitable[None]]) -> AsyncGenerator[Any]:
+        """Begin the stream, yield its items, then raise the error that has ended it, if there is one.
+
+        `begin` submits the call. Leaving the generator in any way ends the stream.
+        """
+        ready, counts = self._ready, self.credits
+        try:
+            if not self.done():
+                await begin(self)
+            while True:
+                while ready:
+                    value = ready.popleft()
+                    counts.taken += 1
+                    if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN:
+                        self.member.tell(CREDIT, self.call_id, counts.grant())
+                    yield value
+                if self.done():
+                    break
+                self._waiter = self._loop.create_future()
+                await self._waiter
+            error, self.error = self.error, None
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame: a cycle that would keep the callers' locals alive
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the stream, because the consumer needs no more items. Idempotent."""
+        self._ready.clear()
+        self.error = None
+        if not self.done():
+            was_submitted = self._phase is not StreamPhase.NEW
+            self._end(None)
+            if was_submitted:
+                self.owner.cancelled(self)
+
+    async def gone(self) -> None:
+        """Wait until no worker runs the generator any more. Call it when the call is done.
+
+        Raises:
+            BaseException: the error by which the generator has failed since the consumer left it.
+        """
+        self._closers += 1
+        try:
+            while self.member is not None:
+                if self._gone is None:
+                    self._gone = self._loop.create_future()
+                await asyncio.shield(self._gone)
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                try:
+                    raise failure
+                finally:
+                    del failure
+        finally:
+            self._closers -= 1
+            if self._failure is not None and not self._closers:  # 1. it has failed  2. the last waiter is cancelled, and resumes
+                self._report()
+
+    # For the supervisor
+
+    def submitted(self) -> None:
+        """Note that the call is complete and about to be sent or queued."""
+        self._phase = StreamPhase.OPEN
+
+    def forget(self) -> None:
+        """Note that the call could not be submitted. The submitter raises the error."""
+        if not self.done():
+            self._end(None)
+
+    def cut(self, refusal: Callable[[], BaseException]) -> None:
+        """End the stream, because the runner closes or is broken. Items that were published are still handed over."""
+        if self._phase is StreamPhase.NEW:
+            self._end(refusal())
+        elif self._phase is StreamPhase.OPEN:
+            if self.member is None:
+                self._end(refusal())
+            else:
+                self._phase = StreamPhase.ENDING
+            self.owner.cancelled(self)
+
+    def arrived(self, values: list[Any]) -> None:
+        """Take the next items.
+
+        Raises:
+            BrokenFrame: the worker has sent more than it was granted.
+        """
+        self.credits.arrive(len(values))
+        if self._phase is not StreamPhase.OVER:
+            self._ready += values
+            self._wake()
+
+    def ended(self) -> None:
+        """Note that the generator has returned."""
+        if not self.done():
+            self._end(None)
+
+    def done(self) -> bool:
+        """Whether the consumer needs nothing more."""
+        return self._phase is StreamPhase.OVER
+
+    def set_result(self, value: Any) -> None:
+        """Refuse a result.
+
+        Raises:
+            BrokenFrame: always, since no healthy worker sends one.
+        """
+        raise BrokenFrame(f"a result of {self.function.name}, which is a stream")
+
+    def deliver(self, value: Any, size: int) -> None:
+        """As `set_result`."""
+        self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with this error, after the items that have arrived."""
+        self._end(error)
+
+    def cut_off(self) -> None:
+        """End with RunnerClosed, because the runner is closing."""
+        self._end(RunnerClosed(CUT_OFF))
+
+    def abandon(self, error: BaseException) -> None:
+        """End with this error, and have the worker close the generator."""
+        self._end(error)
+        self.owner.cancelled(self)
+
+    def failed_late(self, error: BaseException) -> None:
+        """Take an error of the generator that has come after the consumer left. `gone` raises it, or else the loop reports it."""
+        self._failure = error
+        if not self._closers:
+            self._report()
+
+    def left(self) -> None:
+        """Note that no worker holds the call any more."""
+        if self._phase is StreamPhase.ENDING:  # handed back or lost: it must not begin elsewhere while the runner closes
+            self._end(RunnerClosed(CUT_OFF))
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._phase = StreamPhase.OVER
+        self.error = error
+        self._wake()
+        self.on_done()
+
+    def _report(self) -> None:
+        failure, self._failure = self._failure, None
+        self._loop.call_exception_handler({"message": f"{_UNHEARD}: {self.function.name}", "exception": failure})
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

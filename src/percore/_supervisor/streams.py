@@ -1,0 +1,96 @@
+"""The streams of a runner, from the request of the first item on: they wait for admission, are submitted, and end with the runner.
+
+`make` and `begin` serve `Runner.stream`. A call whose arguments are pickled already enters through `accept`. In both cases the
+iterator over the items is `StreamCall.items`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from percore._calls.functions import Function
+from percore._calls.policy import DEFAULT, CallPlan, Policy
+from percore._calls.shared_objects import Share
+from percore._calls.streams import StreamCall
+from percore._protocol.messages import Payload
+
+if TYPE_CHECKING:
+    from percore._calls.context_variables import Contexts
+    from percore._supervisor.admission import Admission
+    from percore._supervisor.closing import Closing
+    from percore._supervisor.submission import Submission
+
+
+class Streams:
+    """Begins the streams of one runner."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        submission: "Submission",
+        contexts: "Contexts | None",
+        admission: "Admission | None",
+        closing: "Closing",
+    ) -> None:
+        self._loop = loop
+        self._submission = submission
+        self._contexts = contexts
+        self._admission = admission
+        self._closing = closing
+
+    def make(self, policy: Policy | None) -> StreamCall:
+        """Return a call that is not begun. It gets the values that the context variables have now.
+
+        Raises:
+            PayloadTooLarge: the values of the context variables are too large.
+            BaseException: any error of pickling them.
+        """
+        policy = DEFAULT if policy is None else policy
+        context = None if self._contexts is None else self._contexts.capture()
+        return StreamCall(self._loop, policy.prefetch, CallPlan(DEFAULT, context, prefetch=policy.prefetch), policy.key)
+
+    async def begin(
+        self, check: Callable[[], None], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], call: StreamCall
+    ) -> None:
+        """Submit a call that `make` has made, after waiting for room under `max_pending`. A pickling error ends the call.
+
+        `check` raises if the runner does not accept calls.
+
+        Raises:
+            RunnerClosed, RunnerBroken, RuntimeError: the call cannot be accepted.
+            KeyboardInterrupt: pickling raised it; the call was not accepted.
+        """
+        check()
+        if self._admission is not None:
+            await self._admission.enter()
+            try:
+                check()
+            except BaseException:
+                self._admission.leave()
+                raise
+            if call.done():  # another task has closed the stream meanwhile
+                self._admission.leave()
+                return
+        self._register(call)
+        try:
+            self._submission.stream(call, function, args, kwargs)
+        except BaseException:
+            call.forget()
+            raise
+
+    def accept(self, call: StreamCall, function: Function, body: tuple[Any, ...] | Payload, shares: Sequence[Share] = ()) -> None:
+        """Submit a call that `make` has made, with arguments that are pickled already. It does not count for `max_pending`."""
+        self._register(call, is_exempt=True)
+        self._submission.accept_stream(call, function, body, shares)
+
+    def _register(self, call: StreamCall, *, is_exempt: bool = False) -> None:
+        end = partial(call.cut, self._closing.refusal)
+        self._closing.enders.add(end)
+
+        def done() -> None:
+            self._closing.enders.discard(end)
+            if self._admission is not None and not is_exempt:
+                self._admission.leave()
+
+        call.on_done = done

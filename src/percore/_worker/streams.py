@@ -1,0 +1,291 @@
+"""Streams in a worker: they run generators, and send the items as far as the supervisor has granted credits.
+
+An async generator runs in a task (`TaskStream`), a plain one on a thread of the pool for its whole life (`ThreadStream`). Both are
+closed where they run: a stream that waits for credits or for room closes its generator at once, a running generator when it yields
+next. A task is cancelled, too, so an async generator that awaits gets CancelledError there.
+
+Small items are collected and sent together: when the stream has to wait, when half of the first credits are collected, and in any
+case soon. A large item is sent alone. The stream goes on when the channel has taken it, because later messages could overtake it
+before.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._common.fault_points import POINTS, point
+from percore._protocol.messages import ITEM, ITEMS, Payload
+from percore._worker.answers import SMALL, Answers
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from percore._protocol.interfaces import WorkerChannel
+
+KEEP: Final = 0.002
+"""Seconds that an item of a plain generator may wait for other items."""
+
+_MOST: Final = 256
+_MOST_BYTES: Final = 32_768
+_TURN: Final = 0.003
+"""Seconds after which an async generator that never awaits gives way to other tasks."""
+
+_PLAIN: Final = frozenset({float, bool, type(None)})
+_LARGE_INT: Final = 1 << 63
+_HEAVIEST_INT: Final = 48
+"""Bytes of the largest int that passes as it is, in a message."""
+
+
+class _Stream:
+    """The items of one stream, on their way to the supervisor."""
+
+    def __init__(self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int) -> None:
+        self.is_closing = False
+        """Whether the generator is to be closed."""
+        self._channel = channel
+        self._answers = answers
+        self._passes = answers.passes
+        self._call_id = call_id
+        self._credits = prefetch
+        """How many more items may be sent."""
+        self._half = min(_MOST, max(1, prefetch // 2))
+        self._values: list[Any] = []
+        self._pickled: list[int] = []
+        """Indexes of the values that are pickles."""
+        self._size = 0
+        self._is_blocked = False
+        """Whether a large item waits until the channel takes it."""
+        self._lock = threading.Lock()
+        """Held while items are sent, so that they arrive in order. Meanwhile another thread may append scalars to `_values`."""
+
+    def _add(self, item: Any) -> Payload | None:
+        """Collect an item. Return its payload if it has to be sent alone, else None. Runs user code.
+
+        Raises:
+            ItemFailed: the item cannot be pickled.
+        """
+        self._credits -= 1
+        kind = type(item)
+        if kind in _PLAIN or (kind is int and -_LARGE_INT < item < _LARGE_INT):
+            self._values.append(item)
+            return None
+        if self._passes(item):
+            with self._lock:
+                self._size += _HEAVIEST_INT if kind is int else 4 * len(item)
+                self._values.append(item)
+            return None
+        payload = self._answers.item(item)
+        if type(payload) is not bytes or len(payload) > SMALL:
+            return payload
+        with self._lock:
+            self._size += len(payload)
+            self._pickled.append(len(self._values))
+            self._values.append(payload)
+        return None
+
+    def _is_due(self) -> bool:
+        return len(self._values) >= self._half or self._size > _MOST_BYTES
+
+    def flush(self) -> None:
+        """Send the collected items. From any thread."""
+        with self._lock:
+            values, pickled = self._values[:], self._pickled
+            if not values:
+                return
+            del self._values[: len(values)]
+            self._pickled, self._size = [], 0
+            if POINTS:
+                point("worker.item.ready")
+            body = self._channel.pack_values(0, -1.0, values, pickled)
+            assert body is not None, "items are counted by their largest sizes, so they fit"
+            self._channel.send_from_thread(ITEMS, self._call_id, body)
+
+    def _send(self, payload: Payload) -> None:
+        """Send a large item, now or when there is room for it. `_is_blocked` is set until then."""
+        self.flush()
+        self._is_blocked = True
+        if POINTS:
+            point("worker.item.ready")
+        self._channel.send_payload(ITEM, self._call_id, payload, self._channel.send_from_thread, self._sent)
+
+    def _sent(self) -> None:
+        """Note that the channel has taken a large item. From any thread."""
+        raise NotImplementedError
+
+
+class TaskStream(_Stream):
+    """A stream of an async generator. The loop calls the methods."""
+
+    def __init__(self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int) -> None:
+        super().__init__(channel, answers, call_id, prefetch)
+        self._loop = channel.loop
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while the stream itself waits, and not the generator."""
+        self._is_ending = self._is_flushing = False
+
+    async def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Run the generator to its end, or until it is closed.
+
+        Raises:
+            ItemFailed: an item could not be pickled.
+            BaseException: what the generator raises.
+        """
+        generator = fn(*args, **kwargs) if kwargs else fn(*args)
+        began = self._loop.time()
+        try:
+            async for item in generator:
+                payload = self._add(item)
+                if payload is not None:
+                    self._send(payload)
+                    await self._unblocked()
+                elif self._is_due():
+                    self.flush()
+                    if self._loop.time() - began > _TURN:
+                        self._loop.call_soon(self._wake)
+                        await self._pause()
+                        began = self._loop.time()
+                elif not self._is_flushing:
+                    self._is_flushing = True
+                    self._loop.call_soon(self._flush_soon)
+                if not self._credits:
+                    await self._wait_for_credit()
+                if self.is_closing:
+                    break
+        finally:
+            self._is_ending = True
+            self.flush()
+            await generator.aclose()
+
+    def credit(self, count: int) -> None:
+        """Allow `count` more items."""
+        self._credits += count
+        self._wake()
+
+    def close(self, task: "asyncio.Task[None] | None" = None) -> None:
+        """Close the generator: at once if the stream waits, else by cancelling the task in which it runs. Idempotent."""
+        if self.is_closing or self._is_ending:
+            return
+        self.is_closing = True
+        if self._waiter is not None:
+            self._wake()
+        elif task is not None:
+            task.cancel()
+
+    def abandon(self) -> None:
+        """Wait for nothing any more, because the worker ends. Its task is cancelled."""
+        self.is_closing = True
+        self._sent()
+
+    async def _wait_for_credit(self) -> None:
+        self.flush()
+        while not (self._credits or self.is_closing):
+            await self._pause()
+
+    async def _pause(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _unblocked(self) -> None:
+        """Wait until the channel has taken the large item.
+
+        No wake-up is lost: this first makes the waiter and then looks, `_sent` first sets what this looks at, then looks for the
+        waiter.
+        """
+        while self._is_blocked:
+            self._waiter = self._loop.create_future()
+            try:
+                if self._is_blocked:
+                    await self._waiter
+            finally:
+                self._waiter = None
+
+    def _sent(self) -> None:
+        self._is_blocked = False
+        if self._waiter is not None:
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _flush_soon(self) -> None:
+        self._is_flushing = False
+        self.flush()
+
+
+class ThreadStream(_Stream):
+    """A stream of a plain generator. Its thread calls `run`, the loop the other methods."""
+
+    def __init__(self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int) -> None:
+        super().__init__(channel, answers, call_id, prefetch)
+        self.is_abandoned = False
+        """Whether nobody waits for the outcome, because the worker ends."""
+        self._loop = channel.loop
+        self._grants: SimpleQueue[int] = SimpleQueue()
+        """Credits for the thread; 0 only wakes it."""
+        self._thread = 0
+        self._since = 0.0
+        """When items were last sent."""
+        self._is_watched = False
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """As `TaskStream.run`."""
+        self._thread = threading.get_ident()
+        generator = fn(*args, **kwargs) if kwargs else fn(*args)
+        try:
+            while not self.is_closing:  # not `for`: a stream may be closed before its first item
+                try:
+                    item = next(generator)
+                except StopIteration:
+                    break
+                payload = self._add(item)
+                if payload is not None:
+                    self._send(payload)
+                    while self._is_blocked:
+                        self._credits += self._grants.get()
+                elif self._is_due() or time.perf_counter() - self._since > KEEP:
+                    self.flush()
+                    self._since = time.perf_counter()
+                elif not self._is_watched:
+                    self._is_watched = True
+                    self._loop.call_soon_threadsafe(self._watch)
+                while not self._credits and not self.is_closing:
+                    if self._grants.empty():
+                        self.flush()
+                    self._credits += self._grants.get()
+        finally:
+            self.flush()
+            generator.close()
+
+    def credit(self, count: int) -> None:
+        """Allow `count` more items."""
+        self._grants.put(count)
+
+    def close(self, _task: "asyncio.Task[None] | None" = None) -> None:
+        """Close the generator when it yields next, or now if the stream waits. Idempotent."""
+        self.is_closing = True
+        self._grants.put(0)
+
+    def abandon(self) -> None:
+        """Wait for nothing any more, because the worker ends."""
+        self.is_abandoned = True
+        self._is_blocked = False
+        self.close()
+
+    def _sent(self) -> None:
+        self._is_blocked = False
+        if threading.get_ident() != self._thread:
+            self._grants.put(0)
+
+    def _watch(self) -> None:
+        self._loop.call_later(KEEP, self._flush_kept)
+
+    def _flush_kept(self) -> None:
+        """Send items that wait behind a slow one. Their thread is busy with that, so the loop does this."""
+        self._is_watched = False  # first: an item that is added from now on sets the timer again
+        self.flush()
