@@ -76,7 +76,8 @@ def is_leased(runner: Runner) -> bool:
 
 def items_ready(stream: Stream[Any]) -> int:
     """How many items of a stream have arrived and were not taken."""
-    return len(stream._call._ready)
+    call: Any = stream._call
+    return len(call._ready)
 
 
 def close_call(stream: Stream[Any]) -> None:

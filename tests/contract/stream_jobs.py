@@ -163,8 +163,7 @@ async def stubborn(log: str, gate: str) -> AsyncIterator[int]:
 
 def failing(at: int, make: Callable[[], Any]) -> Iterator[Any]:
     """Yield or raise what `make` returns as the item of this number; then another item."""
-    for number in range(at):
-        yield number
+    yield from range(at)
     thing = make()
     if isinstance(thing, BaseException):
         raise thing

@@ -216,6 +216,17 @@ async def twice(runner: Runner) -> None:
     await results
 
 
+async def stream_twice(runner: Runner) -> None:
+    stream = runner.stream(jobs.numbers)
+    await stream.aclose()
+    aiter(stream)
+
+
+async def never_streamed(runner: Runner) -> None:
+    _ = runner.stream(jobs.numbers)
+    del _
+
+
 async def dies(runner: Runner) -> None:
     call = runner.submit(asyncio.sleep, 3600)
     while not runner.statistics().running:  # noqa: ASYNC110  # there is no event for it
@@ -454,8 +465,24 @@ SENTENCES: Final[dict[str, Use]] = {
     # Functions and inputs
     "give the function and its arguments: runner.run(…, ...), not runner.run(…(...))": lambda runner: runner.submit(jobs.aecho(1)),
     "expected a function, not …": lambda runner: runner.submit(5),
-    "… is a generator function: one call gives one result. Give a function that returns a list, or map a function "
-    "over the inputs of the generator": lambda runner: runner.submit(jobs.numbers),
+    "… is a generator function, and one call gives one result: iterate `runner.stream(…, ...)` with `async for`": (
+        lambda runner: runner.submit(jobs.numbers)
+    ),
+    "give the function and its arguments: runner.stream(…, ...), not runner.stream(…(...))": (
+        lambda runner: runner.stream(jobs.numbers())
+    ),
+    "expected a generator function, not …": lambda runner: runner.stream(5),
+    "… is not a generator function, so it has one result: `await runner.run(…, ...)`, or `runner.map(…, ...)` for many calls": (
+        lambda runner: runner.stream(jobs.echo)
+    ),
+    "percore does not retry a stream, since its consumer has seen some of the items: retries, retry_on and backoff do not apply to "
+    "it. Catch the error, and open another stream": lambda runner: runner.options(retries=1).stream(jobs.numbers),
+    "timeout limits a call in its worker, and a stream also waits there for its consumer: write `async with asyncio.timeout(...)` "
+    "around the `async for`, or inside the generator around its awaits": (
+        lambda runner: runner.options(timeout=1).stream(jobs.numbers)
+    ),
+    "a stream is used once; call runner.stream(...) again for another round": stream_twice,
+    "a stream was never used: iterate it with `async for`": never_streamed,
     "map needs at least one iterable": lambda runner: runner.map(jobs.echo),
     "map needs iterables, not …": lambda runner: runner.map(jobs.echo, 5),
     "window must be a whole number, not …": lambda runner: runner.map(jobs.echo, [1], window=1.5),
@@ -480,7 +507,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "the call raised …": lambda runner: runner.run(stop_iteration),
     "the exception is larger than max_message and could not be sent": lambda _: done_with(load_exception(b"")),
     "the exception could not be unpickled: …": lambda _: done_with(load_exception(b"damaged")),
-    "the result could not be unpickled here: …": lambda runner: runner.run(jobs.unreadable, 1),
+    "the … could not be unpickled here: …": lambda runner: runner.run(jobs.unreadable, 1),
     "a log record of … bytes": at(
         "tests/unit/test_logs.py::test_what_the_ring_can_never_hold_is_refused", "a log record of 65536 bytes"
     ),

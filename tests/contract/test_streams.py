@@ -69,26 +69,28 @@ async def test_what_can_be_streamed(make: MakeRunner, subtests: pytest.Subtests)
 
 async def test_what_cannot_be_streamed(make: MakeRunner) -> None:
     async with make() as runner:
-        for fn in (jobs.echo, jobs.aecho, print, functools.partial(jobs.add, 1)):
+        stream: Any = runner.stream  # any argument is accepted
+        one: Any
+        for one in (jobs.echo, jobs.aecho, print, functools.partial(jobs.add, 1)):
             with pytest.raises(TypeError, match=r"is not a generator function, .*runner\.run\(.*runner\.map\("):
-                runner.stream(fn, 1)  # type: ignore[arg-type]  # on purpose
+                stream(one, 1)
         with pytest.raises(TypeError, match="expected a generator function, not 5"):
-            runner.stream(5, 1)  # type: ignore[call-overload]  # on purpose
+            stream(5, 1)
         for made in (streams.numbers(3), streams.anumbers(3), jobs.aecho()):
             with pytest.raises(TypeError, match=r"runner\.stream\((a?numbers|aecho), \.\.\.\), not"):
-                runner.stream(made)  # type: ignore[call-overload]  # on purpose
+                stream(made)
         # Other verbs name `stream`, also when they have met the function as one.
-        for fn in (streams.numbers, streams.anumbers, streams.Range.first):
-            assert await all_of(runner.stream(fn, 1)) == [0]
+        for one in (streams.numbers, streams.anumbers, streams.Range.first):
+            assert await all_of(runner.stream(one, 1)) == [0]
             with pytest.raises(TypeError, match=r"is a generator function, .*runner\.stream\("):
-                runner.submit(fn, 1)
+                _ = runner.submit(one, 1)
             with pytest.raises(TypeError, match=r"runner\.stream\("):
-                await runner.run(fn, 1)
+                await runner.run(one, 1)
             with pytest.raises(TypeError, match=r"runner\.stream\("):
-                runner.map(fn, [1])
+                _ = runner.map(one, [1])
         for options in ({"retries": 1}, {"timeout": 1.0}):
             with pytest.raises(TypeError, match="stream"):
-                runner.options(**options).stream(streams.numbers, 1)  # type: ignore[arg-type]
+                runner.options(**options).stream(streams.numbers, 1)
     with pytest.raises(percore.RunnerClosed):
         runner.stream(streams.numbers, 1)
 
@@ -254,7 +256,7 @@ async def test_a_stream_counts_as_one_pending_call(make: MakeRunner) -> None:
         stream = runner.stream(streams.anumbers, 100)
         assert await anext(stream) == 0
         with pytest.raises(percore.RunnerFull):
-            runner.submit(jobs.aecho)
+            _ = runner.submit(jobs.aecho)
         second = runner.stream(streams.anumbers, 3)
         items = asyncio.ensure_future(all_of(second))
         third = asyncio.ensure_future(anext(runner.stream(streams.anumbers, 3)))

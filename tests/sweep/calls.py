@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import percore
@@ -70,6 +70,29 @@ def item(ledger: str, uuid: int) -> int:
     """One of a map."""
     enter(ledger, uuid)
     return answer(uuid)
+
+
+ITEMS = 10
+"""Of a stream."""
+
+
+def part(uuid: int, number: int, size: int) -> int | bytes:
+    """An item of a stream."""
+    return pattern(uuid + number, size) if size else uuid + number
+
+
+async def stream_task(ledger: str, uuid: int, size: int) -> AsyncIterator[int | bytes]:
+    """A stream of `ITEMS` parts."""
+    enter(ledger, uuid)
+    for number in range(ITEMS):
+        yield part(uuid, number, size)
+
+
+def stream_thread(ledger: str, uuid: int, size: int) -> Iterator[int | bytes]:
+    """As `stream_task`, on a thread."""
+    enter(ledger, uuid)
+    for number in range(ITEMS):
+        yield part(uuid, number, size)
 
 
 async def block(ledger: str, uuid: int, gate: str) -> int:

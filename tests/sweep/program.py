@@ -166,6 +166,9 @@ class Host:
             for seconds, *sizes in [(0,), (0, 0, 10), (0, calls.STORED), (0, 0, calls.STORED), (0, calls.ERROR)]
             for fn in (calls.task, calls.thread)
         ]
+        kinds += [
+            partial(self._stream, fn, size) for size in (0, 10, calls.STORED) for fn in (calls.stream_task, calls.stream_thread)
+        ]
         if how == "one by one":
             self.background.append(asyncio.create_task(self._one_by_one(kinds)))
             return
@@ -257,6 +260,19 @@ class Host:
         uuid = self._next()
         data = () if argument is None else ([calls.pattern(uuid, argument)],)
         self._record(self.runner.submit(fn, self.ledger, uuid, seconds, size, *data), uuid)
+
+    def _stream(self, fn: Callable[..., Any], size: int) -> None:
+        uuid = self._next()
+        self._record(asyncio.ensure_future(self._consume(fn, uuid, size)), uuid)
+
+    async def _consume(self, fn: Callable[..., Any], uuid: int, size: int) -> int:
+        """Take a stream to its end. Its items are right, in order, and whatever ends it comes after the last of them."""
+        taken = 0
+        async for item in self.runner.options(prefetch=4).stream(fn, self.ledger, uuid, size):
+            assert item == calls.part(uuid, taken, size), f"item {taken} of a stream is another one"
+            taken += 1
+        assert taken == calls.ITEMS, f"a stream ended after {taken} items"
+        return calls.answer(uuid)
 
     def _record(self, future: asyncio.Future[Any], uuid: int | None = None) -> None:
         future.add_done_callback(partial(self._done, uuid or self.last))

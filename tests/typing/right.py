@@ -3,11 +3,11 @@
 import abc
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, assert_type
 
 import percore
-from percore import Map, Runner, Shared
+from percore import Map, Runner, Shared, Stream
 
 
 class Session(abc.ABC):
@@ -122,6 +122,29 @@ async def rows(runner: Runner) -> None:
     assert_type(await runner.starmap(fetch, [("u", 1)]), list[int])
     assert_type(await runner.starmap(fetch, [["u", 1]], return_exceptions=True), list[int | BaseException])
     assert_type(await runner.options(timeout=1).starmap(six, ((1,) * 6 for _ in range(3))), list[float])
+
+
+def numbers(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+async def anumbers(count: int, start: int = 0) -> AsyncGenerator[str]:
+    for number in range(start, count):
+        yield str(number)
+
+
+async def a_stream(runner: Runner) -> None:
+    assert_type(runner.stream(numbers, 3), Stream[int])
+    assert_type(runner.stream(anumbers, 3, start=1), Stream[str])
+    assert_type(runner.stream(functools.partial(numbers, 3)), Stream[int])
+    assert_type(runner.options(prefetch=1, key="key").stream(numbers, count=3), Stream[int])
+    async for number in runner.stream(numbers, 3):
+        assert_type(number, int)
+    async with runner.stream(anumbers, 3) as texts:
+        assert_type(await anext(texts), str)
+        assert_type(aiter(texts), AsyncIterator[str])
+        await texts.aclose()
+    assert_type(await runner.map(str, runner.stream(numbers, 3)), list[str])
 
 
 def covariant(sizes: Map[bool], shared: Shared[bool]) -> tuple[Map[int], Shared[int]]:

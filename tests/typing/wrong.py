@@ -5,7 +5,7 @@ Each ignored error is expected: an ignore comment that a checker does not need i
 
 import percore
 from percore import Map, Runner
-from tests.typing.right import fetch, parse
+from tests.typing.right import fetch, numbers, parse
 
 
 async def names() -> None:
@@ -33,6 +33,15 @@ async def how_many(runner: Runner) -> None:
     await runner.map(fetch)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     await runner.map(fetch, ["u"], [1], [2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
     await runner.map(parse, [b""], [b""])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+async def a_stream(runner: Runner) -> None:
+    runner.stream(fetch, "u")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    runner.stream(parse, b"")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    runner.stream(numbers, "3")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    for _ in runner.stream(numbers, 3):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
+        pass
+    await runner.stream(numbers, 3)  # type: ignore[misc]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 async def keywords(runner: Runner) -> None:

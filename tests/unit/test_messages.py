@@ -139,10 +139,11 @@ LARGEST: Final[dict[str, Any]] = {
     "ONCE_TASK": PICKLE,
     "ONCE_THREAD": PICKLE,
     "BATCH": lambda: max((batches_of([row] * 5000, is_single=False)[0] for row in HEAVY_ROWS), key=len),
-    "TERMS": lambda: (1e9, heaviest_context(), True),
+    "TERMS": lambda: (1e9, heaviest_context(), True, 1_000_000),
     "DRAIN": None,
     "FORGET": None,
     "SHARE": SLOT,
+    "CREDIT": 1_000_000,
     "VALUE": WIDE * 4096,
     "RESULT": PICKLE,
     "ERROR": PICKLE,
@@ -158,6 +159,9 @@ LARGEST: Final[dict[str, Any]] = {
     "UNLEASED": SLOT,
     "FORGOTTEN": None,
     "FAILED": PICKLE,
+    "ITEMS": PICKLE,
+    "ITEM": PICKLE,
+    "ENDED": None,
 }
 """By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
 

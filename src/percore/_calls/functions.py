@@ -80,9 +80,7 @@ def stream_kind_of(fn: object) -> int:
         fn.close()
     if inspect.isgenerator(fn) or inspect.isasyncgen(fn) or inspect.iscoroutine(fn):
         name = fn.__qualname__
-        raise TypeError(
-            f"give the generator function and its arguments: runner.stream({name}, ...), not runner.stream({name}(...))"
-        )
+        raise TypeError(f"give the function and its arguments: runner.stream({name}, ...), not runner.stream({name}(...))")
     inner, call = routines_of(fn)
     if _makes_async_generator(inner, call):
         return Kind.TASK

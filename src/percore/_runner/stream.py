@@ -1,13 +1,19 @@
 """Stream: the items of one generator that runs in a worker."""
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import AsyncGeneratorType, TracebackType
-from typing import Generic, Self, TypeVar, cast
-
-from percore._calls.streams import StreamCall
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Call(Protocol):
+    """The call of a stream: `percore._calls.streams.StreamCall`."""
+
+    def items(self, begin: Callable[[Any], Awaitable[None]], /) -> AsyncGenerator[Any]: ...
+    def close(self) -> None: ...
+    async def gone(self) -> None: ...
 
 
 class Stream(Generic[T_co]):
@@ -25,8 +31,11 @@ class Stream(Generic[T_co]):
     time may wait for an item; a second one gets RuntimeError.
     """
 
-    def __init__(self, call: StreamCall, check: Callable[[], None], begin: Callable[[StreamCall], Awaitable[None]]) -> None:
-        """`check` raises if the stream cannot be used: from another event loop or thread, or after the runner was closed."""
+    def __init__(self, call: Call, check: Callable[[], None], begin: Callable[[Any], Awaitable[None]]) -> None:
+        """`check` raises if the stream cannot be used: from another event loop or thread, or after the runner was closed.
+
+        `begin` submits the call.
+        """
         self._call = call
         self._check = check
         self._begin = begin
