@@ -16,6 +16,7 @@ from percore._scheduler.windows import Cost
 from tests import jobs
 from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
 from tests.internals import slots_used, supervisor_of
 
 BOTH = pytest.mark.parametrize("fn", [jobs.fail_first, jobs.afail_first])
@@ -465,3 +466,38 @@ async def test_not_for_broadcast(make: MakeRunner, log: Log, gate: Gate) -> None
             await task
         assert caught.value.attempts == 1
         assert runner.statistics().retried == 0
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_s6_a_collection_that_cancels_a_call_while_it_is_attempted_again(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests, key: str | None
+) -> None:
+    """A `__del__` may run in the midst of the choice of a worker: the call is in no place then, and never begins again."""
+    async with FakeRunner(1, concurrency=1) as runner:
+        dispatch = supervisor_of(runner).dispatch
+        submitted = dispatch.submitted
+        for delay, when, others in itertools.product([0.0, 1e-6], ["before", "after"], [0, 2]):
+            with subtests.test(delay=delay, when=when, others=others):
+                attempts: list[Any] = []
+
+                def collecting(one: Any, queue: Any = None, when: str = when, attempts: list[Any] = attempts) -> Any:
+                    is_again = one in attempts
+                    attempts.append(one)
+                    if is_again and when == "before":
+                        one.cancel()
+                    seat = submitted(one, queue)
+                    if is_again and when == "after":
+                        one.cancel()
+                    return seat
+
+                view = runner.options(key=key, retries=1, retry_on=ValueError, backoff=delay)
+                monkeypatch.setattr(dispatch, "submitted", collecting)
+                call = view.submit(jobs.afail, ValueError("once"))
+                waiting = [runner.submit(jobs.aecho, number) for number in range(others)]  # else it finds a free place
+                await asyncio.wait([call, *waiting])
+                monkeypatch.setattr(dispatch, "submitted", submitted)
+                assert call.cancelled()
+                assert await runner.run(jobs.aecho, 1) == 1
+                statistics = runner.statistics()
+                assert (statistics.queued, statistics.running) == (0, 0)
+                assert not len(dispatch.keys)

@@ -164,7 +164,7 @@ class InFlight:
     def _make_batch(self, run: Run) -> Batch | Item:
         try:
             return self._batch_of(run)
-        except BaseException as error:  # these items are lost
+        except BaseException as error:  # end the map: the items wait again, and would fail again
             self.broke(error)
             raise
 

@@ -109,7 +109,7 @@ class CallRegistry:
             self.retries.delayed.add(call)
             plan.timer = self.loop.call_later(delay, self._attempt, call)
         else:
-            self.accept(call)
+            self._accept_again(call)
 
     def _attempt(self, call: PendingCall) -> None:
         if call.is_dropped():
@@ -117,7 +117,28 @@ class CallRegistry:
             self.cancelled(call)
             return
         self.retries.drop(call)
-        self.accept(call)
+        self._accept_again(call)
+
+    def _accept_again(self, call: PendingCall) -> None:
+        """As `accept`, for a call that its user may cancel meanwhile, in code that a garbage collection runs.
+
+        The call counts as delayed until it has its place. If it is delayed no more by then, it was cancelled.
+        """
+        member, delayed = None, self.retries.delayed
+        try:
+            delayed.add(call)
+            member = self.dispatch.submitted(call, call.queue)
+            is_wanted = call in delayed
+            delayed.discard(call)
+            if is_wanted:
+                if member is not None:
+                    member.send(call)
+            elif member is None:
+                self.dispatch.ended(call, call.queue)
+            elif call.key is not None:
+                self.dispatch.left(call)
+        except BaseException as error:
+            self.failed_with(call, error, member)
 
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
