@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from percore import LoopPoolExecutor
+from percore._common.system import default_start_method
 from percore._executor import portal
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
@@ -228,6 +229,7 @@ def test_a_fork_in_the_midst_of_a_start_has_no_locked_lock() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.skipif(default_start_method() != "forkserver", reason="no fork server here")
 def test_executors_use_one_fork_server_which_ends_with_the_interpreter(tmp_path: Path) -> None:
     lines = told("one_after_another", "percore", tmp_path)
     assert lines == ["kept", "the fork's is reaped", "code 0", "kept", "the program's is reaped"]

@@ -451,6 +451,20 @@ async def test_executors_keep_the_fork_server_until_nobody_has_a_share() -> None
     os.close(watched)
 
 
+def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has given up root may not signal a process that it started as root."""
+
+    def refuse(pidfd: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    servers.keep("tests.e2e.launch_jobs")
+    (pid,) = servers.pids()
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    servers.keep_no_longer()
+    with pytest.raises(ChildProcessError):  # reaped
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
 async def test_a_finalizer_may_use_the_fork_servers_while_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A garbage collection may run it in that very thread."""
     launcher = ForkServerLauncher.open()
