@@ -14,7 +14,7 @@ import pytest
 import percore
 from tests import jobs
 from tests.contract import stream_jobs as streams
-from tests.contract.conftest import MakeRunner, kill_arrived, worker_of
+from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.contract.test_streams import all_of, take
 from tests.internals import close_call, items_ready, slots_used, supervisor_of
@@ -369,6 +369,7 @@ async def test_a_death_gives_what_was_sent_then_worker_died(make: MakeRunner, lo
         statistics = runner.statistics()
         assert (statistics.failed, statistics.retried) == (2, 0)
         gate.open()
+        await threads_ended(worker)
 
 
 async def test_aclose_returns_when_the_worker_dies(make_real: MakeRunner, log: Log, gate: Gate) -> None:
@@ -391,10 +392,11 @@ async def test_a_stream_that_has_not_begun_moves_to_another_worker(make: MakeRun
         worker = worker_of(runner)
         worker.kill()
         await kill_arrived(worker)
-        gate.open()
         with pytest.raises(percore.WorkerDied):
             await blocking
+        gate.open()
         assert await items == list(range(30))
+        await threads_ended(worker)
 
 
 async def test_a_forked_child_leaves_the_stream_alone(make_real: MakeRunner, log: Log) -> None:

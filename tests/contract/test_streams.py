@@ -190,7 +190,8 @@ async def test_maps_and_streams_feed_each_other(make: MakeRunner) -> None:
                 assert await anext(results) == 0
         numbers = await runner.map(jobs.add, range(10), [1] * 10)
         assert await all_of(runner.stream(streams.total, numbers)) == [1, 3, 6, 10, 15, 21, 28, 36, 45, 55]
-        assert runner.statistics().running == 0
+        while runner.statistics().running:  # generators that a map has left are being closed
+            await runner.run(jobs.aecho)
 
 
 async def test_streams_take_the_places_of_calls(make: MakeRunner, log: Log) -> None:
