@@ -9,7 +9,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     """Take all that exists now out of collections: many tests ask for one, and each would visit every test and its modules."""
+    _leave_out_of_collections()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Do the same after each file, which leaves syntax trees, modules and examples behind: else each collection visits them."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_out_of_collections()
+    return result
+
+
+def _leave_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
 
