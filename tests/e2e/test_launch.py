@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -463,6 +464,26 @@ def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifelin
     servers.keep_no_longer()
     with pytest.raises(ChildProcessError):  # reaped
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
+@pytest.mark.asyncio_only
+async def test_a_launch_that_the_loop_cannot_watch_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = open_launcher("forkserver", "obey")
+    loop = asyncio.get_running_loop()
+
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "no room for another watch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_reader", refuse)
+        with pytest.raises(OSError, match="another watch"):
+            launcher.launch(b"exit 3", [], End())
+    assert servers._current is not None
+    assert servers._current.living == 0
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert await end.code() == 3
+    await launcher.aclose()
 
 
 async def test_a_finalizer_may_use_the_fork_servers_while_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

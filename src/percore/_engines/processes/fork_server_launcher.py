@@ -198,16 +198,18 @@ class ForkedProcess(Watched):
 
     def _ask(self) -> None:
         ours, theirs = packet_pair()
+        server = None
         try:
-            self._server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
+            server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
+            self._loop.add_reader(ours.fileno(), self._on_report)
         except BaseException:
-            let_go(ours)
+            let_go(ours)  # a fork server that cannot report a worker kills it
+            servers.done(server)
             raise
         finally:
             let_go(theirs)
         self._asked += 1
-        self._report = ours
-        self._loop.add_reader(ours.fileno(), self._on_report)
+        self._server, self._report = server, ours
 
     def _on_report(self) -> None:
         kind, value, fds = self._read_report()
