@@ -185,8 +185,10 @@ async def test_ctrl_c_keeps_what_it_has(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no full disk")
-@pytest.mark.parametrize("is_file", [True, False], ids=["file", "standard output"])
-@pytest.mark.parametrize("count", [1, 200], ids=["one line", "many lines"])  # written when the output is left, or before
+@pytest.mark.parametrize(  # one line is written when the output is left, many are before
+    ("is_file", "count"),
+    [(True, 1), (False, 200), *(pytest.param(*row, marks=pytest.mark.full) for row in [(True, 200), (False, 1)])],
+)
 async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site, tmp_path: Path) -> None:
     urls = site.urls(count, tmp_path / "urls")
     output = ["--output", str(FULL)] if is_file else []
