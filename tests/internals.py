@@ -28,7 +28,7 @@ def members_of(runner: Runner) -> "list[PoolWorker]":
 def replace_members(runner: Runner, members: "set[PoolWorker]") -> None:
     """Have all parts of the supervisor use this set of its workers from now on."""
     supervisor = runner._supervisor
-    supervisor.members = supervisor.pool.members = members
+    supervisor.members = supervisor.pool.members = supervisor.calls.limits.members = members
 
 
 def current_member(runner: Runner, index: int = 0) -> "PoolWorker | None":

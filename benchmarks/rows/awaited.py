@@ -147,6 +147,27 @@ def options(quick: bool) -> Row:
     )
 
 
+@row(rounds=15, seconds=25)
+def time_limits(quick: bool) -> Row:
+    """The cost of a `queue_timeout` that is never over, for a no-op coroutine: CPU time of this process, by calls.
+
+    The calls of awaited_int, with and without the option: 500 awaiters x 40 calls, 2 workers. The workers' time is not included.
+    """
+    variants: dict[str, Callable[[percore.Runner], Call]] = {
+        "plain": lambda runner: partial(runner.run, same),
+        "queue_timeout=60": lambda runner: partial(runner.options(queue_timeout=60).run, same),
+    }
+
+    async def once(variant: Callable[[percore.Runner], Call], opened: percore.Runner) -> Sample:
+        callers = [variant(opened)] * (50 if quick else 500)
+        return {"a call": await by_calls(await_all(callers, CALLS), time.process_time)}
+
+    return Row(
+        {name: playing(runner(WORKERS), partial(once, variant)) for name, variant in variants.items()},
+        [Target("queue_timeout=60", "a call", "plain", at_most=1.15)],
+    )
+
+
 @row(seconds=40)
 def many_workers(quick: bool) -> Row:
     """The cost of a call for the supervisor with 64 workers, against 2: CPU time of this process, by calls.

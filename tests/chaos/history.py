@@ -186,6 +186,8 @@ class _Comparison:
             self._breach("wrong value", outcome, "is not what it has to give")
         if name in _RESULTS and not ran and outcome.words != ["all"]:  # a broadcast, at a moment at which nobody was ready
             self._breach("wrong value", outcome, "has a result and never ran")
+        if name == "timeout" and outcome.kind.startswith("impatient") and ran:
+            self._breach("twice", outcome, "was said never to run, and ran")
         if name in ("full", "unpulled") and ran:
             self._breach("twice", outcome, "was refused and ran all the same")
         if name == "died":
@@ -238,7 +240,7 @@ def is_right(outcome: Outcome) -> bool:
         case ["dropped" | "unpulled" | "full"]:
             return True
         case ["timeout"]:
-            return outcome.kind in ("slow", "slow_in_thread", "slow_and_retried")
+            return outcome.kind in ("slow", "slow_in_thread", "slow_and_retried") or outcome.kind.startswith("impatient")
     return outcome.words == _right_words(outcome) or _is_cut_attempt(outcome)
 
 

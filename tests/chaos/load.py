@@ -76,6 +76,15 @@ SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
             {"timeout": 0.005, "retries": _RETRIES, "retry_on": (TimeoutError, percore.WorkerDied)},
         ),
     ),
+    "impatient": (3, lambda decide, _: Wish(calls.task, (_seconds(decide),), {"queue_timeout": decide.choice([0.001, 0.02])})),
+    "impatient_in_thread": (
+        3,
+        lambda decide, _: Wish(calls.slow_in_thread, (_seconds(decide),), {"queue_timeout": 0.005, "retries": _RETRIES}),
+    ),
+    "impatient_argument": (
+        1,
+        lambda _, uuid: Wish(calls.large_argument, (calls.pattern(uuid),), {"queue_timeout": 0.005, "timeout": 1000.0}),
+    ),
     "keyed": (10, lambda decide, _: _keyed(calls.keyed, f"key{decide.randrange(3)}")),
     "keyed_in_thread": (6, lambda decide, _: _keyed(calls.keyed_in_thread, f"key{decide.randrange(3)}")),
 }
@@ -92,6 +101,7 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "tiny_retried": (10, calls.tiny, 500, {"retries": _RETRIES}),
     "item": (15, calls.item, 200, {}),
     "item_in_time": (4, calls.item, 100, {"timeout": 1000.0}),
+    "item_begun_in_time": (4, calls.item, 100, {"queue_timeout": 1000.0}),
     "keyed_item": (8, calls.keyed_item, 100, {"key": calls.key_of}),
     "large_item": (5, calls.large_result, 20, {}),
 }

@@ -457,6 +457,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "runner.broadcast(...), or runner.options(timeout=...).broadcast(...)": (
         lambda runner: runner.options(key=1).broadcast(jobs.echo)
     ),
+    "… did not begin within queue_timeout=… s, and never runs": at(
+        "tests/contract/test_queue_timeout.py::test_what_waits_too_long_never_runs", "did not begin within queue_timeout"
+    ),
+    "the runner did not accept the call within queue_timeout=… s": at(
+        "tests/contract/test_queue_timeout.py::test_the_wait_for_the_runner_counts", "did not accept the call within queue_timeout"
+    ),
     "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)": (
         lambda runner: runner.options(key=1).map(jobs.echo, [1])
     ),
@@ -481,6 +487,8 @@ SENTENCES: Final[dict[str, Use]] = {
     "around the `async for`, or inside the generator around its awaits": (
         lambda runner: runner.options(timeout=1).stream(jobs.numbers)
     ),
+    "queue_timeout does not apply to a stream, whose consumer waits for items: write `async with asyncio.timeout(...)` around the "
+    "wait for the first item": lambda runner: runner.options(queue_timeout=1).stream(jobs.numbers),
     "a stream is used once; call runner.stream(...) again for another round": stream_twice,
     "a stream was never used: iterate it with `async for`": never_streamed,
     "map needs at least one iterable": lambda runner: runner.map(jobs.echo),

@@ -86,6 +86,7 @@ def test_what_is_given_is_kept() -> None:
         ({"key": "host"}, False),
         ({"key": 0}, False),
         ({"timeout": 1}, False),
+        ({"queue_timeout": 1}, False),
     ],
     ids=steady,
 )
@@ -288,7 +289,18 @@ def test_a_broadcast_has_neither_a_key_nor_retries(options: dict[str, Any]) -> N
 @pytest.mark.parametrize("retries", [None, 0])
 def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> None:
     assert policy(retries=retries, inherited=2).for_broadcast() is None
-    assert policy(retries=retries, inherited=2, timeout=5).for_broadcast() == Policy(timeout=5.0)
+    limited = policy(retries=retries, inherited=2, timeout=5, queue_timeout=2).for_broadcast()
+    assert limited == Policy(timeout=5.0, queue_timeout=2.0)
+
+
+def test_what_a_call_waits_for_its_runner_is_part_of_its_queue_timeout() -> None:
+    limited = policy(queue_timeout=2)
+    assert limited.queue_left == 2.0
+    later = limited.after(1.5)
+    assert (later.queue_left, later.queue_timeout) == (0.5, 2.0)
+    with pytest.raises(TimeoutError, match="the runner did not accept the call within queue_timeout=2 s"):
+        limited.after(2)
+    assert policy(timeout=1).after(5) == policy(timeout=1)
 
 
 # Plans
@@ -299,11 +311,11 @@ def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> No
     [
         ({}, None, False, None),
         ({"retries": 3, "key": "host"}, None, False, None),
-        ({"timeout": 2}, None, False, (2.0, None, False)),
-        ({}, {0: "user"}, False, (None, {0: "user"}, False)),
-        ({}, b"pickle", False, (None, b"pickle", False)),
-        ({}, None, True, (None, None, True)),
-        ({"timeout": 2}, {}, True, (2.0, {}, True)),
+        ({"timeout": 2}, None, False, (2.0, None, False, 0, None)),
+        ({}, {0: "user"}, False, (None, {0: "user"}, False, 0, None)),
+        ({}, b"pickle", False, (None, b"pickle", False, 0, None)),
+        ({}, None, True, (None, None, True, 0, None)),
+        ({"timeout": 2}, {}, True, (2.0, {}, True, 0, None)),
     ],
     ids=steady,
 )

@@ -100,6 +100,9 @@ class PendingCall(Outcome, Protocol):
     outstanding: int
     """Number of items that have not ended and were not handed back; 1 for a call."""
 
+    begin_by: float | None
+    """When it must have begun, as a time of the monotonic clock; None: no limit."""
+
     @property
     def wanted(self) -> int | None:
         """Of a batch: how many of its items the map needs, counted from the first. None: it is a call, cancelled as a whole."""
@@ -146,6 +149,15 @@ class CallBase:
     size: int = 1
     outstanding: int = 1
     wanted: int | None = None
+
+    @property
+    def begin_by(self: Outcome) -> float | None:
+        return None if self.plan is None else self.plan.begin_by
+
+    @begin_by.setter
+    def begin_by(self: Outcome, when: float | None) -> None:
+        assert self.plan is not None
+        self.plan.begin_by = when
 
     def is_dropped(self) -> bool:
         return False
@@ -289,12 +301,13 @@ class Awaited(CallBase):
 class Planned(Awaited):
     """A call of `run` with a policy.
 
-    The worker need not know about retries, so a policy without a timeout gets its plan only when the first attempt has failed.
+    The worker need not know about retries, so a policy without a timeout gets its plan only when an attempt has failed.
     """
 
-    __slots__ = ("key", "plan", "policy")
+    __slots__ = ("__weakref__", "begin_by", "key", "plan", "policy")
 
     policy: Policy
+    begin_by: float | None
 
     def retry_plan(self) -> CallPlan | None:
         if self.plan is None:

@@ -64,7 +64,21 @@ def size_of(body: object) -> int:
 class Item(CallBase):
     """One item of a map, sent as a call."""
 
-    __slots__ = ("_is_done", "_size", "body", "call_id", "function", "key", "kind", "map", "member", "number", "plan", "queue")
+    __slots__ = (
+        "__weakref__",
+        "_is_done",
+        "_size",
+        "body",
+        "call_id",
+        "function",
+        "key",
+        "kind",
+        "map",
+        "member",
+        "number",
+        "plan",
+        "queue",
+    )
 
     call_id: int
 

@@ -1,11 +1,11 @@
-"""The options of a call: key, retries and timeout.
+"""The options of a call: key, retries and time limits.
 
 A Policy holds the validated arguments of `options(...)`; most calls have none. A Plan applies a policy to one call and counts its
 attempts. The terms of a plan are the part that its worker gets.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.options import PREFETCH, Backoff, RetryOn, check_awaited, check_plain, seconds_of, whole
@@ -30,9 +30,12 @@ class Policy:
         backoff: seconds before the next attempt, or a function that takes the number of failed attempts and returns them.
         timeout: how many seconds one attempt may run. None: no limit.
         prefetch: how many items of a stream may be produced and not taken.
+        queue_timeout: how many seconds the call may wait until it begins for the first time. None: no limit.
+        queue_left: the part of `queue_timeout` that is left when the call is accepted.
         asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
             broadcast ignores those.
-        needs_plan: whether the policy has retries or a timeout.
+        is_limited: whether the supervisor keeps a clock for the call.
+        needs_plan: whether the policy has retries or a time limit.
     """
 
     key: Hashable | None = None
@@ -41,14 +44,20 @@ class Policy:
     backoff: Backoff = 0.0
     timeout: float | None = None
     prefetch: int = PREFETCH
+    queue_timeout: float | None = None
+    queue_left: float | None = field(default=None, repr=False, compare=False)
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
+    is_limited: bool = field(init=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.needs_plan = self.retries > 0 or self.timeout is not None
+        self.is_limited = self.queue_timeout is not None
+        self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited
+        if self.queue_left is None:
+            self.queue_left = self.queue_timeout
 
     @classmethod
-    def checked(  # noqa: PLR0913  # each is a documented option
+    def checked(  # noqa: C901, PLR0912, PLR0913  # each is a documented option, and has its check
         cls,
         *,
         key: Hashable | None,
@@ -57,6 +66,7 @@ class Policy:
         backoff: Backoff,
         timeout: float | None,
         prefetch: int = PREFETCH,
+        queue_timeout: float | None = None,
         inherited: int = 0,
     ) -> "Policy":
         """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
@@ -87,6 +97,8 @@ class Policy:
             timeout = seconds_of("timeout", timeout)
         if prefetch.__class__ is not int or prefetch != PREFETCH:
             whole("prefetch", prefetch, 1, _MOST_PREFETCHED)
+        if queue_timeout is not None:
+            queue_timeout = seconds_of("queue_timeout", queue_timeout)
         asks_for_retries = asks_for_retries or bool(backoff)
         if asks_for_retries and not retries and is_silent:
             raise TypeError(
@@ -100,11 +112,12 @@ class Policy:
             backoff=backoff,
             timeout=timeout,
             prefetch=prefetch,
+            queue_timeout=queue_timeout,
             asks_for_retries=asks_for_retries,
         )
 
     def for_broadcast(self) -> "Policy | None":
-        """Return the policy of a broadcast with these options: only the timeout applies. None: no timeout.
+        """Return the policy of a broadcast with these options: only its time limits apply. None: it has none.
 
         Raises:
             TypeError: the options set a key, retries, retry_on or backoff.
@@ -114,13 +127,15 @@ class Policy:
                 "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
                 "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
             )
-        return Policy(timeout=self.timeout) if self.timeout is not None else None
+        if self.timeout is None and self.queue_timeout is None:
+            return None
+        return Policy(timeout=self.timeout, queue_timeout=self.queue_timeout)
 
     def for_stream(self) -> "Policy":
         """Return the policy of a stream with these options: its key and `prefetch`.
 
         Raises:
-            TypeError: the options set retries, retry_on, backoff or a timeout.
+            TypeError: the options set retries, retry_on, backoff or a time limit.
         """
         if self.asks_for_retries:
             raise TypeError(
@@ -131,6 +146,11 @@ class Policy:
             raise TypeError(
                 "timeout limits a call in its worker, and a stream also waits there for its consumer: "
                 "write `async with asyncio.timeout(...)` around the `async for`, or inside the generator around its awaits"
+            )
+        if self.queue_timeout is not None:
+            raise TypeError(
+                "queue_timeout does not apply to a stream, whose consumer waits for items: "
+                "write `async with asyncio.timeout(...)` around the wait for the first item"
             )
         return Policy(key=self.key, prefetch=self.prefetch)
 
@@ -161,8 +181,20 @@ class Policy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the policy has no key and no timeout. Only then may calls travel in batches."""
-        return self.key is None and self.timeout is None
+        """Whether the policy has no key and no time limit. Only then may calls travel in batches."""
+        return self.key is None and self.timeout is None and self.queue_timeout is None
+
+    def after(self, seconds: float) -> "Policy":
+        """Return this policy for a call that has waited for so long before the runner accepts it.
+
+        Raises:
+            TimeoutError: the call has waited for too long.
+        """
+        if self.queue_timeout is None:
+            return self
+        if seconds >= self.queue_timeout:
+            raise TimeoutError(f"the runner did not accept the call within queue_timeout={self.queue_timeout:g} s")
+        return replace(self, queue_left=self.queue_timeout - seconds)
 
 
 DEFAULT: Final = Policy()
@@ -205,7 +237,7 @@ def delay_of(value: object, name: str) -> float:
 class CallPlan:
     """The policy of one call, and the state of its attempts."""
 
-    __slots__ = ("failed", "late", "policy", "terms", "timer")
+    __slots__ = ("begin_by", "failed", "late", "policy", "terms", "timer")
 
     def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0) -> None:
         """`prefetch`: the first credits of a stream; 0 for other calls."""
@@ -216,10 +248,15 @@ class CallPlan:
         """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while the call waits for its next attempt."""
-        self.terms: tuple[float | None, Any, bool] | tuple[float | None, Any, bool, int] | None = None
-        if prefetch:
-            self.terms = policy.timeout, context, is_broadcast, prefetch
-        elif context is not None or policy.timeout is not None or is_broadcast:
-            self.terms = policy.timeout, context, is_broadcast
-        """What the worker gets before the call: timeout, context variables, whether it is a broadcast, and the first credits of a
-        stream. None: nothing."""
+        self.begin_by: float | None = None
+        """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""
+        self.terms: tuple[float | None, Any, bool, int, float | None] | None = None
+        if context is not None or policy.timeout is not None or is_broadcast or prefetch:
+            self.terms = policy.timeout, context, is_broadcast, prefetch, None
+        """What the worker gets before the call: timeout, context variables, whether it is a broadcast, the first credits of a
+        stream, and `begin_by` if no BEGIN_BY gives it. None: nothing."""
+
+    def set_begin_by(self, when: float | None) -> None:
+        """Set `begin_by` in the terms."""
+        timeout, context, is_broadcast, prefetch, _ = self.terms or (None, None, False, 0, None)
+        self.terms = timeout, context, is_broadcast, prefetch, when

@@ -147,6 +147,8 @@ class InFlight:
         self._alive[number] = item
         if shares:
             self.owner.shares.hold(item, shares)
+        if self._policy is not None and self._policy.is_limited:
+            self.owner.limits.limit(item, self._policy)
         self.owner.accept(item)
 
     def take_failure(self, error: BaseException) -> None:

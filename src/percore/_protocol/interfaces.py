@@ -365,7 +365,11 @@ class Worker(Protocol):
     def fate(self, call_id: int) -> Fate:
         """Return how far a call has come. Call it before `close`.
 
-        While the worker lives, the answer may be out of date: use it for statistics, not for decisions.
+        While the worker lives, the answer may be out of date: use it for statistics, not for decisions. There is one exception. A
+        worker sets a call's start mark first, and then begins the call only if the time given with it (BEGIN_BY, TERMS) is not
+        over. So once that time is over by some milliseconds, an answer that the call has not begun is final. The time is one of the
+        monotonic clock of the supervisor's machine: an engine whose workers have another clock has to translate it. An engine that
+        cannot read the marks of a living worker answers None.
         """
 
     def close(self) -> None:

@@ -28,12 +28,14 @@ FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call that brings its function along, to run as a task; body: pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8  # as ONCE_TASK, to run in a thread
 BATCH: Final = -9  # several items of a map; body: from `Store.pack_items`
-TERMS: Final = -10  # options for the next message with this id; body: (seconds or None, context or None, is_broadcast[, credits])
+TERMS: Final = -10  # for the next message with this id; body: (seconds or None, context or None, is_broadcast, credits, begin_by)
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
 DEFINE_THREAD: Final = -14  # as DEFINE_TASK, for a plain function
 CREDIT: Final = -15  # id: a stream; body: how many more items it may produce
+BEGIN_BY: Final = -16  # id: 0; body: the monotonic time by which the next calls must begin, or None; not for batches and parcels
+WITHDRAW: Final = -17  # hand this call back if it has not begun
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar

@@ -252,7 +252,7 @@ class Runner(Verbs):
 
     # Call options. The calls themselves are in Verbs.
 
-    def options(
+    def options(  # noqa: PLR0913  # each is a documented option
         self,
         *,
         key: Hashable | None = None,
@@ -261,6 +261,7 @@ class Runner(Verbs):
         backoff: Backoff = 0.0,
         timeout: float | None = None,
         prefetch: int = PREFETCH,
+        queue_timeout: float | None = None,
     ) -> Options:
         """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
@@ -279,6 +280,9 @@ class Runner(Verbs):
                 and ends with TimeoutError, as under `asyncio.timeout`. A plain function cannot be stopped: its caller gets
                 TimeoutError, its thread stays busy until the function returns, and the next attempt begins only after that.
             prefetch: for `stream`, which alone uses it: how many items the worker may produce that the consumer has not taken.
+            queue_timeout: how many seconds the call may wait until it begins. Then it ends with TimeoutError and never runs. The
+                seconds count from `submit` or `run`, and for an item of a map from when it is pulled. They are rounded up by 3 % or
+                50 ms, whichever is less. Once a call has begun, its later attempts may wait as long as they must.
 
         Raises:
             TypeError, ValueError: an option is invalid.
@@ -294,6 +298,7 @@ class Runner(Verbs):
             backoff=backoff,
             timeout=timeout,
             prefetch=prefetch,
+            queue_timeout=queue_timeout,
             inherited=supervisor.options.retries,
         )
         if key is not None:

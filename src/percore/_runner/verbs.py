@@ -6,6 +6,7 @@ import asyncio
 from asyncio import CancelledError, Future
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import percore
@@ -14,6 +15,8 @@ from percore._runner.map_verbs import MapVerbs
 if TYPE_CHECKING:
     from percore._calls.calls import Call
     from percore._calls.functions import Function
+    from percore._calls.policy import Policy
+    from percore._supervisor.admission import Admission
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +52,7 @@ class Verbs(MapVerbs):
         function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
         if supervisor.admission is not None:
             supervisor.admission.enter_now()
-            return self._admitted(function, args, kwargs)
+            return self._admitted(function, args, kwargs, self._policy or supervisor.policy)
         return supervisor.submission.submit(function, args, kwargs, self._policy or supervisor.policy)
 
     @overload
@@ -68,7 +71,7 @@ class Verbs(MapVerbs):
             RemoteError: the function raised something that cannot be sent back as itself, or its result cannot be pickled or
                 unpickled.
             PayloadTooLarge: the pickled arguments or the pickled result are larger than `max_message`.
-            TimeoutError: the call ran for longer than `timeout`.
+            TimeoutError: the call ran for longer than `timeout`, or did not begin within `queue_timeout`.
             Exception: any exception of the function. Its `__cause__` chain ends with the worker's traceback.
             RunnerClosed, RunnerBroken, TypeError, RuntimeError: as in `submit`.
         """
@@ -76,13 +79,8 @@ class Verbs(MapVerbs):
         supervisor = self._supervisor
         function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
         if supervisor.admission is not None:
-            await supervisor.admission.enter()
-            try:
-                self._check_open()
-            except BaseException:
-                supervisor.admission.leave()
-                raise
-            return await self._admitted(function, args, kwargs)
+            policy = await self._enter(supervisor.admission)
+            return await self._admitted(function, args, kwargs, policy)
         call = supervisor.submission.run(function, args, kwargs, self._policy or supervisor.policy)
         try:
             return await (call if isinstance(call, Future) else call.future)
@@ -93,12 +91,32 @@ class Verbs(MapVerbs):
         finally:
             del call  # it holds the error, whose traceback holds this frame: a cycle that would keep the callers' locals alive
 
-    def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    async def _enter(self, admission: Admission) -> Policy | None:
+        """Wait until the admission lets a call in. Return the call's policy, less the time that it has waited."""
+        policy = self._policy or self._supervisor.policy
+        if policy is None or policy.queue_timeout is None:
+            await admission.enter()
+        else:
+            began = monotonic()
+            try:
+                async with asyncio.timeout(policy.queue_timeout):
+                    await admission.enter()
+            except TimeoutError:
+                policy.after(policy.queue_timeout)  # raises
+                raise
+        try:
+            self._check_open()
+            return policy if policy is None or policy.queue_timeout is None else policy.after(monotonic() - began)
+        except BaseException:
+            admission.leave()
+            raise
+
+    def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None) -> Call:
         """Submit a call that the admission has counted. It leaves the admission when it is done."""
         admission = self._supervisor.admission
         assert admission is not None
         try:
-            call = self._supervisor.submission.submit(function, args, kwargs, self._policy or self._supervisor.policy)
+            call = self._supervisor.submission.submit(function, args, kwargs, policy)
         except BaseException:
             admission.leave()
             raise
@@ -164,7 +182,7 @@ for _verb in (Verbs.submit, Verbs.run, Verbs.stream, Verbs.broadcast):
 
 
 class Options(Verbs):
-    """A view of a runner whose calls have a key, retries or a timeout. `runner.options(...)` creates it, at little cost."""
+    """A view of a runner whose calls have a key, retries or time limits. `runner.options(...)` creates it, at little cost."""
 
     __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
 

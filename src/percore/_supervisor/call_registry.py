@@ -23,6 +23,7 @@ from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.broadcasts import Broadcasts
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.retries import Retries
+from percore._supervisor.time_limits import TimeLimits, is_late, late
 
 
 class Progress(Protocol):
@@ -45,7 +46,9 @@ class CallRegistry:
         shares: Shares,
         phase: RunnerPhase,
         progress: Progress,
+        members: set[PoolWorker],
     ) -> None:
+        """`members`: all workers that have not ended."""
         self.loop = loop
         self.dispatch = dispatch
         self.shares = shares
@@ -53,6 +56,7 @@ class CallRegistry:
         self.phase = phase
         self.retries = Retries(phase)
         self.broadcasts = Broadcasts()
+        self.limits = TimeLimits(self, members)
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self._progress = progress
@@ -101,6 +105,10 @@ class CallRegistry:
         assert plan is not None
         plan.failed += 1
         plan.late = None
+        if call.begin_by is not None:  # the call has begun once, and nothing limits how long it may wait after that
+            call.begin_by = None
+            if plan.terms is not None:
+                plan.set_begin_by(None)
         call.repeated()
         if not self.phase.begins or (delay and not self.phase.delays) or call.is_dropped():
             # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
@@ -245,6 +253,31 @@ class CallRegistry:
             self._progress.advance()
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
             member.tell(CANCEL, call.call_id, call.wanted)
+
+    def expire(self, call: PendingCall) -> None:
+        """End a call that was not sent, because its time to begin is over."""
+        member: PoolWorker | None = call.member
+        error = late(call)
+        if member is None:
+            self.release(call)
+            call.set_exception(error)
+            if call.kind == Kind.BROADCAST:
+                self.broadcasts.remove(call)
+            else:
+                self.dispatch.ended(call, call.queue)
+            self._progress.look_idle()
+        else:
+            self.release(member.take(call.call_id))
+            call.set_exception(error)
+            self._progress.advance()
+
+    def returned(self, call: PendingCall) -> None:
+        """Queue a call again that its worker has handed back, or end it if its time to begin is over."""
+        if is_late(call):
+            self.release(call)
+            call.set_exception(late(call))
+        else:
+            self.dispatch.returned([(call, call.queue)])
 
     def release(self, call: Outcome) -> None:
         """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""

@@ -42,6 +42,7 @@ from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.time_limits import is_late
 
 _BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
@@ -373,10 +374,10 @@ class Outcomes:
             calls.release(call)
         elif not calls.phase.begins:
             calls.refuse(call)
-        elif call.kind == Kind.BROADCAST:
+        elif call.kind == Kind.BROADCAST and not is_late(call):
             calls.unanswered(member, call)
         else:
-            calls.dispatch.returned([(call, call.queue)])
+            calls.returned(call)
 
     def _returned_items(self, member: PoolWorker, batch: Batch, count: int | None) -> None:
         if type(count) is not int:

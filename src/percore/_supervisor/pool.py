@@ -188,6 +188,8 @@ class Pool:
         self.members.add(member)  # at once: after any exception, only a member is killed
         slot.started(member)
         member.attach(member.worker, self._calls.shares)
+        if self._calls.limits.is_in_use:
+            member.limit()
         self.lifecycles.look(member)
         broke, advance = lambda error: self._broke(member, error), self._keeper.advance
         member.worker.channel.open(self._outcomes.receiver(member), broke, advance)

@@ -15,7 +15,7 @@ from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
-from percore._protocol.messages import BATCH, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
+from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
 from percore._scheduler.dispatch import Dispatch, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
 
@@ -104,6 +104,8 @@ class PoolWorker:
         self.failed = 0
         self.retried = 0
         self._left, self._lowered = dispatch.left, dispatch.lowered
+        self._begin_by: float | None = None
+        """The body of the last BEGIN_BY."""
         self._turn = turn
         self.started_at = turn.loop.time()
         self.killed_why = ""
@@ -184,6 +186,21 @@ class PoolWorker:
                 self._channel.send_parcel(number, call_id, body, _Parked(self, call))
             else:
                 self.tell(number, call_id, body)
+
+    def limit(self) -> None:
+        """From now on, tell the worker by when calls must begin. Only runners in which a call has such a limit pay for this."""
+        unlimited = self.send
+
+        def send(call: PendingCall) -> None:
+            begin_by = call.begin_by
+            if begin_by is not None and type(call.body) is int:
+                call.retry_plan().set_begin_by(begin_by)  # type: ignore[union-attr]  # a limited call has a policy
+            elif begin_by != self._begin_by:
+                self.tell(BEGIN_BY, 0, begin_by)
+                self._begin_by = begin_by
+            unlimited(call)
+
+        self.send = send  # type: ignore[method-assign]
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask the worker to hand back up to `wanted` plain calls that have not begun.

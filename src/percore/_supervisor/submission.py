@@ -34,6 +34,7 @@ class Submission:
 
     def __init__(self, calls: "CallRegistry", functions: "Functions", contexts: "Contexts | None") -> None:
         self._calls = calls
+        self._limits = calls.limits
         self._loop: asyncio.AbstractEventLoop = calls.loop
         self._dispatch = calls.dispatch
         self._phase = calls.phase
@@ -121,6 +122,9 @@ class Submission:
             call.policy = policy
             call.key = policy.key
             call.plan = None if policy.timeout is None else CallPlan(policy)
+            call.begin_by = None
+            if policy.is_limited:
+                self._limits.limit(call, policy)
         call.future = Future(loop=self._loop)
         call.function = function
         call.kind = function.kind
@@ -212,6 +216,8 @@ class Submission:
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = CallPlan(policy or DEFAULT, context, is_broadcast=member is not None)
+            if policy is not None and policy.is_limited:
+                self._limits.limit(call, policy)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
         if not self._phase.accepts:
             self._calls.refuse(call)

@@ -52,10 +52,10 @@ class Supervisor:
         self.dispatch: Dispatch[Any, PoolWorker] = Dispatch(options.concurrency, options.threads, options.per_key)
         self.shares = Shares(loop, store)
         self.phase = RunnerPhase()
-        self.calls = CallRegistry(loop, self.dispatch, self.shares, self.phase, self)
-        self._broadcasts = self.calls.broadcasts
         self.members: set[PoolWorker] = set()
         """All workers that have not ended. The pool adds and removes them."""
+        self.calls = CallRegistry(loop, self.dispatch, self.shares, self.phase, self, self.members)
+        self._broadcasts = self.calls.broadcasts
         self.functions = Functions(store, self.shares, self.members)
         self.known = self.functions.known
         self.policy = Policy(retries=options.retries) if options.retries else None

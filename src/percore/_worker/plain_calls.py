@@ -212,6 +212,11 @@ class PlainCalls:
 
     # Handing back
 
+    def withdraw(self, call_id: int) -> None:
+        """Hand back this call if it has not begun."""
+        if call_id in self.threads.waiting:
+            self._take_back(call_id)
+
     def recall(self, count: int, stay: Collection[int]) -> None:
         """Hand back about `count` calls that have not begun, except those in the places `stay`, then send RETURNED with id 0."""
         if self._give_back(count, stay):
@@ -300,6 +305,9 @@ class PlainCalls:
         function, body, terms = item
         if terms is None:
             self._run_call(call_id, function, body, None)
+        elif terms.is_too_late():
+            marks[word] = 0
+            self._channel.send_from_thread(RETURNED, call_id, None)
         else:
             self._in_context(call_id, terms, self._run_call, call_id, function, body, terms.timeout)
 

@@ -19,6 +19,7 @@ from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     BATCH,
+    BEGIN_BY,
     CANCEL,
     CANCELLED,
     CREDIT,
@@ -38,6 +39,7 @@ from percore._protocol.messages import (
     TERMS,
     UNDEFINE,
     VALUE,
+    WITHDRAW,
     Body,
     Kind,
     Message,
@@ -94,6 +96,9 @@ class Server:
         self._cancelled: set[int] = set()
         self._handed_over: dict[int, tuple[Any, float | None]] = {}
         self._terms: dict[int, Terms] = {}
+        self._limited: Terms | None = None
+        """The terms of BEGIN_BY for the calls that have no terms of their own. Then `_terms` has them under 0, the id of no call:
+        the fast path of `receive` asks whether there are terms."""
         self._variables = Variables(contextvars)
         self.shares = WorkerShares(channel)
         self._answers = Answers(channel) if answers is None else answers
@@ -117,6 +122,8 @@ class Server:
             BATCH: self._batch,
             TERMS: self._under,
             CREDIT: self._credit,
+            BEGIN_BY: lambda _, when: self._limit(when),
+            WITHDRAW: lambda call_id, _: self._plain.withdraw(call_id),
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
@@ -185,12 +192,6 @@ class Server:
             self._loop.call_soon_threadsafe(self.drain)
         return True
 
-    def _mark(self, call_id: int) -> None:
-        """Set the start mark of a call. The id is written last: it makes the mark valid."""
-        place = (call_id & self._mask) * MARK_WORDS
-        self._marks[place + 1] = monotonic_ns()
-        self._marks[place] = call_id
-
     def _define(self, number: int, kind: int, payload: Payload) -> None:
         self._functions[number] = WorkerFunction(kind, payload)
 
@@ -215,6 +216,20 @@ class Server:
         stream = self._streams.get(call_id)
         if stream is not None:  # else it has ended, and the supervisor is about to hear of it
             stream.credit(count)
+
+    def _limit(self, begin_by: float | None) -> None:
+        if begin_by is None:
+            self._limited = None
+            self._terms.pop(0, None)
+        else:
+            self._limited = self._terms[0] = Terms(begin_by=begin_by)
+
+    def _terms_of(self, call_id: int, body: Body) -> Terms | None:
+        limited = self._limited if type(body) is not int else None  # a parcel may arrive later than the calls sent with it
+        if call_id not in self._terms:
+            return limited
+        terms = self._terms.pop(call_id)
+        return terms if limited is None else terms._replace(begin_by=limited.begin_by)
 
     def _cancel(self, call_id: int, wanted: int | None) -> None:
         if wanted is not None:
@@ -301,13 +316,31 @@ class Server:
 
     # Coroutine functions
 
-    def _start_task(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:
+    def _start_task(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:  # noqa: C901, PLR0912  # a call more would cost all calls with terms
         send = self._channel.send
-        terms = self._terms.pop(call_id, None) if self._terms else None
+        terms = self._terms_of(call_id, body) if self._terms else None
         if self._is_draining:
             send(RETURNED, call_id, None)
             return
-        self._mark(call_id)
+        place, marks = (call_id & self._mask) * MARK_WORDS, self._marks
+        marks[place + 1] = monotonic_ns()
+        marks[place] = call_id  # last: it makes the mark valid
+        if terms is not None:
+            if terms.is_too_late():
+                marks[place] = 0
+                send(RETURNED, call_id, None)
+                return
+            if (
+                terms is self._limited
+                and type(body) is tuple
+                and function is not None
+                and (fn := function.fn) is not None
+                and not POINTS
+            ):
+                task = self._start(self._run(call_id, fn, body, None), function.name, None)
+                if not task.done():
+                    self._tasks[call_id] = task
+                return
         if POINTS:
             point("worker.call.marked")
         context: Context | None = None
@@ -382,7 +415,7 @@ class Server:
     # Plain functions
 
     def _put_on_thread(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:
-        terms = self._terms.pop(call_id, None) if self._terms else None
+        terms = self._terms_of(call_id, body) if self._terms else None
         if self._is_draining:
             self._channel.send(RETURNED, call_id, None)
             return

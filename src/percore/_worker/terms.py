@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from importlib import import_module
+from time import monotonic
 from typing import Any, NamedTuple
 
 from percore._serialization.pickler import load
@@ -17,12 +18,18 @@ class Terms(NamedTuple):
         values: values of context variables, by number: a dict of scalars, or a pickle of such a dict; None if none is set.
         is_broadcast: whether the call is a broadcast. If it needs a thread, it runs in a new one outside the pool.
         prefetch: of a stream: how many items it may send at first; 0: it is no stream.
+        begin_by: the monotonic time by which the call must begin; None means no limit.
     """
 
-    timeout: float | None
-    values: dict[int, Any] | bytes | None
-    is_broadcast: bool
+    timeout: float | None = None
+    values: dict[int, Any] | bytes | None = None
+    is_broadcast: bool = False
     prefetch: int = 0
+    begin_by: float | None = None
+
+    def is_too_late(self) -> bool:
+        """Whether the call must not begin any more. Call this once its start mark is set: see `Worker.fate`."""
+        return self.begin_by is not None and monotonic() >= self.begin_by
 
 
 class Variables:

@@ -1,0 +1,67 @@
+"""Deadlines: items with the time at which something is due. One timer of the shell serves all of them.
+
+Items with the same time share a list, and only the times are in a heap. An item that is over stays until its time comes, unless the
+deadlines are crowded with such items. So keep items that keep nothing large alive.
+"""
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Final, Generic, TypeVar
+
+_FEW: Final = 64
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """Items by the time at which they are due."""
+
+    __slots__ = ("_enough", "_items", "_times")
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._items: dict[float, list[T]] = {}
+        self._enough = _FEW
+
+    def __len__(self) -> int:
+        """Number of items, including those that are over."""
+        return sum(map(len, self._items.values()))
+
+    def at(self, when: float) -> list[T]:
+        """Return the list of the items that are due at `when`, to append to it until the next call of any other method."""
+        items = self._items.get(when)
+        if items is None:
+            items = self._items[when] = []
+            heappush(self._times, when)
+        return items
+
+    def sweep(self, is_over: Callable[[T], bool]) -> None:
+        """Drop the items that are over, if there may be many. The cost per item added is constant."""
+        if len(self) <= self._enough:
+            return
+        kept = {when: [item for item in items if not is_over(item)] for when, items in self._items.items()}
+        self._items = {when: items for when, items in kept.items() if items}
+        self._times = list(self._items)
+        heapify(self._times)
+        self._enough = max(_FEW, 2 * len(self))
+
+    def next(self) -> float | None:
+        """Return the earliest time at which an item is due; None if there is no item."""
+        return self._times[0] if self._times else None
+
+    def due(self, now: float) -> list[T]:
+        """Remove and return the items that are due, the earliest first."""
+        due: list[T] = []
+        while self._times and self._times[0] <= now:
+            due += self._items.pop(heappop(self._times))
+        return due
+
+
+def grain(seconds: float) -> float:
+    """Return the step to which deadlines of this length are rounded up, so that calls that are made together share one."""
+    return min(seconds / 32, 0.05)
+
+
+def rounded_up(when: float, step: float) -> float:
+    """Return the first multiple of `step` after `when`."""
+    return (when // step + 1.0) * step
