@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn
 
@@ -238,6 +238,31 @@ def _holding(key: str) -> Iterator[bool]:
             _Worker.keys[key] -= 1
             if not _Worker.keys[key]:
                 os.close(_Worker.locks.pop(key))
+
+
+# Streams
+
+
+def part(uuid: int, number: int) -> Any:
+    """An item of a stream: a number, or now and then bytes that lie in a slot."""
+    return pattern(uuid + number) if (uuid + number) % 11 == 0 else (uuid, number) if number % 2 else uuid + number
+
+
+def parts(uuid: int, count: int, seconds: float) -> Iterator[Any]:
+    enter(uuid)
+    for number in range(count):
+        time.sleep(seconds)
+        yield part(uuid, number)
+
+
+async def parts_of_task(uuid: int, count: int, seconds: float) -> AsyncIterator[Any]:
+    enter(uuid)
+    try:
+        for number in range(count):
+            await asyncio.sleep(seconds)
+            yield part(uuid, number)
+    finally:
+        await asyncio.sleep(seconds)  # closing takes its time
 
 
 # Items of maps

@@ -106,7 +106,7 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "large_item": (5, calls.large_result, 20, {}),
 }
 SHAPES: Final = {"list": 3, "pairs": 5, "stream": 4, "left": 2, "collected": 1, "cancelled": 1}
-UNITS: Final = {"single": 93, "map": 6, "broadcast": 1}
+UNITS: Final = {"single": 90, "map": 6, "stream": 3, "broadcast": 1}
 
 
 class Load:
@@ -142,6 +142,9 @@ class Load:
             self._submit_single(uuid, decide)
         elif kind == "map":
             self._add(Mapping(self, uuid, decide).run())
+        elif kind == "stream":
+            self.last = uuid
+            self._add(self._stream(uuid, decide))
         else:
             self.last = uuid
             self._add(self._broadcast(uuid))
@@ -190,6 +193,36 @@ class Load:
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         self._room.release()
+
+    async def _stream(self, uuid: int, decide: random.Random) -> None:
+        """Take a stream to its end, or leave it early in one of several ways. Its items are right, in order and without a gap."""
+        count = decide.randint(1, 60)
+        fn: Any = decide.choice([calls.parts, calls.parts_of_task])
+        options: dict[str, Any] = {"prefetch": decide.choice([1, 4, 16]), "key": decide.choice([None, "stream"])}
+        leave = decide.choice(["end", "end", "break", "drop", "cancel"])
+        most = decide.randint(1, count) if leave in ("break", "drop") else count + 1
+        taken = 0
+        words = "dropped"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(decide.random() / 50 if leave == "cancel" else None):
+                try:
+                    stream = self.runner.options(**options).stream(fn, uuid, count, decide.choice([0.0, 0.0005]))
+                    async for item in stream:
+                        if item != calls.part(uuid, taken):
+                            words = f"gap {taken}"
+                            break
+                        taken += 1
+                        words = f"value {calls.answer(uuid)}"
+                        if taken == most:
+                            break
+                    else:
+                        words = words if taken == count else f"ended after {taken} of {count}"
+                    if leave == "break":
+                        await stream.aclose()
+                    del stream
+                except percore.PercoreError as error:
+                    words = words_of(error)
+        self.note(uuid, "stream", 1, words)
 
     async def _broadcast(self, uuid: int) -> None:
         attempts = len(self.runner.statistics().workers) + 1  # one may be about to hand over to the next

@@ -265,6 +265,24 @@ def test_any_delay_is_finite(value: float) -> None:
 # Timeouts
 
 
+@pytest.mark.parametrize(
+    ("prefetch", "error"),
+    [("1", TypeError), (True, TypeError), (1.5, TypeError), (0, ValueError), (-1, ValueError), (1_000_001, ValueError)],
+    ids=steady,
+)
+def test_a_prefetch_is_a_number_of_items(prefetch: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^prefetch must be "):
+        policy(prefetch=prefetch)
+
+
+def test_a_stream_has_a_key_and_a_prefetch_and_no_retries_or_timeout() -> None:
+    assert policy(inherited=3).for_stream() == Policy()
+    assert policy(key="a", prefetch=3).for_stream() == Policy(key="a", prefetch=3)
+    for options in ({"retries": 2}, {"retries": 2, "retry_on": OSError}, {"timeout": 1}):
+        with pytest.raises(TypeError, match="stream"):
+            policy(**options).for_stream()
+
+
 @pytest.mark.parametrize("timeout", ["1", True, [1], 1j], ids=steady)
 def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
     with pytest.raises(TypeError, match=r"^timeout must be a number of seconds, not "):

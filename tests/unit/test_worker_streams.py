@@ -1,0 +1,252 @@
+"""Generators in a worker: which items travel together, and what a stream does while it waits for credits or for room."""
+
+import asyncio
+import marshal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from percore._protocol.messages import ITEM, ITEMS, Body
+from percore._transport.codec import is_inline_value, pack_values
+from percore._transport.slots import INLINE_LIMIT
+from percore._worker.answers import SMALL, Answers, ItemFailed
+from percore._worker.streams import TaskStream, ThreadStream
+
+WIDE = "\U0001f600" * 4096
+
+
+class Pickler:
+    lacks_room = False
+
+    def payload(self, obj: Any) -> bytes:
+        if obj is print:
+            raise TypeError("not this one")
+        return bytes(b"p" * obj[0])
+
+
+class Post:
+    """A channel of which only the messages count. While it is full it takes no payload."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.passes = is_inline_value
+        self.messages: list[Any] = []
+        self.is_full = False
+        self.held: list[tuple[Body, Callable[[], None]]] = []
+        self.arrived = threading.Semaphore(0)
+
+    def pickler(self) -> Pickler:
+        return Pickler()
+
+    def pack_values(self, first: int, seconds: float, values: list[Any], pickled: list[int]) -> bytes:
+        return pack_values(first, seconds, values, pickled)
+
+    def send_from_thread(self, op: int, _call_id: int, body: Any) -> None:
+        if op == ITEMS:
+            assert len(body) <= INLINE_LIMIT
+            _, _, values, pickled = marshal.loads(body)
+            self.messages.append((values, pickled))
+        else:
+            assert op == ITEM
+            self.messages.append(body)
+        self.arrived.release()
+
+    def send_payload(self, op: int, call_id: int, body: Body, send: Callable[..., None], sent: Callable[[], None]) -> None:
+        if self.is_full:
+            self.held.append((body, sent))
+            self.arrived.release()
+        else:
+            send(op, call_id, body)
+            sent()
+
+    def empty(self) -> None:
+        """Take what was held."""
+        self.is_full = False
+        for body, sent in self.held:
+            self.messages.append(body)
+            sent()
+        self.held.clear()
+
+
+def task_stream(prefetch: int) -> tuple[Post, TaskStream]:
+    post: Any = Post(asyncio.get_running_loop())
+    return post, TaskStream(post, Answers(post), 1, prefetch)
+
+
+def sizes(messages: list[Any]) -> list[int]:
+    return [len(message[0]) if type(message) is tuple else -1 for message in messages]
+
+
+async def numbers(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number
+
+
+async def given(*items: Any) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
+async def test_items_travel_in_halves_and_the_rest_when_the_stream_has_to_wait() -> None:
+    post, stream = task_stream(8)
+    task = asyncio.create_task(stream.run(numbers, (100,), None))
+    await asyncio.sleep(0)
+    assert sizes(post.messages) == [4, 4]
+    stream.credit(3)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert sizes(post.messages) == [4, 4, 3]
+    assert [value for values, _ in post.messages for value in values] == list(range(11))
+    stream.close(task)
+    await task
+    assert sizes(post.messages) == [4, 4, 3]
+
+
+async def test_large_items_travel_alone_in_their_place() -> None:
+    post, stream = task_stream(100)
+    await stream.run(given, (1, [10], [SMALL + 1], 2, [3], [SMALL], [SMALL], [SMALL], 5, WIDE, WIDE, WIDE), None)
+    assert [message if type(message) is bytes else message[1] for message in post.messages] == [
+        [1],
+        b"p" * (SMALL + 1),
+        [1, 2, 3],
+        [0],
+        [],
+    ]
+    assert [len(message) if type(message) is bytes else len(message[0]) for message in post.messages] == [2, SMALL + 1, 4, 4, 1]
+
+
+async def test_the_heaviest_items_fit_into_a_message() -> None:
+    _, stream = task_stream(1_000_000)
+    for item in (WIDE, "x" * 4096, b"x" * 4096, 2**255, 1 - 2**256, 2**63, 0.5, [SMALL], [100]):
+        await stream.run(given, (item,) * 600, None)  # `send_from_thread` looks at the size
+
+
+async def test_a_stream_waits_until_its_large_item_is_taken() -> None:
+    post, stream = task_stream(100)
+    post.is_full = True
+    task = asyncio.create_task(stream.run(given, (1, [SMALL + 1], 2), None))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert sizes(post.messages) == [1]
+    stream.credit(5)  # this wakes it, and it waits on
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not task.done()
+    await asyncio.to_thread(post.empty)
+    await task
+    assert sizes(post.messages) == [1, -1, 1]
+
+
+async def test_a_stream_that_never_awaits_gives_way() -> None:
+    post, stream = task_stream(1_000_000)
+    task = asyncio.create_task(stream.run(numbers, (1_000_000,), None))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        before = len(post.messages)
+        while len(post.messages) == before:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+        assert len(post.messages) < 3900
+    stream.close(task)
+    await task
+
+
+async def test_an_item_that_cannot_be_pickled_ends_the_stream_after_the_items_before_it() -> None:
+    post, stream = task_stream(100)
+    closed = []
+
+    async def generator() -> AsyncIterator[Any]:
+        try:
+            yield 1
+            yield print
+        finally:
+            closed.append(True)
+
+    with pytest.raises(ItemFailed) as caught:
+        await stream.run(generator, (), None)
+    assert "not this one" in str(caught.value.error)
+    assert (sizes(post.messages), closed) == ([1], [True])
+
+
+# On a thread
+
+
+class OnThread:
+    def __init__(self, prefetch: int, fn: Callable[..., Iterator[Any]], *args: Any) -> None:
+        self.post = Post(asyncio.get_running_loop())
+        channel = cast("Any", self.post)
+        self.stream = ThreadStream(channel, Answers(channel), 1, prefetch)
+        self.task = asyncio.create_task(asyncio.to_thread(self.stream.run, fn, args, None))
+
+    async def message(self) -> None:
+        await asyncio.to_thread(self.post.arrived.acquire)
+
+
+def count(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+def choose(*items: Any) -> Iterator[Any]:
+    yield from items
+
+
+async def test_a_thread_waits_for_credits() -> None:
+    it = OnThread(4, count, 1000)
+    total = 0
+    for credit in (0, 1, 4, 100):
+        it.stream.credit(credit)
+        total += credit
+        while sum(sizes(it.post.messages)) < 4 + total:
+            await it.message()
+        assert sum(sizes(it.post.messages)) == 4 + total
+    it.stream.close()
+    await it.task
+    assert [value for values, _ in it.post.messages for value in values] == list(range(4 + total))
+
+
+async def test_a_thread_waits_until_its_large_item_is_taken() -> None:
+    it = OnThread(100, choose, 1)
+    await it.task
+    it = OnThread(100, choose, 1, [SMALL + 1], 2)
+    it.post.is_full = True
+    while not it.post.held and not it.task.done():
+        await it.message()
+    if it.post.held:  # else the thread was faster than this test
+        it.stream.credit(1)
+        assert not it.task.done()
+        it.post.empty()
+    await it.task
+    assert sizes(it.post.messages) == [1, -1, 1]
+
+
+async def test_the_loop_sends_items_that_wait_behind_a_slow_one() -> None:
+    gate = threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 0
+        yield 1
+        gate.wait()
+        yield 2
+
+    it = OnThread(100, slow)
+    it.stream._since = time.perf_counter() + 1000  # as if items had just been sent
+    while sum(sizes(it.post.messages)) < 2:
+        await it.message()
+    assert not it.task.done()
+    gate.set()
+    await it.task
+    assert sum(sizes(it.post.messages)) == 3
+
+
+async def test_an_abandoned_stream_waits_for_nothing() -> None:
+    it = OnThread(1, count, 1000)
+    await it.message()
+    it.stream.abandon()
+    await it.task
+    it = OnThread(100, choose, *[[SMALL + 1]] * 10)
+    it.post.is_full = True
+    await it.message()
+    it.stream.abandon()
+    await it.task
