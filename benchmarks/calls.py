@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
 
     import aiohttp
 
@@ -55,6 +56,36 @@ def work(steps: int) -> int:
     for step in range(steps):
         total += step * step
     return total
+
+
+# Generators
+
+
+def give_numbers(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+async def give_numbers_in_loop(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number
+
+
+def give_arrays(count: int) -> Iterator[Any]:
+    """The same array of 1 MB each time, which begins with the number of the item."""
+    import numpy as np
+
+    array = np.zeros(125_000)
+    for number in range(count):
+        array[0] = number
+        yield array
+
+
+def send_all(fn: Callable[[int], Iterator[Any]], pipe: Connection[Any, Any]) -> None:
+    """In a process of its own: for each number that arrives, send so many items, until the other end is closed."""
+    with suppress(EOFError):
+        while True:
+            for item in fn(pipe.recv()):
+                pipe.send(item)
 
 
 def spin(seconds: float) -> float:
