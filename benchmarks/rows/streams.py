@@ -59,7 +59,7 @@ def stream_tiny(quick: bool) -> Row:
 
 @row(rounds=9, seconds=30)
 def stream_arrays(quick: bool) -> Row:
-    """A stream of numpy arrays of 1 MB from one worker, an item after the other, against a process that sends them by a pipe.
+    """A stream of numpy arrays of 1 MB from one worker, against a process that sends them by a pipe.
 
     The generator yields the same array each time, and each item is dropped before the next one is taken.
     """
