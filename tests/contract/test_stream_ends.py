@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import weakref
+from collections.abc import AsyncIterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ untyped: Any = streams
 PAIR = (streams.told, streams.atold)
 
 
-async def until_error(stream: percore.Stream[Any]) -> tuple[list[Any], BaseException]:
+async def until_error(stream: AsyncIterable[Any]) -> tuple[list[Any], BaseException]:
     """The items that come before the error, and the error."""
     items = []
     try:
@@ -304,6 +305,18 @@ async def test_a_runner_that_closes_ends_its_streams(make: MakeRunner, log: Log,
                 await running.aclose()
                 assert await log.take(2) == ["GeneratorExit", "closed"]
                 assert log.rest() == []
+
+
+async def test_a_map_over_a_stream_ends_with_the_runner(make: MakeRunner) -> None:
+    for fn in (streams.numbers, streams.anumbers):
+        runner = make(threads=2)
+        await runner.start()
+        results = runner.map(jobs.aecho, runner.stream(fn, 1_000_000))
+        assert await anext(results) == 0
+        await runner.aclose()
+        _, error = await until_error(results)
+        assert isinstance(error, percore.RunnerClosed)
+        await results.aclose()
 
 
 async def test_a_close_waits_for_a_generator_that_is_being_closed(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -177,8 +177,12 @@ class OnThread:
     def __init__(self, prefetch: int, fn: Callable[..., Iterator[Any]], *args: Any) -> None:
         self.post = Post(asyncio.get_running_loop())
         channel = cast("Any", self.post)
-        self.stream = ThreadStream(channel, Answers(channel), 1, prefetch)
+        self.ways = 0
+        self.stream = ThreadStream(channel, Answers(channel), 1, prefetch, self._give_way)
         self.task = asyncio.create_task(asyncio.to_thread(self.stream.run, fn, args, None))
+
+    def _give_way(self) -> None:
+        self.ways += 1
 
     async def message(self) -> None:
         await asyncio.to_thread(self.post.arrived.acquire)
@@ -203,6 +207,7 @@ async def test_a_thread_waits_for_credits() -> None:
         assert sum(sizes(it.post.messages)) == 4 + total
     it.stream.close()
     await it.task
+    assert it.ways
     assert [value for values, _ in it.post.messages for value in values] == list(range(4 + total))
 
 

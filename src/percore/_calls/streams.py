@@ -73,7 +73,7 @@ class StreamCall(CallBase):
                 while ready:
                     value = ready.popleft()
                     counts.taken += 1
-                    if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN:
+                    if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN and self.member is not None:
                         self.member.tell(CREDIT, self.call_id, counts.grant())
                     yield value
                 if self.done():

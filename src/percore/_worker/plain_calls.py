@@ -118,7 +118,8 @@ class PlainCalls:
             RuntimeError: as `put`.
         """
         # As `_put_batch`: register it first.
-        stream = self.streams[call_id] = ThreadStream(self._channel, self._answers, call_id, terms.prefetch)
+        give_way = self.threads.give_way
+        stream = self.streams[call_id] = ThreadStream(self._channel, self._answers, call_id, terms.prefetch, give_way)
         try:
             self.threads.put(call_id, partial(self._run_stream, call_id, stream, function, body, terms), is_long=True)
         except RuntimeError:

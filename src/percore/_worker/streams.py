@@ -221,8 +221,12 @@ class TaskStream(_Stream):
 class ThreadStream(_Stream):
     """A stream of a plain generator. Its thread calls `run`, the loop the other methods."""
 
-    def __init__(self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int) -> None:
+    def __init__(
+        self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int, give_way: Callable[[], None]
+    ) -> None:
+        """The thread calls `give_way` after it has sent items, so that the loop gets the GIL."""
         super().__init__(channel, answers, call_id, prefetch)
+        self._give_way = give_way
         self.is_abandoned = False
         """Whether nobody waits for the outcome, because the worker ends."""
         self._loop = channel.loop
@@ -250,6 +254,7 @@ class ThreadStream(_Stream):
                         self._credits += self._grants.get()
                 elif self._is_due() or time.perf_counter() - self._since > KEEP:
                     self.flush()
+                    self._give_way()
                     self._since = time.perf_counter()
                 elif not self._is_watched:
                     self._is_watched = True

@@ -298,7 +298,7 @@ class Threads:
             del self._active[call_id]
             if has_turn:
                 self._turn.release()
-        self._give_way()
+        self.give_way()
 
     def _measured(self, *, is_busy: bool) -> None:
         self._takes_turns = is_busy
@@ -318,7 +318,7 @@ class Threads:
         self._turn.release()
         return False
 
-    def _give_way(self) -> None:
+    def give_way(self) -> None:
         """Sleep for a moment so that the loop gets the GIL, at most once per switch interval."""
         now = time.perf_counter()
         if now - self._yielded < _YIELD_EVERY:
