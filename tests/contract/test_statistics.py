@@ -76,7 +76,7 @@ async def test_a_worker_that_is_buried_while_another_thread_asks(
         with monkeypatch.context() as patch:
             patch.setattr(PoolWorker, "has_read", lambda member: False)
             assert member.statistics(1, may_look=True) == (1, 0)
-            patch.setattr(member.worker, "fate", lambda place, call_id: marks[0])
+            patch.setattr(member.worker, "fate", lambda call_id: marks[0])
             assert member.statistics(1, may_look=True) == (0, 0)
             assert member.statistics(1, may_look=False) == (1, 0)
         gate.open()
