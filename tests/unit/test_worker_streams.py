@@ -140,6 +140,22 @@ async def test_a_stream_waits_until_its_large_item_is_taken() -> None:
     assert sizes(post.messages) == [1, -1, 1]
 
 
+async def test_a_stream_that_is_cancelled_while_its_large_item_waits_ends_after_the_item() -> None:
+    """As by code in the worker that cancels all tasks."""
+    post, stream = task_stream(100)
+    post.is_full = True
+    task = asyncio.create_task(stream.run(given, ([SMALL + 1], 2), None))
+    await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    post.empty()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert sizes(post.messages) == [-1]
+
+
 async def test_a_stream_that_never_awaits_gives_way() -> None:
     post, stream = task_stream(1_000_000)
     task = asyncio.create_task(stream.run(numbers, (1_000_000,), None))

@@ -9,6 +9,7 @@ case soon. A large item is sent alone. The stream goes on when the channel has t
 before.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +21,6 @@ from percore._protocol.messages import ITEM, ITEMS, Payload
 from percore._worker.answers import SMALL, Answers
 
 if TYPE_CHECKING:
-    import asyncio
-
     from percore._protocol.interfaces import WorkerChannel
 
 KEEP: Final = 0.002
@@ -155,8 +154,10 @@ class TaskStream(_Stream):
                     break
         finally:
             self._is_ending = True
-            self.flush()
-            await generator.aclose()
+            try:
+                self.flush()
+            finally:
+                await generator.aclose()
 
     def credit(self, count: int) -> None:
         """Allow `count` more items."""
@@ -191,18 +192,23 @@ class TaskStream(_Stream):
             self._waiter = None
 
     async def _unblocked(self) -> None:
-        """Wait until the channel has taken the large item.
+        """Wait until the channel has taken the large item, also if this task is cancelled: the outcome must not overtake the item.
 
         No wake-up is lost: this first makes the waiter and then looks, `_sent` first sets what this looks at, then looks for the
         waiter.
         """
+        cancelled: BaseException | None = None
         while self._is_blocked:
             self._waiter = self._loop.create_future()
             try:
                 if self._is_blocked:
                     await self._waiter
+            except asyncio.CancelledError as error:
+                cancelled = error
             finally:
                 self._waiter = None
+        if cancelled is not None:
+            raise cancelled
 
     def _sent(self) -> None:
         self._is_blocked = False
@@ -264,8 +270,10 @@ class ThreadStream(_Stream):
                         self.flush()
                     self._credits += self._grants.get()
         finally:
-            self.flush()
-            generator.close()
+            try:
+                self.flush()
+            finally:
+                generator.close()
 
     def credit(self, count: int) -> None:
         """Allow `count` more items."""
