@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from percore._runner.stream import Stream
     from percore._runner.verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
+    from percore._worker.runner import CurrentRunner, current_runner
 
 __all__ = [
+    "CurrentRunner",
     "CurrentWorker",
     "LoopPoolExecutor",
     "Map",
@@ -55,6 +57,7 @@ __all__ = [
     "Usage",
     "WorkerDied",
     "WorkerStatistics",
+    "current_runner",
     "current_worker",
     "state",
     "threaded",
@@ -63,6 +66,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CurrentRunner": "_worker.runner",
     "CurrentWorker": "_worker.context",
     "LoopPoolExecutor": "_executor.executor",
     "Map": "_map.map",
@@ -83,6 +87,7 @@ _HOMES = {
     "Usage": "_monitor.usage",
     "WorkerDied": "_common.worker_errors",
     "WorkerStatistics": "_monitor.statistics",
+    "current_runner": "_worker.runner",
     "current_worker": "_worker.context",
     "state": "_worker.context",
     "threaded": "_map.threaded",

@@ -105,7 +105,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
         members = {member.index: member for member in members_of(runner)}
         worker = worker_of(runner, 0)
         _stop(worker)
-        for _ in range(members[0].stride + 1):
+        for _ in range(members[0].places + 1):
             await _give_up(runner, jobs.aecho)
         assert members[0].load[Kind.BROADCAST] == MOST_BROADCASTS
         task = asyncio.create_task(runner.broadcast(jobs.tell_async, log.path, 7))

@@ -248,7 +248,7 @@ async def _nothing_is_left(runner: Runner) -> None:
         await asyncio.sleep(0)
     assert (supervisor.store.in_use, supervisor.dispatch.waiting(), len(supervisor.closing.enders)) == (0, 0, 0)
     for member in supervisor.members:
-        assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.stride)
+        assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.places)
     assert runner.statistics().restarts == 0
 
 

@@ -35,7 +35,7 @@ from percore import LoopPoolExecutor, Runner, threaded
 from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 from percore._engines.processes.fork_servers import servers
 from percore._serialization.exceptions import load_exception
-from tests import jobs, variables
+from tests import jobs, nested_jobs, variables
 from tests.contract import share_jobs
 from tests.contract.conftest import worker_of
 from tests.fakes import FakeRunner
@@ -580,6 +580,35 @@ SENTENCES: Final[dict[str, Use]] = {
     "the thread_initializer failed": pool(
         lambda executor: executor.submit(jobs.echo, 1).result(), thread_initializer=refuse_thread
     ),
+    "run_sync() would block the event loop; in a coroutine write `await percore.current_runner().run(fn, ...)`": fake(
+        lambda runner: runner.run(nested_jobs.wrong_face)
+    ),
+    "run() and submit() are for coroutines; in a plain function, which runs on a thread, write "
+    "percore.current_runner().run_sync(fn, ...)": fake(lambda runner: runner.run(nested_jobs.other_wrong_face)),
+    "a call with the key … would wait for itself: …, which has made it directly or indirectly, holds this key until it ends. "
+    "Leave the key out: nested calls belong to the key of their caller": fake(
+        lambda runner: runner.options(key="a").run(nested_jobs.with_key, "a")
+    ),
+    "the key of a nested call is a string, a number, bytes or a tuple of these, not …": fake(
+        lambda runner: runner.run(nested_jobs.with_key, frozenset())
+    ),
+    "percore.current_runner() works in the workers of a Runner, not in those of a LoopPoolExecutor": pool(
+        lambda executor: executor.submit(percore.current_runner).result()
+    ),
+    "percore.current_runner() works only inside a call, not in the lifespan; in a thread that a call has started, use the "
+    "runner that the call has got": fake(lambda runner: runner.run(nested_jobs.in_empty_context)),
+    "… is a generator function: one call gives one result. Return a list instead": fake(
+        lambda runner: runner.run(nested_jobs.acall, nested_jobs.generate)
+    ),
+    "give the function and its arguments: runner.run(fetch, url), not runner.run(fetch(url))": fake(
+        lambda runner: runner.run(nested_jobs.call_with_coroutine)
+    ),
+    "the current runner cannot be pickled: it belongs to one call. Call percore.current_runner() in the other one": fake(
+        lambda runner: runner.run(percore.current_runner)
+    ),
+    "the call that has asked percore.current_runner() for this runner has ended, and its calls end with it": fake(
+        lambda runner: runner.run(nested_jobs.after_end)
+    ),
     "percore.…() works only in a worker, inside a call": lambda _: percore.current_worker(),
     "this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)": (
         lambda runner: runner.run(percore.state)
@@ -692,6 +721,8 @@ UNSAID: Final = {
     "… is left to the careful pickler": "percore catches it",
     "… objects cannot be pickled here: nothing is registered with multiprocessing": "a program removed what the library registers",
     "percore: the thread of an executor failed": "a mistake of percore's own",
+    "more than … calls of this worker wait for calls that they have made: make fewer calls at once": "thousands of waiting calls",
+    "the values of the context variables take more than … bytes when they are pickled": "as in the program",
 }
 """Sentences to which no use leads, and why."""
 

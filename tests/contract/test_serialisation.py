@@ -112,7 +112,7 @@ async def _nothing_is_left(runner: Runner) -> None:
     assert (supervisor.store.in_use, supervisor.dispatch.waiting(), supervisor.closing.unfinished()) == (0, 0, False)
     for member in supervisor.members:
         assert (member.calls, member.parked, member.load, member.items) == ({}, set(), [0, 0, 0], 0)
-        assert len(member.free) == member.stride
+        assert len(member.free) == member.places
     statistics = runner.statistics()
     assert (statistics.running, statistics.queued, statistics.restarts) == (0, 0, 0)
 

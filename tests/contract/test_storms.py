@@ -81,7 +81,7 @@ async def nothing_is_held(runner: percore.Runner) -> None:
         assert not member.calls
         assert not member.parked
         assert member.load == [0, 0, 0]
-        assert len(member.free) == member.stride
+        assert len(member.free) == member.places
 
 
 # Any moment

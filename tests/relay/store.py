@@ -91,6 +91,9 @@ class RelayStore:
         self._kept[parcel] = pickle
         return parcel
 
+    def adopt(self, pickle: memoryview | bytes) -> Payload:
+        return bytes(pickle) if len(pickle) <= INLINE else self.keep(bytes(pickle))
+
     def is_placed(self, parcel: int) -> bool:
         return parcel in self._placed
 

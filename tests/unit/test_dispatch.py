@@ -15,8 +15,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from percore._protocol.messages import Kind
 from percore._scheduler import keys as keys_module
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import AHEAD, BLOCKED, MOST_BROADCASTS, Dispatch, Queue, Recall, places_for, room_of
+from percore._scheduler.dispatch import (
+    AHEAD,
+    BLOCKED,
+    MOST_BROADCASTS,
+    Dispatch,
+    Queue,
+    Recall,
+    places_at_first,
+    places_for,
+    room_of,
+)
 from percore._scheduler.keys import weight
+from percore._scheduler.levels import MOST_ASIDE
 from tests.strikes import Fault, Strike
 
 TASK, THREAD = Kind.TASK, Kind.THREAD
@@ -938,9 +949,13 @@ def test_places_and_room() -> None:
     assert dispatch.room == room_of(7, 3) == 7 + 3 * (1 + AHEAD) + MOST_BROADCASTS
 
 
-@pytest.mark.parametrize(("room", "places"), [(1, 2), (2, 4), (3, 4), (63, 64), (64, 128), (138, 256)])
-def test_start_marks_are_a_power_of_two(room: int, places: int) -> None:
-    assert places_for(room) == places
+@pytest.mark.parametrize(
+    ("room", "places"), [(1, 2), (2, 4), (3, 4), (63, 64), (64, 96), (138, 256), (100_000, 131_072 - MOST_ASIDE)]
+)
+def test_start_marks_suffice_for_calls_that_are_aside(room: int, places: int) -> None:
+    all_places = places_for(room)
+    assert all_places & (all_places - 1) == 0
+    assert room < places_at_first(room) == places <= all_places - MOST_ASIDE
 
 
 # The queue

@@ -72,7 +72,8 @@ CIRCLES: dict[frozenset[str], str] = {}
 WORKER = ("_worker", "_worker_process")
 PARENT = ("_monitor", "_scheduler", "_calls", "_supervisor", "_engines", "_map", "_runner", "_executor")
 PARENT_IN_COMMON = {
-    *("_common.log", "_common.options", "_common.worker_errors", "_protocol.interfaces"),
+    # Not `_common.options`: it checks the options of nested calls. A worker loads it on the first use of `current_runner`.
+    *("_common.log", "_common.worker_errors", "_protocol.interfaces"),
     *("_transport.arena", "_transport.supervisor_side"),
 }
 

@@ -37,6 +37,9 @@ class Outcome(Protocol):
     body: Any
     """The body of the message; None for a batch and its items, which hold nothing that has to be released."""
 
+    forwards: bool
+    """Whether its outcome goes to another worker, as the bytes that its worker has sent, by `forward`. Else it ends here."""
+
     @property
     def plan(self) -> CallPlan | None: ...
 
@@ -54,6 +57,9 @@ class Outcome(Protocol):
 
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
+
+    def forward(self, data: memoryview | bytes, /, *, is_error: bool) -> None:
+        """End with this pickle of the result, or of the exception. Only if `forwards`."""
 
     def set_exception(self, error: BaseException, /) -> None:
         """End with this error."""
@@ -96,6 +102,9 @@ class PendingCall(Outcome, Protocol):
     @property
     def size(self) -> int:
         """Number of items; 1 for a call."""
+
+    is_short: bool
+    """Whether the shorter ways of `Outcomes` may end it: it is a call, and its outcome ends here."""
 
     outstanding: int
     """Number of items that have not ended and were not handed back; 1 for a call."""
@@ -149,6 +158,8 @@ class CallBase:
     size: int = 1
     outstanding: int = 1
     wanted: int | None = None
+    forwards: bool = False
+    is_short: bool = True
 
     @property
     def begin_by(self: Outcome) -> float | None:
@@ -164,6 +175,9 @@ class CallBase:
 
     def drop(self) -> None:
         """Only a call of `run` can be dropped."""
+
+    def forward(self, _data: memoryview | bytes, /, *, is_error: bool) -> None:
+        raise NotImplementedError
 
     def message(self: PendingCall) -> Any:
         return self.body

@@ -153,6 +153,7 @@ class Batch(CallBase):
         "wanted",
     )
 
+    is_short = False
     key: ClassVar[None] = None
     body: None
     call_id: int

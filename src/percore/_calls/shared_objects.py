@@ -232,6 +232,17 @@ class Shares:
         for share in shares:
             share.holders += 1
 
+    def hold_numbers(self, holder: Any, numbers: Sequence[int]) -> None:
+        """As `hold`, by the numbers of the objects.
+
+        Raises:
+            RuntimeError: one of them was closed.
+        """
+        shares = [_live.get(number) for number in numbers]
+        if any(share is None or share not in self._shares or share.is_ending for share in shares):
+            raise RuntimeError(CLOSED)
+        self.hold(holder, [share for share in shares if share is not None])
+
     def drop(self, holder: Any) -> None:
         """Release the shared objects that a call or a function holds. Does nothing if it holds none."""
         for share in self.held.pop(holder, ()):

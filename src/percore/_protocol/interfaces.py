@@ -99,6 +99,12 @@ class Store(Protocol):
             RuntimeError: there is no room. This cannot happen while nothing but `keep` uses the store, for at most `room` pickles.
         """
 
+    def adopt(self, pickle: memoryview | bytes, /) -> Payload:
+        """Keep a pickle that a worker has made, to pass it on. Return it as bytes if it fits into a message, else its parcel.
+
+        There is always room for it, because the parcel need not be placed. The caller must discard it.
+        """
+
     def is_placed(self, parcel: int) -> bool:
         """Whether `Channel.send_parcel` can send this parcel now, without waiting for room."""
 
@@ -246,7 +252,7 @@ class Channel(Side, Protocol):
 class WorkerChannel(Side, Protocol):
     """The worker's side of a channel.
 
-    Any thread may call `load`, `load_shared`, `flush`, `keep`, `send_from_thread`, the picklers, and `send_payload` and
+    Any thread may call `load`, `load_shared`, `flush`, `keep`, `pickled`, `send_from_thread`, the picklers, and `send_payload` and
     `send_exception` with one of these methods as their `send`. All other methods may be called on the loop only.
 
     Attributes:
@@ -294,6 +300,9 @@ class WorkerChannel(Side, Protocol):
 
     def pickler(self) -> ObjectPickler:
         """Return a pickler for the next object. The channel discards its payload once the supervisor has released it."""
+
+    def pickled(self, obj: object) -> bytes:
+        """Pickle `obj` into bytes of any size. Raises as `ObjectPickler.payload`."""
 
     def load_shared(self, parcel: int, ended: Callable[[], None], /) -> Received:
         """Read a shared object, as `Store.load`."""

@@ -36,6 +36,10 @@ DEFINE_THREAD: Final = -14  # as DEFINE_TASK, for a plain function
 CREDIT: Final = -15  # id: a stream; body: how many more items it may produce
 BEGIN_BY: Final = -16  # id: 0; body: the monotonic time by which the next calls must begin, or None; not for batches and parcels
 WITHDRAW: Final = -17  # hand this call back if it has not begun
+# Answers to ASK. id: number of the nested call
+ANSWER_VALUE: Final = -20  # body: the result, an immutable scalar
+ANSWER_RESULT: Final = -21  # body: the result, pickled
+ANSWER_ERROR: Final = -22  # body: a pickled exception
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -56,9 +60,14 @@ FAILED: Final = 16  # the lifespan failed while calls ran, and the worker ends; 
 ITEMS: Final = 17  # the next items of a stream; body: from `WorkerChannel.pack_values`
 ITEM: Final = 18  # the next item of a stream; body: its pickle
 ENDED: Final = 19  # the generator of a stream has returned
+# Nested calls, which calls in this worker make. id: number of the nested call, given by the worker
+ASK: Final = 22  # make a call; body: a NestedRequest as a tuple
+ASKED: Final = 23  # body: the pickle that was too large for ASK
+DROP: Final = 24  # the call is no longer wanted; no answer follows
+TAKEN: Final = 25  # the answer has been read from its slot
 
 
-PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED, ITEM})
+PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED, ITEM, ASKED})
 """The messages to the supervisor whose body is a payload (or None: there is none). Parcels to a worker pass `send_parcel` alone."""
 
 ITEM_SHIFT: Final = 48

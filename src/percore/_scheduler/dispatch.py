@@ -29,6 +29,7 @@ from percore._protocol.messages import Kind
 from percore._scheduler.batching import Batches
 from percore._scheduler.key_names import Names
 from percore._scheduler.keys import Keys, Lanes, purge
+from percore._scheduler.levels import DEEPEST, MOST_ASIDE, Levels
 
 AHEAD: Final = 4
 """Plain calls queued ahead in a worker, per thread. With 2, the measured throughput was 0.91 to 0.96 of that with 4."""
@@ -106,14 +107,18 @@ class Recall(NamedTuple, Generic[S]):
 
 
 class Queue(Lanes[C, S]):
-    """The waiting calls of one map, or the single calls of one kind: calls, calls with keys, and items for batches."""
+    """The waiting calls of one map, the single calls of one kind, or the nested calls of one kind and `depth` from 1 on.
 
-    __slots__ = ("batches", "calls", "ended", "is_listed", "kind", "lanes_first")
+    They are calls, calls with keys, and items for batches.
+    """
 
-    def __init__(self, kind: int, batches: Batches[C] | None = None) -> None:
+    __slots__ = ("batches", "calls", "depth", "ended", "is_listed", "kind", "lanes_first")
+
+    def __init__(self, kind: int, batches: Batches[C] | None = None, depth: int = 0) -> None:
         super().__init__()
         self.kind = kind
         self.batches = batches
+        self.depth = depth
         self.calls: deque[C] = deque()
         self.ended = 0
         self.is_listed = False
@@ -125,17 +130,25 @@ class Queue(Lanes[C, S]):
 
 
 def room_of(concurrency: int, threads: int) -> int:
-    """Return how many calls of all kinds one worker may hold at once."""
+    """Return how many calls of all kinds one worker may hold at once, without those that are aside."""
     return concurrency + threads * (1 + AHEAD) + MOST_BROADCASTS
 
 
 def places_for(room: int) -> int:
     """Return the number of start marks of a worker with this room: a power of two, so that the place follows from a call's id.
 
+    It exceeds the room and the calls that may be aside, which keep their marks.
+    """
+    return 1 << (room + MOST_ASIDE).bit_length()
+
+
+def places_at_first(room: int) -> int:
+    """Return how many start marks of a worker with this room are in use while no call is aside.
+
     It exceeds the room: a garbage collection between choosing a worker and sending the call may run a `__del__` that takes the
     place.
     """
-    return 1 << room.bit_length()
+    return min(1 << room.bit_length(), places_for(room) - MOST_ASIDE)
 
 
 class Dispatch(Generic[C, S]):
@@ -169,6 +182,9 @@ class Dispatch(Generic[C, S]):
         self._beyond: dict[S, int] = {}
         """Calls that a worker got in place of a blocked one since it last had read everything."""
         self._pick = self._pick_of_few
+        self._levels: Levels[Queue[C, S]] = Levels(self._places)
+        self._strained = [False, False]
+        """By kind: whether nested calls go first."""
 
     # Workers
 
@@ -237,6 +253,43 @@ class Dispatch(Generic[C, S]):
     def waiting(self) -> int:
         """Return the number of waiting calls, without cancelled ones."""
         return sum(len(queue) - queue.ended for queue in (*self.singles, *self._maps))
+
+    # Nested calls
+
+    def level(self, depth: int, kind: int) -> Queue[C, S]:
+        """Return the queue of the nested calls of this depth and kind."""
+        queue = self._levels.get(depth, kind)
+        if queue is None:
+            queue = Queue(kind, depth=min(depth, DEEPEST))
+            self._levels.add(kind, queue)
+            self.open(queue)
+        return queue
+
+    def moved(self, kind: int, count: int) -> None:
+        """Note that calls of this kind have stepped aside, or, if `count` is negative, have come back."""
+        self.lowered()
+        self._levels.moved(kind, count)
+        self._strained[kind] = self._levels.is_strained(kind, len(self.seats))
+        if any(self._strained):
+            self.submitted = self._submitted_later  # type: ignore[method-assign]
+        else:
+            vars(self).pop("submitted", None)
+
+    def _goes_back(self, kind: int) -> bool:
+        """Whether calls of this kind that are not nested must wait, because nested calls wait for places."""
+        return self._strained[kind] and self._levels.is_awaited()
+
+    def _submitted_later(self, call: C, queue: Queue[C, S] | None = None) -> S | None:
+        """As `submitted`, while nested calls go first."""
+        if (queue is None or not queue.depth) and self._goes_back(call.kind):
+            home = self.singles[call.kind] if queue is None else queue
+            if call.key is None:
+                home.calls.append(call)
+            else:
+                self.keys.submitted(call, home, 0)  # with no places at all, it waits
+            self._list(home)
+            return None
+        return Dispatch.submitted(self, call, queue)
 
     def _list(self, queue: Lanes[C, S]) -> None:
         if isinstance(queue, Queue) and not queue.is_listed:
@@ -350,7 +403,7 @@ class Dispatch(Generic[C, S]):
         low = self._low[kind]
         if not turns or all(seat.load[kind] > low for seat in self.seats):
             return
-        if len(turns) == 1:  # one queue: no other takes turns with it
+        if len(turns) == 1 and not self._strained[kind]:  # one queue: no other takes turns with it
             queue = turns[0]
             if queue.by_seat:
                 if not queue.calls and not queue.batches:
@@ -389,29 +442,46 @@ class Dispatch(Generic[C, S]):
         seat = self._pick(kind)
         if seat is None and not any(queue.by_seat for queue in tuple(turns)):
             return None
+        if self._goes_back(kind):
+            return self._next_nested(kind, seat)
         for _ in range(len(turns)):
             if not turns:
                 break
-            # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
-            queue = turns.popleft()
-            queue.is_listed = False
-            found = None
-            try:
-                try:
-                    found = self._from(queue, seat)
-                finally:
-                    if queue.calls or queue.batches or queue.by_seat:
-                        self._list(queue)
-                if found is not None and found[1].load[kind] >= self._places[kind]:
-                    self._note_ahead()
-            except BaseException:
-                self._list(queue)
-                if found is not None:
-                    self.untaken(found[0], queue)
-                raise
+            found = self._take_turn(turns[0], seat, kind)
             if found is not None:
                 return found
         return None
+
+    def _next_nested(self, kind: int, seat: S | None) -> tuple[C, S] | None:
+        """As `next`, while only nested calls may begin: the deepest first."""
+        for queue in list(self._levels.listed(kind)):
+            found = self._take_turn(queue, seat, kind)
+            if found is not None:
+                return found
+        return None
+
+    def _take_turn(self, queue: Queue[C, S], seat: S | None, kind: int) -> tuple[C, S] | None:
+        """Take a call from a listed queue, whose next turn then comes after those of the others."""
+        if not queue.is_listed:  # a garbage collection has run user code that has taken its last call
+            return None
+        # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
+        self._turns[kind].remove(queue)
+        queue.is_listed = False
+        found = None
+        try:
+            try:
+                found = self._from(queue, seat)
+            finally:
+                if queue.calls or queue.batches or queue.by_seat:
+                    self._list(queue)
+            if found is not None and found[1].load[kind] >= self._places[kind]:
+                self._note_ahead()
+        except BaseException:
+            self._list(queue)
+            if found is not None:
+                self.untaken(found[0], queue)
+            raise
+        return found
 
     def _from(self, queue: Queue[C, S], seat: S | None) -> tuple[C, S] | None:
         """Take one call from this queue, alternating between calls with keys and other calls.

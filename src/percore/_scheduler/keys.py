@@ -207,6 +207,13 @@ class Keys(Generic[C, S]):
         for queue in list(key.lanes):
             queue.lanes.pop(key.name, None)
 
+    def join(self, name: Hashable, seat: S) -> None:
+        """Assign a new key to this worker, if it takes calls, as long as the workers stay or calls of the key are under way."""
+        if seat in self._seats and name not in self._keys:
+            key = self._keys[name] = Key(name, seat, self._round)
+            key.is_home = self._home(name) is seat
+            self._note(key)
+
     def submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
         """Take a new call. Return the worker to send it to now, and count the call as under way; None if the call waits.
 

@@ -67,12 +67,21 @@ class StateReports(Protocol):
         """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
 
 
+class MessageHandlers(Protocol):
+    """Handlers of further messages."""
+
+    def handlers(self, member: PoolWorker) -> dict[int, Callable[[int, Any], None]]:
+        """Return the handlers of the messages of one worker, by op."""
+
+
 class Outcomes:
     """Handles the messages of all workers of a runner."""
 
-    def __init__(self, calls: CallRegistry, pool: StateReports) -> None:
+    def __init__(self, calls: CallRegistry, pool: StateReports, nested: "MessageHandlers | None" = None) -> None:
+        """`nested` handles the messages about nested calls."""
         self._calls = calls
         self._pool = pool
+        self._nested = nested
 
     def receiver(self, member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
         """Return the function that the channel calls with the messages of one worker.
@@ -97,6 +106,8 @@ class Outcomes:
             DRAINING: lambda _, __: self._pool.draining(member),
             FAILED: lambda _, body: self._failed(member, body),
         }
+        if self._nested is not None:
+            handlers |= self._nested.handlers(member)
 
         channel = member.worker.channel
         handlers |= channel.own
@@ -138,7 +149,7 @@ class Outcomes:
                         (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b"."))
                         and call is not None
                         and (call.plan is None or call.plan.late is None)
-                        and call.body is not None  # not a batch
+                        and call.is_short
                     ):
                         if op == VALUE:
                             if not call.done():
@@ -261,6 +272,11 @@ class Outcomes:
         if self._is_late(member, target):
             channel.release(payload)
             return
+        if target.forwards:
+            target.forward(channel.read(payload), is_error=False)
+            channel.release(payload)
+            self._ended(member, target)
+            return
         received = channel.load(payload)
         try:
             result = received.load()
@@ -302,6 +318,12 @@ class Outcomes:
     def _error(self, member: PoolWorker, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
         channel = member.worker.channel
+        if target.forwards:
+            if not target.done():
+                target.forward(channel.read(payload), is_error=True)
+            channel.release(payload)
+            self._ended(member, target, failed=True)
+            return
         error = channel.load(payload).load(load_exception)
         channel.release(payload)
         if self._is_late(member, target):

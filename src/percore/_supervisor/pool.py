@@ -23,6 +23,7 @@ from percore._supervisor.call_registry import CallRegistry, Progress
 from percore._supervisor.deaths import Deaths
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
+from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker, Turn
 
@@ -103,13 +104,14 @@ class WorkerObserver(Protocol):
 class Pool:
     """The workers of one runner. Implements `StateReports`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # the parts that it connects
         self,
         options: RunnerOptions,
         engine: Engine,
         calls: CallRegistry,
         members: set[PoolWorker],
         keeper: Keeper,
+        nested: Nested,
         observer: "WorkerObserver | None" = None,
     ) -> None:
         self.slots = [WorkerSlot(index) for index in range(options.workers)]
@@ -126,7 +128,8 @@ class Pool:
         self._options = options
         seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
-        self._outcomes = Outcomes(calls, self)
+        self._nested = nested
+        self._outcomes = Outcomes(calls, self, nested)
         self._deaths = Deaths(calls, members)
         self._turn = Turn(calls.loop)
         self._starting: asyncio.Future[None] | None = None
@@ -382,6 +385,8 @@ class Pool:
         began = began or member.done > 0 or member.retried > 0 or end.place_lost
         with faults:
             self._calls.shares.buried(member)
+        with faults:
+            self._nested.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
         slot.failure = member.failure

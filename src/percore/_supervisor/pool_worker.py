@@ -9,14 +9,14 @@ import sys
 from array import array
 from collections.abc import Callable
 from math import frexp
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
-from percore._scheduler.dispatch import Dispatch, places_for
+from percore._scheduler.dispatch import Dispatch, places_at_first, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ _LATE: Final = 0.005
 
 _LATENESS: Final = 1.0
 """Seconds of lateness of a timer from which on the loop must have been stopped, or blocked by user code."""
+
+
+class Relatives(Protocol):
+    """The nested calls of one call, as its worker sees them."""
+
+    def end(self) -> None:
+        """End them, because the call has left the worker."""
 
 
 class Turn:
@@ -84,7 +91,9 @@ class PoolWorker:
     tickets = sys.maxsize
     """Number of calls that the worker may still begin."""
 
-    def __init__(self, index: int, generation: int, dispatch: "Dispatch[Any, PoolWorker]", turn: "Turn") -> None:
+    def __init__(  # noqa: PLR0915  # one state
+        self, index: int, generation: int, dispatch: "Dispatch[Any, PoolWorker]", turn: "Turn"
+    ) -> None:
         self.index = index
         self.generation = generation
         self.life = Life()
@@ -103,9 +112,15 @@ class PoolWorker:
         self.done = 0
         self.failed = 0
         self.retried = 0
-        self._left, self._lowered = dispatch.left, dispatch.lowered
         self._begin_by: float | None = None
         """The body of the last BEGIN_BY."""
+        self._left, self._lowered, self._moved = dispatch.left, dispatch.lowered, dispatch.moved
+        self.families: dict[int, Relatives] = {}
+        """The nested calls of calls, by the id of the call that has made them."""
+        self._aside = [0, 0]
+        """By kind, the calls that wait for their nested calls and have given their places back."""
+        self._spares = 0
+        """How many places were added because calls are, or were, aside."""
         self._turn = turn
         self.started_at = turn.loop.time()
         self.killed_why = ""
@@ -121,7 +136,9 @@ class PoolWorker:
         # A call id combines a place (id % stride) with a use count (id // stride). So the id gives the place of the call's start
         # mark, and an id repeats only after 2**48 / stride uses of one place.
         self.stride = places_for(dispatch.room)
-        self.free = [place + self.stride for place in reversed(range(self.stride))]
+        self.places = places_at_first(dispatch.room)
+        """How many places are in use. It grows with the number of calls that are aside."""
+        self.free = [place + self.stride for place in reversed(range(self.places))]
 
     @property
     def pid(self) -> int | None:
@@ -258,6 +275,8 @@ class PoolWorker:
         call.left()
         if is_parked and call.plan is not None and call.plan.terms is not None:
             self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
+        if self.families and (family := self.families.pop(call_id, None)) is not None:
+            family.end()
         return call
 
     def check_empty(self) -> None:
@@ -265,8 +284,33 @@ class PoolWorker:
 
         `send`, `take` and the short ways of `Outcomes.receiver` each change `calls`, `free`, `load` and `_batched` together.
         """
-        counts = len(self.calls), *self._held(), self.load[Kind.BROADCAST], self._batched, self.stride - len(self.free)
+        counts = len(self.calls), *self._held(), self.load[Kind.BROADCAST], self._batched, self.places - len(self.free)
         assert not any(counts), f"calls, tasks, plain calls, broadcasts, items, places: {counts}"
+
+    # Calls that wait for nested calls
+
+    def step_aside(self, kind: int) -> bool:
+        """Free the place of a call of this kind, which waits for its nested calls. Return False if too many calls do so."""
+        if sum(self._aside) >= self._spares:
+            if self.places == self.stride:
+                return False
+            self.free.append(self.places + self.stride)
+            self.places += 1
+            self._spares += 1
+        self._aside[kind] += 1
+        self.load[kind] -= 1
+        self._moved(kind, 1)
+        return True
+
+    def come_back(self, kind: int) -> None:
+        """Take a place again for a call that has stepped aside, even if none is free."""
+        self._aside[kind] -= 1
+        self.load[kind] += 1
+        self._moved(kind, -1)
+
+    def has_place(self, kind: int, places: int) -> bool:
+        """Return whether fewer than `places` calls of this kind have places here."""
+        return self._held()[kind] < places
 
     def give_up(self, call: PendingCall) -> None:
         """Remove a call that the worker may not have been sent, and withdraw the terms sent for it."""
@@ -301,7 +345,7 @@ class PoolWorker:
                 running = sum(map(bool, begun))
                 return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
-        running = tasks + self.load[Kind.BROADCAST] + min(threads, plain)
+        running = tasks + self.load[Kind.BROADCAST] + min(threads, plain) + sum(self._aside)
         return running, max(0, plain - threads) + self._batched
 
     def _held(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.admission import Admission
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
+from percore._supervisor.nested import Nested
 from percore._supervisor.pool import Pool, WorkerObserver
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.streams import Streams
@@ -67,7 +68,8 @@ class Supervisor:
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
         self._is_settling = False
         self.submission = Submission(self.calls, self.functions, self.contexts)
-        self.pool = pool = Pool(options, engine, self.calls, self.members, self, observer)
+        self.nested = Nested(self.calls, options.concurrency)
+        self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
@@ -86,6 +88,8 @@ class Supervisor:
                 self.calls.send_broadcasts()
             if self.pool.low:
                 self.pool.relieve()
+            if self.nested.held:  # before other calls take the places
+                self.nested.resume()
             if not self.dispatch.is_quiet():
                 self._dispatch()
             if self.phase.is_closing:
@@ -94,7 +98,8 @@ class Supervisor:
             faults, calls = Faults("calls were sent to workers"), self.calls
             faults.note(error)
             drain, relieve = self.lifecycles.look_drained, self.pool.relieve
-            faults.run(self.functions.forget_retired, drain, calls.send_broadcasts, relieve, self._dispatch, self.closing.look)
+            resume, look = self.nested.resume, self.closing.look
+            faults.run(self.functions.forget_retired, drain, calls.send_broadcasts, relieve, resume, self._dispatch, look)
 
     def look_idle(self) -> None:
         """Implement `Progress`."""

@@ -61,6 +61,12 @@ class Arena(SlotWriter):
             raise RuntimeError(f"there is no room for another pickle of {len(pickle)} bytes")
         return parcel
 
+    def adopt(self, pickle: memoryview | bytes) -> Payload:
+        if len(pickle) <= INLINE_LIMIT:
+            return bytes(pickle)
+        parcel = None if self.is_scarce() else self.store(pickle)
+        return self.kept(bytes(pickle)) if parcel is None else parcel
+
     def is_placed(self, parcel: int) -> bool:
         return parcel >= 0
 

@@ -190,7 +190,7 @@ class SlotWriter:
         start = slot * self.slot_size
         return self._memory.part(start, start + self.slot_size)
 
-    def store(self, data: bytes) -> int | None:
+    def store(self, data: bytes | memoryview) -> int | None:
         """Copy `data` into a free slot and return the payload that names it, or None if no slot is free."""
         assert len(data) <= self.slot_size, "it would reach into the next slot"
         slot = self.take()

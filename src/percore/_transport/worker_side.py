@@ -8,6 +8,7 @@ from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._serialization.exceptions import dump_exception
+from percore._serialization.pickler import dump
 from percore._transport.channel import RING_SIZE, Channel
 from percore._transport.codec import is_inline_value, pack_values, unpack_items
 from percore._transport.doorbell import Bell, bell_of
@@ -39,6 +40,15 @@ class WorkerSide(Channel):
         self.load_shared = self.leases.receive_shared
         self.leases.on_end = self._unleased
         self.own: dict[int, Callable[[int, Any], None]] = {RELEASE: self._release}
+
+    def pickled(self, obj: object) -> bytes:
+        sink = Sink(self.outgoing)
+        dump(obj, sink, main_by_value=self._main_by_value, beside=sink)
+        payload = sink.payload()
+        try:
+            return bytes(self.outgoing.read(payload))
+        finally:
+            self.outgoing.discard(payload)
 
     def pack_values(self, first: int, seconds: float, values: list[Any], pickled: list[int]) -> bytes | None:
         body = pack_values(first, seconds, values, pickled)

@@ -26,12 +26,14 @@ class CurrentWorker:
 class WorkerContext:
     """A worker as seen by its calls."""
 
-    __slots__ = ("has_value", "shares", "value", "worker")
+    __slots__ = ("families", "has_value", "shares", "value", "worker")
 
     def __init__(self, worker: CurrentWorker) -> None:
         self.worker = worker
         self.shares: Any = None
         """The worker's `WorkerShares`, once it serves."""
+        self.families: Any = None
+        """The nested calls of the worker's calls: its `Families`, once it serves; None for an executor."""
         self.value: Any = None
         self.has_value = False
 
@@ -54,6 +56,10 @@ of_task: Final[ContextVar[WorkerContext | None]] = ContextVar("percore_worker", 
 # A task, a callback and, from a task, a call in a thread copy the context of the code that creates them. Calls are received in a
 # context in which this is set, and the lifespan runs in one in which it is not. This tells the tasks of calls from the lifespan's.
 of_call: Final[ContextVar[bool]] = ContextVar("percore_of_call", default=False)
+
+
+of_id: Final[ContextVar[int | None]] = ContextVar("percore_call", default=None)
+"""The id of the call that this code belongs to."""
 
 
 def context_of_calls() -> Context:
@@ -89,7 +95,12 @@ def current() -> WorkerContext | None:
     return of_task.get() or of_process
 
 
-def _current(what: str) -> WorkerContext:
+def current_context(what: str) -> WorkerContext:
+    """Return the worker that this code runs in.
+
+    Raises:
+        RuntimeError: it runs in none; `what` is the function that needs one.
+    """
     found = current()
     if found is None:
         raise RuntimeError(f"percore.{what}() works only in a worker, inside a call")
@@ -102,7 +113,7 @@ def current_worker() -> CurrentWorker:
     Raises:
         RuntimeError: the caller does not run in a worker.
     """
-    return _current("current_worker").worker
+    return current_context("current_worker").worker
 
 
 @overload
@@ -123,7 +134,7 @@ def state(kind: Any = None, /) -> Any:
         RuntimeError: the caller does not run in a worker, or the runner has no lifespan.
         TypeError: the value is not an instance of `kind`, or `kind` is not a class.
     """
-    found = _current("state")
+    found = current_context("state")
     if not found.has_value:
         raise RuntimeError("this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)")
     if kind is not None and not _is_instance(found.value, kind):

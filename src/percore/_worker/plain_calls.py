@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
@@ -21,6 +21,7 @@ from percore._protocol.messages import CANCELLED, ENDED, RETURNED, TIMED_OUT, VA
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
+from percore._worker.context import of_id
 from percore._worker.streams import TaskStream, ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
@@ -51,6 +52,32 @@ shared objects. A thread that has ended keeps nothing alive.
 """
 
 Item = tuple[WorkerFunction | None, Body, Terms | None]
+
+
+class Ends(Protocol):
+    """The nested calls of a worker's calls."""
+
+    open: dict[int, Any]
+    """Those of each call."""
+
+    def left(self, call_id: int) -> None:
+        """End those of a call that is about to be answered."""
+
+    def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
+        """End those of a call that goes on."""
+
+
+class NoNested:
+    """Of a worker without nested calls."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Any] = {}
+
+    def left(self, call_id: int) -> None:
+        """There are none."""
+
+    def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
+        """There are none."""
 
 
 class PlainCalls:
@@ -90,6 +117,8 @@ class PlainCalls:
         self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
         self._idles: asyncio.TimerHandle | None = None
+        self.families: Ends = NoNested()
+        """The nested calls of this worker's calls. The server sets it."""
         self._begun = 0
         """How many calls the pool had begun at the last check for idle threads."""
         if IS_FREE_THREADED:
@@ -287,8 +316,29 @@ class PlainCalls:
 
     # In a thread
 
+    def step_aside(self, call_id: int) -> None:
+        """Let another thread run while this call waits for its nested calls. Does nothing for a call that is on no pool thread.
+
+        Raises:
+            RuntimeError: another thread is needed and cannot be started.
+        """
+        if self.threads.step_aside(call_id) and call_id in self._batches:
+            self._loop.call_soon_threadsafe(self._give_rest_back, call_id)
+
+    def come_back(self, call_id: int) -> None:
+        """Wait until this call may run again."""
+        if self.threads.come_back(call_id):
+            self._loop.call_soon_threadsafe(self.threads.trim)
+
+    def _give_rest_back(self, call_id: int) -> None:
+        """Hand back the items of a batch that wait behind an item which waits for its nested calls."""
+        batch = self._batches.get(call_id)
+        if batch is not None and (count := batch.give_up(len(batch.items))):
+            self._channel.send(RETURNED, call_id, count)
+
     def _run(self, call_id: int, item: Item | WorkerBatch) -> None:
         """Run a call or a batch in this thread and answer it. Never raises."""
+        of_id.set(call_id)
         word = (call_id & self._mask) * MARK_WORDS
         marks = self._marks
         marks[word + 1] = time.monotonic_ns()
@@ -302,6 +352,8 @@ class PlainCalls:
                 self._in_context(call_id, item.terms, self._run_items, call_id, item, word + 2)
             finally:
                 del self._batches[call_id]
+                if self.families.open:
+                    self.families.left(call_id)
             return
         function, body, terms = item
         if terms is None:
@@ -314,6 +366,7 @@ class PlainCalls:
 
     def _run_stream(self, call_id: int, stream: ThreadStream, function: WorkerFunction | None, body: Body, terms: Terms) -> None:
         """Run a stream in this thread and answer it. Never raises."""
+        of_id.set(call_id)
         word = (call_id & self._mask) * MARK_WORDS
         self._marks[word + 1] = time.monotonic_ns()
         self._marks[word] = call_id
@@ -333,9 +386,13 @@ class PlainCalls:
                 point("worker.call.running")
             stream.run(fn, args, kwargs)
         except BaseException as error:
+            if self.families.open:
+                self.families.left(call_id)
             if not stream.is_abandoned:
                 self._answers.error(call_id, error.error if type(error) is ItemFailed else error, send)
         else:
+            if self.families.open:
+                self.families.left(call_id)
             if not stream.is_abandoned:
                 send(CANCELLED if stream.is_closing else ENDED, call_id, None)
 
@@ -369,7 +426,9 @@ class PlainCalls:
             self._initializer()()
             self._thread.is_ready = True
 
-    def _run_call(self, call_id: int, function: WorkerFunction | None, body: Body, timeout: float | None) -> None:
+    def _run_call(  # noqa: C901, PLR0912  # each further function would cost every call
+        self, call_id: int, function: WorkerFunction | None, body: Body, timeout: float | None
+    ) -> None:
         send = self._channel.send_from_thread
         if timeout is not None:
             deadline = self._loop.time() + timeout
@@ -383,8 +442,12 @@ class PlainCalls:
             passes = self._passes(result)
             is_awaitable = not passes and hasattr(type(result), "__await__")  # may run code of a metaclass
         except BaseException as error:
+            if self.families.open:
+                self.families.left(call_id)
             self._answers.error(call_id, error, send)
         else:
+            if self.families.open and not is_awaitable:
+                self.families.left(call_id)
             if passes:
                 if POINTS:
                     point("worker.outcome.ready")
@@ -422,3 +485,4 @@ class PlainCalls:
     def _expired(self, call_id: int) -> None:
         self._timers[call_id] = None
         self._channel.send(TIMED_OUT, call_id, None)
+        self.families.fail(call_id, TimeoutError)

@@ -48,7 +48,9 @@ from percore._protocol.messages import (
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
+from percore._worker.context import of_id
 from percore._worker.eager_tasks import task_starter
+from percore._worker.families import Families
 from percore._worker.plain_calls import PlainCalls
 from percore._worker.shared_objects import WorkerShares
 from percore._worker.streams import TaskStream
@@ -106,6 +108,10 @@ class Server:
         self._threads = self._plain.threads
         self._threads.on_failure = lambda error: self._loop.call_soon_threadsafe(self._thread_failed, error)
         self._streams = self._plain.streams
+        self._noted: set[int] = set()
+        """Calls that were cancelled or may have nested calls."""
+        self.families = Families(channel, self._plain, self._variables, self.shares, self._noted)
+        self._plain.families = self.families
         self._start = task_starter(self._loop)
         self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
@@ -127,6 +133,7 @@ class Server:
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
+            **self.families.handlers,
             **channel.own,
         }
 
@@ -244,6 +251,7 @@ class Server:
             self._loop.call_soon(self._cancel, call_id, None)
         elif task is not None:
             self._cancelled.add(call_id)
+            self._noted.add(call_id)
             stream = self._streams.get(call_id)
             if stream is None:
                 task.cancel()
@@ -251,6 +259,8 @@ class Server:
                 stream.close(task)
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
+        else:
+            self.families.fail(call_id, asyncio.CancelledError)
 
     def _finish(self, _zero: int, _body: None) -> None:
         if not self.finished.done():
@@ -363,6 +373,7 @@ class Server:
             self._tasks[call_id] = task
 
     async def _run(self, call_id: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        of_id.set(call_id)
         try:
             if POINTS:
                 point("worker.call.running")
@@ -371,8 +382,8 @@ class Server:
             self._end_task(call_id, error)
         else:
             self._tasks.pop(call_id, None)
-            if self._cancelled:
-                self._cancelled.discard(call_id)
+            if self._noted:
+                self._leave(call_id)
             if POINTS:
                 self._answers.result(call_id, result, self._channel.send)
             elif self._passes(result):
@@ -385,6 +396,7 @@ class Server:
     async def _run_stream(
         self, call_id: int, prefetch: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> None:
+        of_id.set(call_id)
         stream = self._streams[call_id] = TaskStream(self._channel, self._answers, call_id, prefetch)
         try:
             if POINTS:
@@ -396,20 +408,29 @@ class Server:
         else:
             del self._streams[call_id]
             self._tasks.pop(call_id, None)
-            self._cancelled.discard(call_id)
+            self._leave(call_id)
             self._channel.send(CANCELLED if stream.is_closing else ENDED, call_id, None)
         if self._is_draining:
             self._look_soon()
 
+    def _leave(self, call_id: int) -> bool:
+        """Note that a call ends, before it is answered. Return whether it was cancelled."""
+        if call_id not in self._noted:
+            return False
+        self._noted.discard(call_id)
+        self.families.left(call_id)
+        is_cancelled = call_id in self._cancelled
+        self._cancelled.discard(call_id)
+        return is_cancelled
+
     def _end_task(self, call_id: int, error: BaseException) -> None:
         self._tasks.pop(call_id, None)
+        is_cancelled = self._leave(call_id)
         if self._is_abandoned and isinstance(error, asyncio.CancelledError):
             return
-        if call_id in self._cancelled:
-            self._cancelled.discard(call_id)
-            if isinstance(error, asyncio.CancelledError):
-                self._channel.send(CANCELLED, call_id, None)
-                return
+        if is_cancelled and isinstance(error, asyncio.CancelledError):
+            self._channel.send(CANCELLED, call_id, None)
+            return
         self._answers.error(call_id, error, self._channel.send)
 
     # Plain functions

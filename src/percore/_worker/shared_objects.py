@@ -1,6 +1,9 @@
 """Shared objects in a worker: they arrive in arguments, are unpickled when a call asks for the value, and are dropped on FORGET."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from percore._protocol import shared
 from percore._protocol.messages import FORGOTTEN
@@ -9,6 +12,10 @@ from percore._worker.context import current
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
+
+
+_watch: Final = threading.local()
+"""`met`: numbers of the shared objects in the nested call that this thread is pickling."""
 
 
 class Known:
@@ -32,6 +39,9 @@ class Known:
         raise RuntimeError("a shared object can be closed only in the program that shared it, not in a worker")
 
     def travel(self) -> int:
+        met = getattr(_watch, "met", None)
+        if met is not None:
+            met.append(self._number)
         return self._number
 
     def left(self) -> None:
@@ -47,6 +57,15 @@ class WorkerShares:
     def __init__(self, channel: "WorkerChannel") -> None:
         self._channel = channel
         self._known: dict[int, Known] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[list[int]]:
+        """Collect the numbers of the shared objects that this thread pickles. Pairs may be nested."""
+        outer, _watch.met = getattr(_watch, "met", None), []
+        try:
+            yield _watch.met
+        finally:
+            _watch.met = outer
 
     def meet(self, number: int, parcel: int) -> None:
         """Learn of a shared object that later calls refer to. A second time changes nothing. From the loop."""

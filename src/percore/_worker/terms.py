@@ -1,13 +1,23 @@
 """The terms of a call: its timeout and the context variables that came with it."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from importlib import import_module
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from percore._common.errors import PayloadTooLarge
 from percore._serialization.pickler import load
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import WorkerChannel
+
+_UNSET: Final = object()
+_LIMIT: Final = 100_000
+"""Largest pickle of the values in bytes, as for calls of the program."""
+_FEW: Final = 16_384
 
 
 class Terms(NamedTuple):
@@ -46,6 +56,29 @@ class Variables:
         for number, value in loaded.items():
             context.run(self._variable(number).set, value)
         return context
+
+    def capture(self, channel: "WorkerChannel") -> dict[int, Any] | bytes | None:
+        """Return the values that are set in the current context, as `context` takes them; None if none is set. Runs user code.
+
+        Raises:
+            PayloadTooLarge: they take too many bytes.
+        """
+        values: dict[int, Any] = {}
+        for number, (module, name) in enumerate(self._references):
+            variable = getattr(sys.modules.get(module), name, None)  # code that sets a variable has imported its module
+            if variable is not None and (value := variable.get(_UNSET)) is not _UNSET:
+                values[number] = value
+        if not values or (
+            sum(len(value) if isinstance(value, str | bytes) else 8 for value in values.values()) < _FEW
+            and all(map(channel.passes, values.values()))
+        ):
+            return values or None
+        pickled = channel.pickled(values)
+        if len(pickled) > _LIMIT:
+            raise PayloadTooLarge(
+                _LIMIT, f"the values of the context variables take more than {_LIMIT} bytes when they are pickled"
+            )
+        return pickled
 
     def _variable(self, number: int) -> ContextVar[Any]:
         variable = self._found.get(number)

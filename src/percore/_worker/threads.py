@@ -33,6 +33,7 @@ turns, which costs nothing under a GIL:
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from queue import SimpleQueue
@@ -127,6 +128,15 @@ class Threads:
         """`put` calls this after it has started a thread of the pool, and before each call of the main thread."""
         self.on_failure: Callable[[BaseException], object] = _raise
         """Called with an exception that ends a thread, except the main one. The call that it was about to answer may be lost."""
+        self._aside: set[int] = set()
+        """Calls whose thread waits for nested calls."""
+        self._is_crowded = False
+        """Whether a call has ever stepped aside. There may then be more threads than the limit, and `_gate` decides which run."""
+        self._gate = threading.Lock()
+        self._back: deque[tuple[int, threading.Lock]] = deque()
+        """Calls that want to go on, in order, with the locks that their threads wait for."""
+        self._entering: deque[tuple[int, threading.Lock]] = deque()
+        """As `_back`, of calls that are about to begin."""
         self.may_begin: Callable[[], bool] | None = None
         """A thread calls this before it begins a call. If it returns False, the call keeps waiting."""
 
@@ -154,11 +164,12 @@ class Threads:
             RuntimeError: the pool has no thread and cannot start one; the call is not queued.
         """
         self.waiting[call_id] = item
-        if len(self._threads) < self._limit and len(self.waiting) + len(self._running) > len(self._threads):
+        aside = len(self._aside)
+        if len(self._threads) < self._limit + aside and len(self.waiting) + len(self._running) > len(self._threads):
             try:
                 self._start_thread()
             except RuntimeError:
-                if not self._threads:
+                if len(self._threads) <= aside:
                     del self.waiting[call_id]
                     raise
         if self._is_main and self.on_start is not None:
@@ -171,7 +182,18 @@ class Threads:
 
     def free(self) -> int:
         """The number of threads that have no call. Threads that are not started yet count, up to the limit."""
-        return self._limit - sum(call_id not in self._beside for call_id in list(self._running))
+        return self._limit - self._busy()
+
+    def _busy(self) -> int:
+        """The number of threads of the pool that run a call."""
+        return sum(call_id not in self._beside and call_id not in self._aside for call_id in list(self._running))
+
+    def trim(self) -> None:
+        """End threads that are more than the limit and the calls that are aside."""
+        for _ in range(len(self._threads) - self._limit - len(self._aside)):
+            self._leaving.append(self._threads.pop())
+            self._ids.put(None)
+        self._leaving = [thread for thread in self._leaving if thread.is_alive()]
 
     def run_beside(self, call_id: int, item: Any) -> None:
         """Run a call now, in a new thread outside the pool, ahead of all waiting calls.
@@ -217,7 +239,7 @@ class Threads:
         if self._is_main:
             self._ids.put(_NUDGE)
             return False
-        idle = len(self._threads) - len(self.waiting) - (self._limit - self.free())
+        idle = len(self._threads) - len(self.waiting) - self._busy() - len(self._aside)
         for _ in range(idle):  # any thread may take the None and end, perhaps one that has just finished a call
             self._leaving.append(self._threads.pop())
             self._ids.put(None)
@@ -269,13 +291,76 @@ class Threads:
             return
         # Add to `_running` before removing from `waiting`, so that the loop always finds the call in one of them.
         self._running[call_id] = None
+        if self._is_crowded and call_id not in self._beside:
+            self._enter(call_id)
         item = self.waiting.pop(call_id, None)
         if item is not None:
             run(call_id, item)
             item = None
         del self._running[call_id]
+        if self._is_crowded:
+            with self._gate:
+                self._admit()
         if self._on_idle is not None and self.is_idle():
             self._on_idle()
+
+    # Threads beyond the limit, while others wait for nested calls
+
+    def step_aside(self, call_id: int) -> bool:
+        """Let another thread run in place of that of a call. Return False, and do nothing, if the call is on no pool thread.
+
+        Raises:
+            RuntimeError: another thread is needed and cannot be started.
+        """
+        if call_id not in self._running or call_id in self._beside:
+            return False
+        with self._gate:
+            self._is_crowded = True
+            self._aside.add(call_id)
+            self._admit()
+            if self.waiting and len(self.waiting) + len(self._running) > len(self._threads):
+                try:
+                    self._start_thread()
+                except RuntimeError:
+                    self._aside.discard(call_id)
+                    raise
+        return True
+
+    def come_back(self, call_id: int) -> bool:
+        """Wait until fewer threads run than the limit. Return False, and do nothing, if the call is not aside."""
+        if call_id not in self._aside:
+            return False
+        turn = threading.Lock()
+        turn.acquire()
+        with self._gate:
+            self._back.append((call_id, turn))
+            self._admit()
+        turn.acquire()
+        return True
+
+    def _enter(self, call_id: int) -> None:
+        """Wait, before a call begins, until fewer threads run than the limit."""
+        turn = threading.Lock()
+        turn.acquire()
+        with self._gate:
+            del self._running[call_id]
+            self._entering.append((call_id, turn))
+            self._admit()
+        turn.acquire()
+
+    def _admit(self) -> None:
+        """Let threads go on, first those that come back. Call it with the gate held."""
+        free = self.free()
+        while free > 0 and self._back:
+            call_id, turn = self._back.popleft()
+            self._aside.discard(call_id)
+            turn.release()
+            free -= 1
+        while free > 0 and self._entering:
+            call_id, turn = self._entering.popleft()
+            self._running[call_id] = None
+            turn.release()
+            free -= 1
 
     def _run_one(self, call_id: int, item: Any) -> None:
         has_turn = self._takes_turns and self._wait_for_turn()

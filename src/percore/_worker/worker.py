@@ -46,6 +46,8 @@ class WorkerCore:
             answers=None if executor is None else ExecutorAnswers(channel, is_pool=executor.is_pool),
         )
         context.shares = self.server.shares
+        if executor is None:
+            context.families = self.server.families
         if executor is not None and executor.max_tasks:
             self.server.limit(executor.max_tasks)
 

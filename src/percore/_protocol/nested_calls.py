@@ -1,0 +1,85 @@
+"""A nested call, that is, one that a call makes from inside its worker, as the worker asks the supervisor for it."""
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from percore._protocol.messages import BrokenFrame, Kind
+
+PlainKey: TypeAlias = str | bytes | int | float | tuple[Any, ...] | None
+"""A key that travels as it is: the supervisor runs no code of the user to read it."""
+
+MOST_TEXT: Final = 4096
+CALLER_ENDED: Final = "the call that has asked percore.current_runner() for this runner has ended, and its calls end with it"
+_MOST_PARTS: Final = 32
+_PLAIN: Final = frozenset({str, bytes, int, float, bool, type(None)})
+_KINDS: Final[tuple[tuple[type, ...], ...]] = (
+    (int,),
+    (int,),
+    (str,),
+    (str,),
+    (str, bytes, int, float, bool, tuple, type(None)),
+    (bool,),
+    (float, type(None)),
+    (int,),
+    (dict, bytes, type(None)),
+    (tuple,),
+    (bytes, type(None)),
+)
+"""The types of the fields of a request."""
+_ALL: Final = [True] * len(_KINDS)
+
+
+class NestedRequest(NamedTuple):
+    """The body of an ASK.
+
+    Attributes:
+        caller: the id of the call that makes this one, without the number of an item.
+        kind: `Kind.TASK` or `Kind.THREAD`.
+        name: the qualified name of the function.
+        module: the module of the function.
+        key: the key that the user gave; None: none.
+        inherits: whether the call belongs to the key of its caller, if that has one.
+        timeout: seconds that the call may run; None: no limit.
+        failed: how many attempts of the call have failed.
+        context: values of context variables, as in `Terms`.
+        shares: numbers of the shared objects in its arguments.
+        pickle: the pickle of function, arguments and keyword arguments; None: it follows as an ASKED.
+    """
+
+    caller: int
+    kind: int
+    name: str
+    module: str
+    key: PlainKey
+    inherits: bool
+    timeout: float | None
+    failed: int
+    context: dict[int, Any] | bytes | None
+    shares: tuple[int, ...]
+    pickle: bytes | None
+
+    @classmethod
+    def checked(cls, body: object) -> "NestedRequest":
+        """Return the request in the body of an ASK.
+
+        Raises:
+            BrokenFrame: there is none.
+        """
+        if (
+            not isinstance(body, tuple)
+            or [type(value) in kinds for value, kinds in zip(body, _KINDS, strict=False)] != _ALL
+            or len(body) != len(_KINDS)
+        ):
+            raise BrokenFrame("a nested call whose fields are of other types")
+        request = cls(*body)
+        are_numbers = all(type(number) is int for number in request.shares)
+        if request.kind not in (Kind.TASK, Kind.THREAD) or not are_numbers or not is_plain_key(request.key):
+            raise BrokenFrame(f"a nested call of {request.name!r} with fields that no worker sends")
+        return request
+
+
+def is_plain_key(key: object) -> bool:
+    """Whether a key can travel as it is: it is a scalar, or a tuple of such keys, and not too large."""
+    kind = type(key)
+    if isinstance(key, tuple):
+        return kind is tuple and len(key) <= _MOST_PARTS and all(map(is_plain_key, key))
+    return kind in _PLAIN and (not isinstance(key, str | bytes) or len(key) <= MOST_TEXT)

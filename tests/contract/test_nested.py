@@ -1,0 +1,103 @@
+"""Calls from inside a call, on every engine."""
+
+import asyncio
+import re
+
+import pytest
+
+import percore
+from percore import WorkerDied
+from tests import nested_jobs as jobs
+from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
+from tests.internals import members_of, slots_used
+
+pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
+
+
+async def test_calls_of_calls_of_calls_never_wait_for_themselves(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    async with make(concurrency=1, threads=1) as runner:
+        for fn in (jobs.adown, jobs.down, jobs.amixed, jobs.mixed):
+            with subtests.test(fn=fn.__name__):
+                assert await runner.run(fn, 50) == 50
+        (member,) = members_of(runner)
+        assert (member.load, member.families, member.calls) == ([0, 0, 0], {}, {})
+        assert runner.statistics().done == 4 * 51
+
+
+async def test_answers_of_every_kind(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    large = b"x" * 3_000_000
+    async with make(2, concurrency=2, threads=2) as runner:
+        for outer in (jobs.acall, jobs.call):
+            for value in (1, [1, {"a": 2}], large, bytearray(large)):
+                with subtests.test(outer=outer.__name__, kind=type(value).__name__):
+                    assert await runner.run(outer, jobs.echo, value) == value
+            with pytest.raises(ValueError, match="alas"):
+                await runner.run(outer, jobs.fail, "alas")
+        assert await runner.run(jobs.gathered, jobs.echo, 30) == list(range(30))
+        assert await asyncio.gather(*(runner.run(jobs.down, 3) for _ in range(40))) == [3] * 40
+        assert slots_used(runner) == 0
+
+
+async def test_the_wrong_face_is_refused(make: MakeRunner) -> None:
+    async with make() as runner:
+        with pytest.raises(RuntimeError, match="run_sync\\(\\) would block"):
+            await runner.run(jobs.wrong_face)
+        with pytest.raises(RuntimeError, match="are for coroutines"):
+            await runner.run(jobs.other_wrong_face)
+        with pytest.raises(RuntimeError, match=r"percore\.current_runner\(\) works only in a worker"):
+            percore.current_runner()
+
+
+async def test_a_key_that_a_caller_holds_is_refused(make: MakeRunner) -> None:
+    async with make(2, per_key=1) as runner:
+        with pytest.raises(ValueError, match="would wait for itself"):
+            await runner.options(key="a").run(jobs.with_key, "a")
+        assert await runner.options(key="a").run(jobs.with_key, "b") == "x"
+        assert await runner.options(key="a").run(jobs.adown, 5) == 5
+
+
+async def test_a_death_is_told_with_its_caller(make_real: MakeRunner) -> None:
+    async with make_real(2) as runner:
+        for number in range(50):  # until the caller and its call have different workers
+            with pytest.raises(WorkerDied) as caught:
+                await runner.options(key="caller").run(jobs.with_key, str(number), jobs.die)
+            if caught.value.call == "die":
+                break
+        (note,) = caught.value.__notes__
+        assert re.fullmatch(r"called by tests\.nested_jobs\.with_key in worker \d \(pid \d+\)", note)
+        assert await runner.run(jobs.down, 3) == 3
+
+
+async def test_calls_end_with_their_caller(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(2, concurrency=1) as runner:
+        assert await runner.run(jobs.leave, log.path, gate.path) == "left"
+        assert await log.take(2) == ["begun", "cancelled"]
+        future = runner.submit(jobs.acall, jobs.until_cancelled, log.path, gate.path)
+        assert await log.take(1) == ["begun"]
+        future.cancel()
+        assert await log.take(1) == ["cancelled"]
+        members = members_of(runner)
+    assert [(member.load, member.families) for member in members] == [([0, 0, 0], {})] * 2
+
+
+async def test_workers_that_retire_get_their_answers(make: MakeRunner) -> None:
+    async with make(max_tasks_per_worker=1) as runner:
+        assert await runner.run(jobs.adown, 3) == 3
+        assert await runner.run(jobs.down, 2) == 2
+
+
+async def test_context_variables_and_timeouts_go_on(make: MakeRunner) -> None:
+    async with make(contextvars=[jobs.colour]) as runner:
+        jobs.colour.set("green")
+        assert await runner.run(jobs.acall, jobs.colour_of) == "green"
+        assert await runner.run(jobs.paint, "red") == "red"
+        for outer in (jobs.acall, jobs.call):
+            with pytest.raises(TimeoutError):
+                await runner.options(timeout=0.05).run(outer, jobs.for_ever)
+
+
+async def test_a_closing_runner_waits_for_nested_calls(make: MakeRunner) -> None:
+    async with make(concurrency=1, threads=1) as runner:
+        future = runner.submit(jobs.adown, 20)
+    assert await future == 20

@@ -1,0 +1,127 @@
+"""Calls that make calls."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+import percore
+from percore._worker.context import of_id
+from tests.jobs import apass_gate, say
+
+
+async def adown(depth: int) -> int:
+    """Go down in coroutines, and return the depth."""
+    return 0 if depth == 0 else 1 + await percore.current_runner().run(adown, depth - 1)
+
+
+def down(depth: int) -> int:
+    """Go down in plain functions."""
+    return 0 if depth == 0 else 1 + percore.current_runner().run_sync(down, depth - 1)
+
+
+async def amixed(depth: int) -> int:
+    """Go down in both by turns."""
+    return 0 if depth == 0 else 1 + await percore.current_runner().run(mixed, depth - 1)
+
+
+def mixed(depth: int) -> int:
+    return 0 if depth == 0 else 1 + percore.current_runner().run_sync(amixed, depth - 1)
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+async def acall(fn: Any, *args: Any) -> Any:
+    return await percore.current_runner().run(fn, *args)
+
+
+def call(fn: Any, *args: Any) -> Any:
+    return percore.current_runner().run_sync(fn, *args)
+
+
+async def gathered(fn: Any, count: int) -> list[Any]:
+    runner = percore.current_runner()
+    return await asyncio.gather(*(runner.run(fn, number) for number in range(count)))
+
+
+async def with_key(key: Any, fn: Any = None) -> Any:
+    runner = percore.current_runner().options(key=key)
+    return await (runner.run(echo, "x") if fn is None else runner.run(fn))
+
+
+def of_nothing() -> Context:
+    """Return a context of the worker without a call."""
+    context = copy_context()
+    context.run(of_id.set, None)
+    return context
+
+
+colour: ContextVar[str] = ContextVar("colour")
+
+
+def colour_of() -> str:
+    return colour.get()
+
+
+async def paint(value: str) -> str:
+    colour.set(value)
+    return await percore.current_runner().run(colour_of)
+
+
+async def for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def until_cancelled(log: str, gate: str) -> None:
+    say(log, "begun")
+    try:
+        await apass_gate(gate)
+    except asyncio.CancelledError:
+        say(log, "cancelled")
+        raise
+
+
+async def leave(log: str, gate: str) -> str:
+    """Leave a call behind that has begun."""
+    runner = percore.current_runner()
+    _ = runner.submit(until_cancelled, log, gate)
+    await runner.run(echo, 1)
+    return "left"
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+async def wrong_face() -> None:
+    percore.current_runner().run_sync(echo, 1)
+
+
+def other_wrong_face() -> None:
+    _ = percore.current_runner().submit(echo, 1)
+
+
+async def in_empty_context() -> None:
+    of_nothing().run(percore.current_runner)
+
+
+async def after_end() -> None:
+    """Use a runner after its call has ended."""
+    runner = percore.current_runner()
+    runner._family.end()
+    await runner.run(echo, 1)
+
+
+def generate() -> Iterator[int]:
+    yield 1
+
+
+async def call_with_coroutine() -> None:
+    await percore.current_runner().run(for_ever())  # type: ignore[call-overload]
