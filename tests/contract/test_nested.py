@@ -6,7 +6,7 @@ import re
 import pytest
 
 import percore
-from percore import WorkerDied
+from percore import RunnerClosed, WorkerDied
 from tests import nested_jobs as jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -101,3 +101,35 @@ async def test_a_closing_runner_waits_for_nested_calls(make: MakeRunner) -> None
     async with make(concurrency=1, threads=1) as runner:
         future = runner.submit(jobs.adown, 20)
     assert await future == 20
+
+
+async def test_many_callers_at_once(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    """More than ever step aside at once: then nested calls go first."""
+    async with make(2, concurrency=2, threads=1) as runner:
+        for fn in (jobs.adown, jobs.down, jobs.amixed, jobs.mixed):
+            with subtests.test(fn=fn.__name__):
+                assert await runner.map(fn, [2] * 150) == [2] * 150
+        members = members_of(runner)
+        assert [(member.load, member.families, member.calls) for member in members] == [([0, 0, 0], {}, {})] * 2
+
+
+async def test_a_close_cuts_callers_and_their_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
+    runner = make(2, concurrency=1)
+    async with runner:
+        futures = [runner.submit(jobs.acall, jobs.until_cancelled, log.path, gate.path) for _ in range(5)]
+        assert await log.take(1) == ["begun"]
+        await runner.aclose(grace=0)
+    assert {type(error) for error in await asyncio.gather(*futures, return_exceptions=True)} == {RunnerClosed}
+
+
+async def test_calls_of_a_dead_caller_end(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make_real(2, concurrency=1) as runner:
+        future = runner.options(retries=1).submit(jobs.acall, jobs.until_cancelled, log.path, gate.path)
+        assert await log.take(1) == ["begun"]
+        (caller,) = (member for member in members_of(runner) if member.families)
+        caller.worker.kill()
+        while await log.take(1) != ["begun"]:  # of the next attempt; the call that has lost its caller is cancelled, or died along
+            pass
+        gate.open()
+        await future
+        assert all(member.load == [0, 0, 0] for member in members_of(runner))
