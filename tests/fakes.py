@@ -50,7 +50,7 @@ class FakeWorker:
         link = engine.links.link()
         self.channel, self.fate, self.close = link.channel, link.fate, link.close
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
-        self._end = WorkerEnd(engine.links.layout, [*map(os.dup, link.fds)])
+        self._end = WorkerEnd(link.layout, [*map(os.dup, link.fds)])
         link.close_fds()
         self.exitcode: int | None = None
         _tasks[self.pid] = WeakSet()
@@ -135,6 +135,12 @@ class FakeEngine:
 
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> FakeWorker:
         return self.worker_class(self, replace(self._start, index=index, generation=generation), on_exit)
+
+    def renew(self) -> None:
+        """Do nothing: there is one process, and it has its modules."""
+
+    def resize(self, workers: int) -> None:
+        self.links.resize(workers)
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         return await UsageMeter().read({os.getpid(): "supervisor"})

@@ -4,6 +4,7 @@ A test needs this to kill a particular worker, to see that a call has left nothi
 one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from percore import Map, Runner, Stream
 from tests.relay.near import RelayEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
@@ -36,6 +37,28 @@ def replace_members(runner: Runner, members: "set[PoolWorker]") -> None:
 def current_member(runner: Runner, index: int = 0) -> "PoolWorker | None":
     """The worker that has a slot of the pool."""
     return runner._supervisor.slots[index].current
+
+
+@contextmanager
+def seats_at_each_change(runner: Runner) -> "Iterator[list[int]]":
+    """Record how many workers take calls, each time that one begins or ceases to."""
+    dispatch: Any = runner._supervisor.dispatch
+    counts: list[int] = []
+
+    def recorded(step: "Callable[[PoolWorker], None]") -> "Callable[[PoolWorker], None]":
+        def change(seat: "PoolWorker") -> None:
+            before = list(dispatch.seats)
+            step(seat)
+            if dispatch.seats != before:
+                counts.append(len(dispatch.seats))
+
+        return change
+
+    dispatch.seat, dispatch.unseat = recorded(dispatch.seat), recorded(dispatch.unseat)
+    try:
+        yield counts
+    finally:
+        del dispatch.seat, dispatch.unseat
 
 
 def channel_of(member: "PoolWorker") -> Any:

@@ -25,6 +25,9 @@ def prepare(item: pytest.Item) -> None:
     """Start or end the shared fork server, as this test needs it."""
     if default_start_method() != "forkserver":
         return
+    if item.get_closest_marker("own_fork_server"):
+        end()
+        return
     engine = rows.engine_of(item)
     has_points = "points" in getattr(item, "fixturenames", ())
     if engine in {"forkserver", "relay"} or (item.get_closest_marker("warm_fork_server") and not has_points):

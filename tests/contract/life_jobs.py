@@ -2,9 +2,10 @@
 
 import asyncio
 import atexit
+import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from typing import Any
 
@@ -273,3 +274,19 @@ def generation(_: object = None) -> int:
 
 async def ageneration(_: object = None) -> int:
     return percore.current_worker().generation
+
+
+@contextmanager
+def fails_where(path: str) -> Iterator[None]:
+    """Workers of a later generation than the first cannot start while the file exists."""
+    if percore.current_worker().generation > 1 and os.path.exists(path):
+        raise ConnectionError("the database is away")
+    yield None
+
+
+@contextmanager
+def only_the_first(path: str) -> Iterator[None]:
+    """Only worker 0 can start while the file exists."""
+    if percore.current_worker().index and os.path.exists(path):
+        raise ConnectionError("the database is full")
+    yield None

@@ -570,6 +570,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "%s died %s": dies,
     "… … …. …": dies,
     "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
+    "the … stopped, and the workers in service go on: …": at(
+        "tests/contract/test_steering.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
+        "the reload stopped, and the workers in service go on: ",
+    ),
     "there was no place for worker … within start_timeout=… s": at(
         "tests/contract/test_places.py::test_a_start_that_finds_no_place_in_time_fails", "no place for worker 2 within"
     ),

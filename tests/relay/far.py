@@ -107,6 +107,8 @@ class Far:
             "message": lambda number, *message: self._to(number, lambda station: station.down(*message)),
             "parcel": lambda number, *message: self._to(number, lambda station: station.down_parcel(*message)),
             "kill": lambda number, signum: self._to(number, lambda station: station.worker.kill(signum)),
+            "renew": lambda _: self.engine.renew(),
+            "resize": lambda _, workers: self.engine.resize(workers),
             "keep": lambda number: self.parcels.update({number: self.engine.store.keep(bytes(self.wire.parts.pop(number)))}),
             "drop": lambda number: self.engine.store.discard(self.parcels.pop(number)),
             "usage": lambda number, roles: self._do(self._usage(number, roles)),

@@ -210,6 +210,12 @@ class RelayEngine:
         for number in list(self._readings):
             self._measured(number, [])
 
+    def renew(self) -> None:
+        self._wire.send("renew", 0)
+
+    def resize(self, workers: int) -> None:
+        self._wire.send("resize", 0, workers)
+
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         if self.is_lost:
             return Usage(())

@@ -62,6 +62,8 @@ async def one(runner: Runner, adder: Adder) -> None:
     assert_type(await runner.submit(adder, 1), int)
     assert_type(await runner.options(key="h", retries=1).run(fetch, "u"), int)
     assert_type(await runner.broadcast(fetch, "u"), list[int])
+    await runner.reload()
+    await runner.resize(4)
 
 
 async def many(runner: Runner, flag: bool) -> None:

@@ -154,3 +154,38 @@ def test_without_descriptors_no_advice_about_memory_is_given(monkeypatch: pytest
         links_of(2)
     assert caught.value.errno == errno.EMFILE
     assert "max_message" not in str(caught.value)
+
+
+def test_more_workers_have_smaller_shares_and_together_never_more_than_half_of_the_arena() -> None:
+    with ExitStack() as undo:
+        shared = links_of(2)
+        undo.callback(shared.close)
+        slots = shared.layout.arena_size // shared.layout.slot_size
+        links = [shared.link() for _ in range(2)]
+        assert sum(link.layout.leases for link in links) == slots // 4
+        for workers in range(3, 12):
+            shared.resize(workers)
+            links.append(shared.link())
+            assert links[-1].layout.leases == min(
+                slots // 4 // workers, slots // 2 - sum(link.layout.leases for link in links[:-1])
+            )
+        shared.resize(1)
+        links += [shared.link() for _ in range(3)]
+        assert sum(link.layout.leases for link in links) == slots // 2
+        assert links[-1].layout.leases == 0  # it copies, until others have ended
+        for link in links:
+            link.close_fds()
+            link.close()
+        link = shared.link()
+        undo.callback(link.close)
+        assert link.layout.leases == slots // 4
+        link.close_fds()
+
+
+def test_a_resize_that_does_not_fit_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(links_of(2)) as shared:
+        before = shared.layout
+        monkeypatch.setattr(module, "has_address_space", lambda size: size < 8 * 2**30)
+        with pytest.raises(OSError, match="no room for the results of 8 workers"):
+            shared.resize(8)
+        assert shared.layout == before

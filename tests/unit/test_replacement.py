@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from percore._scheduler.lifecycle import IllegalEvent
 from percore._scheduler.phase import Replaces
-from percore._scheduler.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Replacement, RestartBudget
+from percore._scheduler.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Renewal, Replacement, RestartBudget
 
 DELAYS = [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
@@ -259,6 +259,99 @@ def test_a_closing_runner_takes_a_place_only_for_calls_that_wait(
     assert not slot.lacks_place
 
 
+# Renewal and removal
+
+
+def test_a_renewed_worker_is_replaced_by_one_that_is_ready() -> None:
+    slot, worker = served()
+    assert slot.renew() == Decision(Act.START)
+    following = Worker()
+    slot.started(following)
+    assert slot.renew().act is Act.NOTHING  # twice is as once
+    following.is_ready = True
+    assert slot.ready(following) == Decision(Act.TAKE_OVER, retired=worker)
+    assert (slot.current, slot.restarts) == (following, 1)
+    assert slot.low(ALL, has_waiting=False).act is Act.START  # and the next one waits for its turn again
+    after = Worker(is_ready=True)
+    slot.started(after)
+    assert slot.ready(after).act is Act.NOTHING
+
+
+def test_a_renewal_lets_a_next_worker_that_is_ready_take_over_now() -> None:
+    slot, worker, following = followed()
+    following.is_ready = True
+    assert slot.renew() == Decision(Act.TAKE_OVER, retired=worker)
+
+
+def test_a_renewal_that_fails_leaves_the_current_worker_and_tries_nothing_again() -> None:
+    slot, worker = served()
+    assert slot.renew().act is Act.START
+    following = Worker()
+    slot.started(following)
+    assert slot.died(following, ALL, began=False, is_first=False).act is Act.NOTHING
+    assert slot.renew().act is Act.START
+    assert slot.could_not_start(ALL, is_first=False).act is Act.NOTHING
+    assert (slot.current, slot.state, slot.budget.deaths) == (worker, Occupancy.SERVED, 0)
+
+
+def test_a_renewal_that_fails_after_its_worker_died_is_repeated_like_any_start() -> None:
+    slot, worker, following = followed()
+    assert slot.renew().act is Act.NOTHING
+    assert slot.died(worker, ALL, began=True, is_first=False).act is Act.TAKE_OVER
+    assert slot.died(following, ALL, began=False, is_first=False) == Decision(Act.START_LATER, 0.0)
+    assert slot.renew() == Decision(Act.START)  # at once
+    assert not slot.is_delayed
+
+
+def test_a_renewal_waits_for_a_place() -> None:
+    slot, worker = served()
+    assert slot.renew().act is Act.START
+    assert slot.no_place().act is Act.NOTHING
+    assert slot.renew().act is Act.NOTHING
+    assert slot.has_place(ALL, has_waiting=False).act is Act.START
+    following = Worker(is_ready=True)
+    slot.started(following)
+    assert slot.ready(following) == Decision(Act.TAKE_OVER, retired=worker)
+
+
+def test_a_slot_that_was_given_up_gets_one_more_try() -> None:
+    slot, worker = served()
+    slot.budget.deaths = LIMIT
+    assert slot.died(worker, ALL, began=False, is_first=False).act is Act.GIVE_UP
+    assert slot.renew().act is Act.START
+    following = Worker()
+    slot.started(following)
+    assert slot.died(following, ALL, began=False, is_first=False).act is Act.GIVE_UP
+    assert slot.state is Occupancy.FAILED
+    assert slot.renew().act is Act.START
+    following = Worker(is_ready=True)
+    slot.started(following)
+    assert slot.ready(following).act is Act.NOTHING
+    assert slot.died(following, ALL, began=True, is_first=False).act is Act.START  # as any worker
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_the_first_worker_of_an_added_slot_is_tried_once(has_started: bool) -> None:
+    slot: Replacement[Worker] = Replacement()
+    assert slot.renew().act is Act.START
+    if has_started:
+        worker = Worker()
+        slot.started(worker)
+        assert slot.died(worker, ALL, began=False, is_first=False).act is Act.NOTHING
+    else:
+        assert slot.could_not_start(ALL, is_first=False).act is Act.NOTHING
+    assert (slot.state, slot.current) == (Occupancy.EMPTY, None)
+
+
+def test_a_removed_slot_gives_its_workers_back_and_starts_anew() -> None:
+    slot, worker, following = followed()
+    assert slot.remove() == [worker, following]
+    for dead in (worker, following):
+        assert slot.died(dead, ALL, began=True, is_first=False).act is Act.NOTHING
+    assert slot.remove() == []
+    assert slot.renew().act is Act.START
+
+
 CAN = st.sampled_from(["start", "fail", "no place"])
 
 
@@ -273,6 +366,7 @@ class Walk(RuleBasedStateMachine):
         self.has_timer = False
         self.is_first = True
         self.has_failed_start = False
+        self.is_used = True
         self.start(can="start")
 
     def start(self, *, can: str) -> None:
@@ -330,7 +424,9 @@ class Walk(RuleBasedStateMachine):
         worker.is_ready = False
         if began:
             self.slot.budget.began()
+        is_trial = self.slot.renewal is Renewal.FIRST
         self.carry_out(self.slot.died(worker, self.rule, began=began, is_first=self.is_first), can=can)
+        self.is_used &= not (is_trial and self.slot.state is Occupancy.EMPTY)
 
     @precondition(lambda self: self.has_timer)
     @rule(can=CAN)
@@ -340,6 +436,20 @@ class Walk(RuleBasedStateMachine):
     @rule(has_waiting=st.booleans(), can=CAN)
     def has_place(self, has_waiting: bool, can: str) -> None:
         self.carry_out(self.slot.has_place(self.rule, has_waiting=has_waiting), can=can)
+
+    @precondition(lambda self: self.rule is ALL and not self.is_first)
+    @rule(can=CAN)
+    def renew(self, can: str) -> None:
+        self.is_used = True
+        self.carry_out(self.slot.renew(), can=can)
+        self.is_used = self.slot.state is not Occupancy.EMPTY  # the first worker of an added slot could not be started
+
+    @precondition(lambda self: not self.is_first)
+    @rule()
+    def remove(self) -> None:
+        assert set(self.slot.remove()) <= set(self.alive)
+        self.has_timer &= self.slot.is_delayed
+        self.is_used = False
 
     @rule(rule=st.sampled_from([SPENT, NONE]))
     def closes(self, rule: Replaces) -> None:
@@ -355,6 +465,7 @@ class Walk(RuleBasedStateMachine):
             or slot.state is Occupancy.FAILED
             or self.rule is not ALL
             or self.has_failed_start
+            or not self.is_used
         )
         assert self.has_timer == slot.is_delayed
         assert (slot.next is not None) == (slot.state is Occupancy.FOLLOWED)

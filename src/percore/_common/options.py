@@ -24,6 +24,7 @@ Backoff: TypeAlias = float | Callable[[int], float]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
 
 _FOR_EVER: Final = 1e9
+MOST_WORKERS: Final = 1024
 _LEAST_MESSAGE: Final = 1024
 _MOST_MESSAGE: Final = 1 << 36
 
@@ -284,7 +285,7 @@ class RunnerOptions:
                 'start_method="forkserver" needs pidfd_open and F_SETSIG (Linux 5.3 or newer); use start_method="spawn"'
             )
         return cls(
-            workers=cpus if workers is None else whole("workers", workers, 1, 1024),
+            workers=cpus if workers is None else whole("workers", workers, 1, MOST_WORKERS),
             lifespan=lifespan,
             concurrency=whole("concurrency", concurrency, 1, 1_000_000),
             threads=min(32, cpus + 4) if threads is None else whole("threads", threads, 1, 10_000),

@@ -410,6 +410,16 @@ class Engine(Protocol):
             OSError: the worker could not be started; nothing is left behind.
         """
 
+    def renew(self) -> None:
+        """Start the next workers with all modules as they are now, and not from a process that has imported earlier versions."""
+
+    def resize(self, workers: int) -> None:
+        """Note how many workers the runner wants from now on. Workers started later share resources by this number.
+
+        Raises:
+            OSError: there is not enough address space for so many. Nothing has changed.
+        """
+
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         """Return what this process, the engine's own processes and these workers use. Each worker comes with its role."""
 

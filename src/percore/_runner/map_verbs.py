@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 AnyItems: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 
 _OF_THE_VIEW: Final = "it is an option of the calls, as in runner.options({0}=...).map(...)"
-_OF_THE_RUNNER: Final = "the runner has a fixed number of workers, as in percore.Runner(workers=4)"
+_OF_THE_RUNNER: Final = "the number of workers is the runner's, as in percore.Runner(workers=4)"
 _NO_CHUNKS: Final = "there is no chunk size to tune, percore batches short calls by how long they take"
 _ADVICE: Final = {
     "chunksize": _NO_CHUNKS,

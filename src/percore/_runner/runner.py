@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 import percore
 from percore._common.errors import RunnerClosed
 from percore._common.options import (
+    MOST_WORKERS,
     PREFETCH,
     RUNNER_ADVICE,
     Backoff,
@@ -23,6 +24,7 @@ from percore._common.options import (
     StartMethod,
     advising,
     grace_of,
+    whole,
 )
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
 from percore._runner.early import warm_up
@@ -242,13 +244,55 @@ class Runner(Verbs):
                 self._assembly.closing.abandon()
 
     def __repr__(self) -> str:
-        return f"<percore.Runner workers={self._options.workers} {self._state.value}>"
+        workers = self._options.workers if self._assembly is None else len(self._supervisor.slots)
+        return f"<percore.Runner workers={workers} {self._state.value}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
             "a Runner cannot be pickled: it belongs to the process and the loop that started it. Instead of giving it to a call, "
             "make the calls here, and give the results of one to the next"
         )
+
+    # Workers
+
+    async def reload(self) -> None:
+        """Replace every worker in turn, while calls go on: a new worker is ready before the old one takes no more calls.
+
+        The new workers see modules that have changed on disk; this process does not. An old worker ends after the calls that it
+        has begun, which may be later than this method returns; those that it has not begun run elsewhere. No call fails.
+
+        Reloads and resizes run one after the other. If several reloads wait, the next one serves for all.
+
+        If cancelled, it replaces no further workers: some are new and some old, and all are in service.
+
+        Raises:
+            StartupFailed: a new worker raised in its imports or its lifespan, died, or was not ready within `start_timeout`. The
+                old worker stays in service, and the remaining ones are not replaced.
+            RunnerClosed: the runner is not started, is closing or closed, or was closed meanwhile.
+            RunnerBroken: as in `submit`.
+            RuntimeError: called from another event loop or thread, or after a fork.
+        """
+        self._check_open()
+        await self._supervisor.pool.steering.reload()
+
+    async def resize(self, workers: int) -> None:
+        """Change the number of workers, while calls go on. No call fails.
+
+        With more workers, it returns when all of them are ready; each takes calls as soon as it is ready. With fewer, the workers
+        with the highest indexes take no more calls and end after those that they have begun, which may be later than this method
+        returns; those that they have not begun run elsewhere.
+
+        If it is cancelled or fails, the number of workers stays as it was.
+
+        Raises:
+            StartupFailed: a new worker could not start, as in `reload`.
+            TypeError, ValueError: `workers` is not a whole number from 1 to 1024.
+            OSError: the address space has no room for so many.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `reload`.
+        """
+        workers = whole("workers", workers, 1, MOST_WORKERS)
+        self._check_open()
+        await self._supervisor.pool.steering.resize(workers)
 
     # Call options. The calls themselves are in Verbs.
 

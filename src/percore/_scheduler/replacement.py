@@ -13,12 +13,14 @@
 | it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
 | a worker could not start, or died before it took over | after the delay given by the budget                          |
 | there was no place for a worker     | when the engine has one. A worker that is done ends before, to free its place |
+| it is to be renewed                 | at once. The next worker takes over as soon as it is ready                     |
 
-In each row, the next worker takes over at once if there is one. A slot has at most one start scheduled. During the first start
-nothing is attempted twice. A runner that closes replaces workers only as far as its phase allows (`Replaces`).
+In each row but the last, the next worker takes over at once if there is one. A slot has at most one start scheduled. During the
+first start nothing is attempted twice, nor is a renewal. A runner that closes replaces workers only as far as its phase allows
+(`Replaces`).
 
 Invariant: a slot without a current worker has a start scheduled, waits for a place or was given up, or its runner is closing or has
-failed to start.
+failed to start, or it is not used: it was removed, or was added and its first worker could not start.
 """
 
 from enum import Enum
@@ -61,7 +63,7 @@ class Occupancy(Enum):
     """The states of a slot, as in the diagram above."""
 
     EMPTY = "empty"
-    """It has no worker and gets none: the runner has not started, is closing, or has failed to start."""
+    """It has no worker and gets none: the slot is not used, or the runner has not started, is closing, or has failed to start."""
 
     DELAYED = "delayed"
     """It has no worker. One starts after a delay."""
@@ -97,6 +99,8 @@ class Change(Enum):
     """The delay or the wait for a place is over, or the start was dropped."""
 
     FAILED = "failed"
+    REVIVED = "revived"
+    """A slot that was given up is tried again, or is removed."""
 
 
 _TABLE: Final[dict[Occupancy, dict[Change, Occupancy]]] = {
@@ -120,8 +124,24 @@ _TABLE: Final[dict[Occupancy, dict[Change, Occupancy]]] = {
     Occupancy.SERVED_DELAYED: {Change.FORGOT: Occupancy.SERVED, Change.LEFT: Occupancy.DELAYED},
     Occupancy.SERVED_WAITING: {Change.FORGOT: Occupancy.SERVED, Change.LEFT: Occupancy.WAITING},
     Occupancy.FOLLOWED: {Change.LEFT: Occupancy.SERVED, Change.NEXT_LEFT: Occupancy.SERVED, Change.FORGOT: Occupancy.FOLLOWED},
-    Occupancy.FAILED: {Change.FORGOT: Occupancy.FAILED},
+    Occupancy.FAILED: {Change.FORGOT: Occupancy.FAILED, Change.REVIVED: Occupancy.EMPTY},
 }
+
+
+class Renewal(Enum):
+    """What becomes of a renewal that fails: a worker could not be started, or died before it took over."""
+
+    NONE = "none"
+    """There is no renewal."""
+
+    OF_WORKER = "of worker"
+    """The current worker goes on, if there still is one."""
+
+    OF_FAILED = "of failed"
+    """The slot is given up again."""
+
+    FIRST = "first"
+    """The slot stays without a worker: it was added, and is removed again."""
 
 
 class Serving(Protocol):
@@ -187,6 +207,7 @@ class Replacement(Generic[W]):
         self.budget = RestartBudget()
         self.restarts = 0
         """Workers replaced so far."""
+        self.renewal = Renewal.NONE
 
     def _change(self, change: Change) -> None:
         following = _TABLE[self.state].get(change)
@@ -207,11 +228,15 @@ class Replacement(Generic[W]):
     def ready(self, worker: W) -> Decision[W]:
         """The next worker is ready: it takes over, or waits until the current one may begin no more calls."""
         current = self.current
-        if self.next is not worker or (current is not None and current.is_ready and not current.is_spent):
+        if self.next is not worker:
+            if self.state is Occupancy.SERVED:
+                self.renewal = Renewal.NONE  # an added slot has its first worker
             return _NOTHING
-        return self._take_over()
+        is_waiting = current is not None and current.is_ready and not current.is_spent
+        return _NOTHING if is_waiting and self.renewal is Renewal.NONE else self._take_over()
 
     def _take_over(self) -> Decision[W]:
+        self.renewal = Renewal.NONE
         self._change(Change.LEFT)
         retired, self.current, self.next = self.current, self.next, None
         return Decision(Act.TAKE_OVER, retired=retired)
@@ -231,6 +256,47 @@ class Replacement(Generic[W]):
             self.restarts += 1
             return Decision(Act.START)
         return _NOTHING
+
+    def renew(self) -> Decision[W]:
+        """Give the slot another worker, which takes over as soon as it is ready. Twice is as once.
+
+        A slot that was given up is tried again, and a delayed start begins now. Call it only while `Replaces.ALL` is the rule.
+        """
+        if self.state is Occupancy.FOLLOWED:
+            self.renewal = Renewal.OF_WORKER
+            return self._take_over() if self.next is not None and self.next.is_ready else _NOTHING
+        if self.lacks_place:
+            if self.current is not None:
+                self.renewal = Renewal.OF_WORKER
+            return _NOTHING
+        was, is_delayed = self.state, self.is_delayed
+        if was is Occupancy.FAILED:
+            self._revive()
+            self.renewal = Renewal.OF_FAILED
+        else:
+            self.renewal = Renewal.FIRST if was is Occupancy.EMPTY else Renewal.OF_WORKER
+        self._change(Change.FORGOT)
+        self.restarts += not (is_delayed or was is Occupancy.EMPTY)  # a delayed start is counted already
+        return Decision(Act.START)
+
+    def _revive(self) -> None:
+        self._change(Change.REVIVED)
+        self.budget.began()
+
+    def remove(self) -> list[W]:
+        """The slot is not used any more. Return its workers, which get no more calls."""
+        if self.state is Occupancy.FAILED:
+            self._revive()
+        workers = [worker for worker in (self.current, self.next) if worker is not None]
+        if self.next is not None:
+            self._change(Change.NEXT_LEFT)
+        if self.current is not None:
+            self._change(Change.LEFT)
+        self._change(Change.FORGOT)
+        self.current = self.next = None
+        self.renewal = Renewal.NONE
+        self.budget.began()
+        return workers
 
     def asked_to_end(self, worker: W, rule: Replaces) -> Decision[W]:
         """Something outside percore asked a worker to end, and it gets no more calls."""
@@ -274,8 +340,14 @@ class Replacement(Generic[W]):
 
     def could_not_start(self, rule: Replaces, *, is_first: bool) -> Decision[W]:
         """A worker could not be started, or died before it took over."""
+        renewal, self.renewal = self.renewal, Renewal.NONE
         if is_first:
             return Decision(Act.FAIL_START)
+        if renewal is Renewal.FIRST or (renewal is Renewal.OF_WORKER and self.state is Occupancy.SERVED):
+            return _NOTHING
+        if renewal is Renewal.OF_FAILED:
+            self._change(Change.FAILED)
+            return Decision(Act.GIVE_UP)
         is_spent = self.current is not None and self.current.is_spent
         is_allowed = rule is Replaces.ALL or (rule is Replaces.SPENT and is_spent)
         if not is_allowed or self.state not in (Occupancy.EMPTY, Occupancy.SERVED):

@@ -95,7 +95,7 @@ class CallRegistry:
                 if is_seated:
                     member.send(call)
                 else:
-                    self.unanswered(member, call)
+                    self.hand_on(member, call)
             except BaseException as error:
                 self.failed_with(call, error, member)
 
@@ -222,6 +222,14 @@ class CallRegistry:
             self.put_back(call.map, call.run)
         else:
             self.dispatch.untaken(call, call.queue)
+
+    def hand_on(self, member: PoolWorker, call: PendingCall) -> None:
+        """Give a broadcast's call that has not begun to the worker that has taken over. Without one, end it."""
+        successor = next((seat for seat in self.dispatch.seats if seat.index == member.index and seat is not member), None)
+        if successor is None or call.done():
+            self.unanswered(member, call)
+        else:
+            self.broadcast(call, successor)
 
     def unanswered(self, member: PoolWorker, call: PendingCall) -> None:
         """End a broadcast's call that has not begun in its worker and never will. Its error is WorkerDied."""

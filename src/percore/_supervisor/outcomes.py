@@ -397,7 +397,7 @@ class Outcomes:
         elif not calls.phase.begins:
             calls.refuse(call)
         elif call.kind == Kind.BROADCAST and not is_late(call):
-            calls.unanswered(member, call)
+            calls.hand_on(member, call)
         else:
             calls.returned(call)
 

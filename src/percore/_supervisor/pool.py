@@ -1,12 +1,13 @@
 """The pool: starts workers in slots, replaces them and ends them.
 
-`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out.
+`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out. `Steering` has
+it replace all workers, or use more or fewer slots.
 """
 
 import logging
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.errors import RunnerClosed, shown
 from percore._common.fault_points import POINTS, point
@@ -17,7 +18,7 @@ from percore._protocol.interfaces import Engine, Exit
 from percore._protocol.messages import DRAIN, FINISH
 from percore._scheduler.lifecycle import Deadline, Event, State
 from percore._scheduler.phase import Replaces
-from percore._scheduler.replacement import LIMIT, Act, Decision, Occupancy, Replacement
+from percore._scheduler.replacement import LIMIT, Act, Decision
 from percore._serialization.exception_state import text_of
 from percore._supervisor.call_registry import CallRegistry, Progress
 from percore._supervisor.deaths import Deaths
@@ -26,62 +27,14 @@ from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker, Turn
+from percore._supervisor.steering import Steering
+from percore._supervisor.worker_slot import WorkerSlot
 
 if TYPE_CHECKING:
     import asyncio
 
 
 _CLOSED: Final = "the runner was closed while it started"
-
-
-class Past(NamedTuple):
-    """Counts of the dead workers of a slot, up to `generation`. A slot replaces it as a whole, because other threads read it."""
-
-    done: int = 0
-    failed: int = 0
-    retried: int = 0
-    generation: int = 0
-
-    def with_(self, member: PoolWorker) -> "Past":
-        """Return these counts with those of another dead worker added."""
-        done, failed, retried, _ = self
-        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
-
-
-class WorkerSlot(Replacement[PoolWorker]):
-    """A slot of the pool: its workers, the decisions about the next one, and the history of its workers."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.generation = 0
-        self.timer: asyncio.TimerHandle | None = None
-        """The timer of a delayed start; None if no start is delayed."""
-        self.past = Past()
-        self.end = Exit(None)
-        """How the last dead worker has ended, or that the last start has failed."""
-        self.failure: BaseException | None = None
-        """The error that the last dead worker reported, if it reported one."""
-
-    @property
-    def is_failed(self) -> bool:
-        return self.state is Occupancy.FAILED
-
-    def took(self, member: PoolWorker) -> None:
-        """Add the counts of a dead worker to those of the earlier ones. Twice is as once."""
-        if self.past.generation != member.generation:
-            self.past = self.past.with_(member)
-
-    def stop_timer(self) -> None:
-        """Drop the delayed start, if there is one."""
-        self.forget_delay()
-        self.look_timer()
-
-    def look_timer(self) -> None:
-        """Cancel the timer if no start is delayed any more."""
-        if self.timer is not None and not self.is_delayed:
-            self.timer.cancel()
-            self.timer = None
 
 
 class Keeper(Progress, Protocol):
@@ -114,7 +67,11 @@ class Pool:
         nested: Nested,
         observer: "WorkerObserver | None" = None,
     ) -> None:
-        self.slots = [WorkerSlot(index) for index in range(options.workers)]
+        self.slots: list[WorkerSlot] = []
+        """The slots in use. It is always the same list."""
+        self.all_slots: list[WorkerSlot] = []
+        """The slots in use, and after them those that were removed and may have workers that drain, by index."""
+        self.grow(options.workers)
         self.members = members
         self.low: set[LimitedWorker] = set()
         """Workers near or at their limit of calls that have not been replaced yet."""
@@ -136,6 +93,7 @@ class Pool:
         self._place_timer: DeadlineTimer | None = None
         """Runs in the first start while a worker waits for a place. (Later a slot may wait for as long as it takes.)"""
         self._last_report = ""
+        self.steering = Steering(self, engine, calls.phase)
         engine.on_place = self._has_place
 
     # Starting
@@ -171,10 +129,13 @@ class Pool:
                 member.worker.kill()
             elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
                 slot.end = Exit(None)
+                is_awaited = self.steering.could_not_start(slot, slot.generation, self._last_report, error)
                 self._could_not_start(slot)
+            else:
+                is_awaited = False
             if not isinstance(error, Exception):
                 raise
-            report(self._level(), "%s", self._last_report)
+            report(logging.DEBUG if is_awaited else self._level(), "%s", self._last_report)
             return
         if POINTS:
             point("supervisor.worker.started")
@@ -237,7 +198,7 @@ class Pool:
         if self.lifecycles.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
-        slot = self.slots[member.index]
+        slot = self.all_slots[member.index]
         decision = slot.ready(member)
         self._seat(slot)
         if POINTS:
@@ -251,10 +212,8 @@ class Pool:
         self.lifecycles.advance(member, Event.FAIL)
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
-            failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {text_of(error)}")
-            failure.__cause__ = error
-            self._starting.set_exception(failure)
-        else:
+            self._starting.set_exception(_unready(member))
+        elif not self.steering.awaits(self.all_slots[member.index], member.generation):  # otherwise it raises the error
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: PoolWorker) -> None:
@@ -279,7 +238,7 @@ class Pool:
         if self._starting is not None or self._phase.is_cut:
             return
         for member in list(self.low):
-            slot = self.slots[member.index]
+            slot = self.all_slots[member.index]
             if slot.current is not member or not member.is_ready:
                 self.low.discard(member)
                 continue
@@ -306,6 +265,7 @@ class Pool:
             self._give_up(slot)
         elif act is Act.FAIL_START:
             self._fail_start(StartupFailed(self._last_report))
+        self.steering.look()
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
         self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self._starting is not None))
@@ -326,17 +286,44 @@ class Pool:
         if member.life.state is State.READY:
             self.lifecycles.advance(member, Event.DRAIN)
             member.worker.channel.send(DRAIN, 0, None)
+        elif member.life.state is State.STARTING:  # it has no calls
+            self.lifecycles.advance(member, Event.FINISH)
+            member.worker.kill()
 
     def draining(self, member: PoolWorker) -> None:
         self.lifecycles.advance(member, Event.DRAIN)
         self._dispatch.unseat(member)
         if POINTS:
             point("supervisor.worker.draining")
-        slot = self.slots[member.index]
+        slot = self.all_slots[member.index]
         decision = slot.asked_to_end(member, self._phase.replaces)
         if decision.act is Act.START:
             report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
         self._carry_out(slot, decision)
+
+    # Steering
+
+    def renew(self, slot: WorkerSlot) -> None:
+        """Give the slot another worker, which takes over as soon as it is ready. Twice is as once."""
+        self._carry_out(slot, slot.renew())
+
+    def grow(self, workers: int) -> list[WorkerSlot]:
+        """Use this many slots. Return those that were added. They have no workers yet: `renew` starts them."""
+        before = len(self.slots)
+        self.all_slots += [WorkerSlot(index) for index in range(len(self.all_slots), workers)]
+        self.slots += self.all_slots[before:workers]
+        return self.slots[before:]
+
+    def shrink(self, workers: int) -> None:
+        """Use only the first slots, and let the workers of the others end after their calls. They hand back what has not begun."""
+        removed = self.slots[workers:]
+        del self.slots[workers:]
+        for slot in removed:
+            retired = slot.remove()
+            slot.look_timer()
+            for member in retired:
+                self._retire(member)
+        self._keeper.advance()
 
     # Deaths
 
@@ -398,6 +385,10 @@ class Pool:
             self._report_death(member, state)
         # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
         is_first, began = self._starting is not None, began or state is State.DRAINING
+        if not member.was_ready:
+            with faults:
+                error = _not_ready(member, "") if member.failure is None else _unready(member)
+                self.steering.could_not_start(slot, member.generation, error.reason, error.__cause__)
         decision = slot.died(member, self._phase.replaces, began=began, is_first=is_first)
         with faults:
             self._succeed(slot, member, decision)
@@ -429,20 +420,15 @@ class Pool:
             self._carry_out(slot, decision)
         elif self._phase.is_closing:
             self._fail_start(RunnerClosed(_CLOSED))
-        elif member.killed_why:
-            self._fail_start(StartupFailed(f"worker {slot.index} was killed: {member.killed_why}"))
         else:
-            reason = f"worker {slot.index} died {how(member.end.code, member.end.why)} before it was ready{frozen_hint()}"
-            error = StartupFailed(reason, self._last_report)
-            error.__cause__ = slot.failure
-            self._fail_start(error)
+            self._fail_start(_not_ready(member, self._last_report))
 
     def _succeed_despite(self, slot: WorkerSlot) -> None:
         """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
         self._seat(slot)
         if slot.is_failed:
             self._give_up(slot)
-        elif slot.current is None and slot.timer is None and not slot.lacks_place:
+        elif slot in self.slots and slot.current is None and slot.timer is None and not slot.lacks_place:
             slot.forget_delay()
             self._could_not_start(slot)
 
@@ -503,3 +489,22 @@ class Pool:
 def _name(member: PoolWorker) -> str:
     """Return the worker's name for log messages. A worker whose process never started has no pid."""
     return f"worker {member.index}" + ("" if member.pid is None else f" (pid {member.pid})")
+
+
+def _unready(member: PoolWorker) -> StartupFailed:
+    """Return the error of a worker that has reported why it could not start."""
+    error = member.failure
+    assert error is not None
+    failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {text_of(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _not_ready(member: PoolWorker, last_report: str) -> StartupFailed:
+    """Return the error of a dead worker that was never ready."""
+    if member.killed_why:
+        return StartupFailed(f"worker {member.index} was killed: {member.killed_why}")
+    reason = f"worker {member.index} died {how(member.end.code, member.end.why)} before it was ready{frozen_hint()}"
+    error = StartupFailed(reason, last_report)
+    error.__cause__ = member.failure
+    return error

@@ -10,8 +10,8 @@ from percore._monitor.statistics import Statistics, WorkerStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from percore._supervisor.pool import WorkerSlot
     from percore._supervisor.supervisor import Supervisor
+    from percore._supervisor.worker_slot import WorkerSlot
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
@@ -19,7 +19,8 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
     """Return the statistics of a runner. `is_here`: whether this is the thread of its loop; any thread may call this."""
     may_look = is_here or _has_gil()
-    workers = tuple(_of_slot(supervisor, slot, may_look) for slot in supervisor.slots)
+    in_use = len(supervisor.slots)
+    workers = tuple(_of_slot(supervisor, slot, may_look) for slot in tuple(supervisor.pool.all_slots))  # also of removed slots
     return Statistics(
         running=sum(worker.running for worker in workers),
         queued=sum(worker.queued for worker in workers) + supervisor.calls.waiting(),
@@ -27,7 +28,7 @@ def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
         failed=sum(worker.failed for worker in workers),
         retried=sum(worker.retried for worker in workers),
         restarts=sum(worker.restarts for worker in workers),
-        workers=workers,
+        workers=workers[:in_use],
     )
 
 

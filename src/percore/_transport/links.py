@@ -11,6 +11,7 @@ import errno
 import os
 import resource
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from percore._common.options import RunnerOptions
@@ -33,7 +34,7 @@ class Links:
     """The memory of one runner.
 
     Attributes:
-        layout: its sizes, for the workers.
+        layout: its sizes, for the next worker.
         store: the store of all workers.
     """
 
@@ -48,6 +49,8 @@ class Links:
         """
         self._loop = loop
         self._memory, self.layout = _mapped(options, places)
+        self._leased = 0
+        """Slots of the arena that the workers may lease, together."""
         self.store = Arena(self._memory, self.layout.slot_size, options.max_message, loop, main_by_value=main_by_value)
 
     def link(self) -> "Link":
@@ -56,7 +59,28 @@ class Links:
         Raises:
             OSError: out of descriptors or address space; nothing is left behind.
         """
-        return Link(self._loop, self._memory, self.layout, self.store)
+        # Leases may take half of the arena: those of the workers a quarter, and those of workers that drain as much. What a worker
+        # may not lease it copies.
+        most = self._memory.size // self.layout.slot_size // 2 - self._leased
+        layout = self.layout._replace(leases=max(0, min(self.layout.leases, most)))
+        link = Link(self._loop, self._memory, layout, self.store, self._closed)
+        self._leased += layout.leases
+        return link
+
+    def _closed(self, leases: int) -> None:
+        self._leased -= leases
+
+    def resize(self, workers: int) -> None:
+        """Cut the memory of later workers for this number of workers.
+
+        Raises:
+            OSError: the address space has no room for the results of so many.
+        """
+        layout = self.layout
+        results = _results(layout.arena_size // layout.slot_size, layout.slot_size, layout.max_message, workers)
+        self.layout = layout._replace(
+            results_size=results * layout.slot_size, leases=_leases(layout.arena_size, layout.slot_size, workers)
+        )
 
     def close(self) -> None:
         """Release the arena. All links must be closed."""
@@ -84,20 +108,42 @@ def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
             f"no room for one message of max_message={options.max_message} bytes ({reason}): "
             "raise the limit (ulimit -v, ulimit -f), or make the runner with a smaller max_message"
         )
+    try:
+        results = _results(wanted, slot_size, options.max_message, options.workers)
+    except OSError:
+        memory.close()
+        raise
+    leases = _leases(memory.size, slot_size, options.workers)
+    return memory, Layout(places, memory.size, results * slot_size, slot_size, options.max_message, leases)
+
+
+def _leases(arena_size: int, slot_size: int, workers: int) -> int:
+    """Return how many slots of the arena each worker may lease.
+
+    All of them may lease a quarter of it, and shared objects take a quarter (Arena): half is left for arguments in transit, and for
+    the leases of workers that are being replaced.
+    """
+    return arena_size // slot_size // 4 // workers
+
+
+def _results(most: int, slot_size: int, max_message: int, workers: int) -> int:
+    """Return how many result slots, at most `most`, each of these workers has.
+
+    Raises:
+        OSError: the address space has no room for one each.
+    """
+    budget, _ = resource.getrlimit(resource.RLIMIT_AS)
     results = min(max(2**36 // slot_size, 4), 64)
     if budget != resource.RLIM_INFINITY:
-        results = max(1, min(results, budget // 4 // options.workers // slot_size))
-    results = _fitting(min(results, wanted), options.workers * slot_size)
+        results = max(1, min(results, budget // 4 // workers // slot_size))
+    results = _fitting(min(results, most), workers * slot_size)
     if not results:
-        memory.close()
         raise OSError(
-            f"the address space has no room for the results of {options.workers} workers with "
-            f"max_message={options.max_message} bytes: make the runner with a smaller max_message or fewer workers, or raise "
+            f"the address space has no room for the results of {workers} workers with "
+            f"max_message={max_message} bytes: make the runner with a smaller max_message or fewer workers, or raise "
             "the limit (ulimit -v) if there is one"
         )
-    # Leases may take a quarter of the arena, and shared objects a quarter (Arena): half is left for arguments in transit.
-    leases = memory.size // slot_size // 4 // options.workers
-    return memory, Layout(places, memory.size, results * slot_size, slot_size, options.max_message, leases)
+    return results
 
 
 def _fitting(slots: int, one_each: int) -> int:
@@ -123,10 +169,15 @@ class Link:
     Attributes:
         channel: the supervisor's side of the channel.
         fds: descriptors for the worker: the cell, the arena (read-only), the results, and two of its bell.
+        layout: the sizes of its memory, for the worker.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arena: Memory, layout: Layout, store: Arena) -> None:
-        """Use `Links.link`."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, arena: Memory, layout: Layout, store: Arena, on_close: Callable[[int], None]
+    ) -> None:
+        """Use `Links.link`. `on_close` is called once, with the number of leases."""
+        self.layout = layout
+        self._on_close: Callable[[int], None] | None = on_close
         with ExitStack() as undo:
             self._cell = Memory.create(layout.cell_size)
             undo.callback(self._cell.close)
@@ -165,3 +216,6 @@ class Link:
         self._marks.release()
         self._results.close()
         self._cell.close()
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close(self.layout.leases)

@@ -111,25 +111,32 @@ class ProcessEngine:
                     parent=multiprocessing_state.parent(), authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None
                 )
             more = [tracker] if self._passes_on and tracker is not None else []
-            return self._start(pickle.dumps(boot), (*logs.fds, *more), logs, lambda code: on_exit(_exit(code)))
+            return self._start(boot, (*logs.fds, *more), logs, lambda code: on_exit(_exit(code)))
         except BaseException:
             logs.close()
             raise
         finally:
             logs.close_fds()
 
-    def _start(self, boot: bytes, more: Sequence[int], logs: LogReceiver, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+    def _start(self, boot: Boot, more: Sequence[int], logs: LogReceiver, on_exit: Callable[[int | None], None]) -> ProcessWorker:
         link = self._links.link()
         link.channel.on_logged = logs.receive
         link.channel.haste = self._haste
         try:
-            process = self._launcher.launch(boot, (*link.fds, *more), on_exit)
+            boot = boot._replace(layout=link.layout)
+            process = self._launcher.launch(pickle.dumps(boot), (*link.fds, *more), on_exit)
         except BaseException:
             link.close()
             raise
         finally:
             link.close_fds()
         return ProcessWorker(link, logs, process)
+
+    def renew(self) -> None:
+        self._launcher.renew()
+
+    def resize(self, workers: int) -> None:
+        self._links.resize(workers)
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         roles = {worker.pid: role for role, worker in workers if worker.pid is not None}

@@ -84,6 +84,10 @@ class ForkServerLauncher:
 
         return ForkedProcess(asyncio.get_running_loop(), self, _Request(self._entry, boot, fds), on_exit)
 
+    def renew(self) -> None:
+        """As `Launcher.renew`. The other runners of this process start their next workers from the new fork server, too."""
+        servers.renew()
+
     def helpers(self) -> dict[int, str]:
         """The fork servers of this process, which its other runners use too."""
         return dict.fromkeys(servers.pids(), "fork server")

@@ -217,6 +217,12 @@ class ForkServers:
             if server is not None and server is self._current:
                 self._retire(server)
 
+    def renew(self) -> None:
+        """Start a new fork server for the next launch, which imports all modules anew. The old one ends with its last worker."""
+        with self._lock:
+            if self._current is not None:
+                self._retire(self._current)
+
     def lost(self, server: ForkServerProcess | None) -> None:
         """Record that it has closed its sockets: it is dead or dying."""
         with self._lock:

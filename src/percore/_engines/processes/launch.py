@@ -74,6 +74,9 @@ class Launcher(Protocol):
             OSError: the process could not be started; nothing is left behind.
         """
 
+    def renew(self) -> None:
+        """Launch no more processes from one that has imported modules: they may have changed on disk."""
+
     def helpers(self) -> dict[int, str]:
         """The processes that the launcher needs beside those it launches: role by pid."""
 

@@ -123,6 +123,9 @@ class MultiprocessLauncher:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    def renew(self) -> None:
+        """Do nothing: an executor has no reload."""
+
     def helpers(self) -> dict[int, str]:
         """Return no helpers: every process that this launcher starts is a worker."""
         return {}

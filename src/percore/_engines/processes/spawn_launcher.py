@@ -53,6 +53,9 @@ class SpawnLauncher:
             cleanup.pop_all()
         return process
 
+    def renew(self) -> None:
+        """Do nothing: each process imports all modules itself."""
+
     def helpers(self) -> dict[int, str]:
         """Return no helpers: every process that this launcher starts is a worker."""
         return {}
