@@ -171,3 +171,11 @@ def an_executor(executor: percore.LoopPoolExecutor) -> None:
     assert_type(executor.submit(fetch, "u").result(), int)
     assert_type(executor.submit(parse, b"").result(), str | None)
     assert_type(executor.map(fetch, ["u"]), Iterator[int])
+
+
+async def inside_a_call() -> None:
+    runner = percore.current_runner()
+    assert_type(await runner.run(fetch, "u"), int)
+    assert_type(await runner.options(key="a", timeout=1).run(parse, b""), str | None)
+    assert_type(await runner.submit(fetch, "u"), int)
+    assert_type(runner.run_sync(fetch, "u"), int)

@@ -28,8 +28,8 @@ class CurrentRunner:
     end when the call ends that makes them: what it has not awaited by then is cancelled.
     """
 
-    def __init__(self, family: Family, key: PlainKey = None, timeout: float | None = None, *, inherits: bool = True) -> None:
-        self._family = family
+    def __init__(self, family: Any, key: PlainKey = None, timeout: float | None = None, *, inherits: bool = True) -> None:
+        self._family: Family = family
         self._key = key
         self._timeout = timeout
         self._inherits = inherits
