@@ -121,6 +121,7 @@ class FakeEngine:
 
     worker_class = FakeWorker
     on_place: Callable[[], None]
+    sees_starts = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo) -> None:
         self.loop = loop

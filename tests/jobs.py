@@ -4,6 +4,7 @@ Nothing here waits for time. A call waits at a *gate* and tells a *log*, both na
 """
 
 import asyncio
+import ctypes
 import os
 import select
 import sys
@@ -147,6 +148,12 @@ async def block_loop(log: str, gate: str) -> None:
     """Hold the worker's loop until the gate is open."""
     say(log, "blocked")
     pass_gate(gate)
+
+
+def hold_gil(log: str, gate: str) -> None:
+    """Hold the GIL for ever, as a C function can."""
+    say(log, gate)
+    ctypes.PyDLL(None).pause()
 
 
 async def clean_up(log: str, gate: str, clean_gate: str) -> None:

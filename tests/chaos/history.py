@@ -240,7 +240,13 @@ def is_right(outcome: Outcome) -> bool:
         case ["dropped" | "unpulled" | "full"]:
             return True
         case ["timeout"]:
-            return outcome.kind in ("slow", "slow_in_thread", "slow_and_retried") or outcome.kind.startswith("impatient")
+            return outcome.kind in (
+                "slow",
+                "slow_in_thread",
+                "slow_and_retried",
+                "doomed",
+                "doomed_in_thread",
+            ) or outcome.kind.startswith("impatient")
     return outcome.words == _right_words(outcome) or _is_cut_attempt(outcome)
 
 

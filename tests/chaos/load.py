@@ -76,6 +76,8 @@ SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
             {"timeout": 0.005, "retries": _RETRIES, "retry_on": (TimeoutError, percore.WorkerDied)},
         ),
     ),
+    "doomed": (1, lambda *_: Wish(calls.slow, (0.005,), {"hard_timeout": 0.01})),
+    "doomed_in_thread": (1, lambda *_: Wish(calls.slow_in_thread, (0.005,), {"hard_timeout": 0.01, "retries": _RETRIES})),
     "impatient": (3, lambda decide, _: Wish(calls.task, (_seconds(decide),), {"queue_timeout": decide.choice([0.001, 0.02])})),
     "impatient_in_thread": (
         3,

@@ -170,12 +170,11 @@ async def test_cancelled_and_closed(make: MakeRunner, log: Log, gate: Gate, hold
     with pytest.raises(TimeoutError):
         await calls[0]
     tight = asyncio.create_task(runner.aclose(grace=0))
-    await asyncio.sleep(0)
-    gate.open()
     with pytest.raises(percore.RunnerClosed):
         await calls[1]
+    gate.open()
     await asyncio.gather(closing, tight, *held, return_exceptions=True)
-    assert log.rest() == (["cancelled holds 0"] if holding is jobs.await_ else [])
+    assert "never" not in log.rest()
 
 
 async def test_bad_ones_are_refused(make: MakeRunner, subtests: pytest.Subtests) -> None:

@@ -460,6 +460,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "… did not begin within queue_timeout=… s, and never runs": at(
         "tests/contract/test_queue_timeout.py::test_what_waits_too_long_never_runs", "did not begin within queue_timeout"
     ),
+    "… ran for longer than hard_timeout=… s": at(
+        "tests/contract/test_hard_timeout.py::test_a_late_answer_is_a_timeout", "ran for longer than hard_timeout"
+    ),
+    "a call does not end in %s; its replacement starts": at(
+        "tests/contract/test_hard_timeout.py::test_what_does_not_end_is_killed", "a call does not end in worker 0"
+    ),
     "the runner did not accept the call within queue_timeout=… s": at(
         "tests/contract/test_queue_timeout.py::test_the_wait_for_the_runner_counts", "did not accept the call within queue_timeout"
     ),

@@ -147,6 +147,7 @@ class RelayWorker:
 class RelayEngine:
     """The near half, and the only part that knows where the far half is: here, in this loop."""
 
+    sees_starts = False
     on_place: Callable[[], None]
     """Never called: the far half always has a place."""
 

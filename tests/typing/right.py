@@ -123,7 +123,9 @@ async def items(runner: Runner) -> None:
 async def rows(runner: Runner) -> None:
     assert_type(await runner.starmap(fetch, [("u", 1)]), list[int])
     assert_type(await runner.starmap(fetch, [["u", 1]], return_exceptions=True), list[int | BaseException])
-    assert_type(await runner.options(timeout=1, queue_timeout=2.5).starmap(six, ((1,) * 6 for _ in range(3))), list[float])
+    assert_type(
+        await runner.options(timeout=1, queue_timeout=2.5, hard_timeout=3).starmap(six, ((1,) * 6 for _ in range(3))), list[float]
+    )
 
 
 def numbers(count: int) -> Iterator[int]:

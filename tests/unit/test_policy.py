@@ -87,6 +87,7 @@ def test_what_is_given_is_kept() -> None:
         ({"key": 0}, False),
         ({"timeout": 1}, False),
         ({"queue_timeout": 1}, False),
+        ({"hard_timeout": 1}, False),
     ],
     ids=steady,
 )
@@ -329,11 +330,11 @@ def test_what_a_call_waits_for_its_runner_is_part_of_its_queue_timeout() -> None
     [
         ({}, None, False, None),
         ({"retries": 3, "key": "host"}, None, False, None),
-        ({"timeout": 2}, None, False, (2.0, None, False, 0, None)),
-        ({}, {0: "user"}, False, (None, {0: "user"}, False, 0, None)),
-        ({}, b"pickle", False, (None, b"pickle", False, 0, None)),
-        ({}, None, True, (None, None, True, 0, None)),
-        ({"timeout": 2}, {}, True, (2.0, {}, True, 0, None)),
+        ({"timeout": 2}, None, False, (2.0, None, False, 0, None, False)),
+        ({}, {0: "user"}, False, (None, {0: "user"}, False, 0, None, False)),
+        ({}, b"pickle", False, (None, b"pickle", False, 0, None, False)),
+        ({}, None, True, (None, None, True, 0, None, False)),
+        ({"timeout": 2}, {}, True, (2.0, {}, True, 0, None, False)),
     ],
     ids=steady,
 )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_RETRIES: Final = 1_000_000
 _LONGEST_DELAY: Final = 1e9
+_NO_TERMS: Final = (None, None, False, 0, None, False)
 _MOST_PREFETCHED: Final = 1_000_000
 
 
@@ -34,6 +35,7 @@ class Policy:
         queue_left: the part of `queue_timeout` that is left when the call is accepted.
         asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
             broadcast ignores those.
+        hard_timeout: how many seconds one attempt may run, whatever it does. None: no limit.
         is_limited: whether the supervisor keeps a clock for the call.
         needs_plan: whether the policy has retries or a time limit.
     """
@@ -46,12 +48,13 @@ class Policy:
     prefetch: int = PREFETCH
     queue_timeout: float | None = None
     queue_left: float | None = field(default=None, repr=False, compare=False)
+    hard_timeout: float | None = None
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
     is_limited: bool = field(init=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.is_limited = self.queue_timeout is not None
+        self.is_limited = self.queue_timeout is not None or self.hard_timeout is not None
         self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited
         if self.queue_left is None:
             self.queue_left = self.queue_timeout
@@ -67,6 +70,7 @@ class Policy:
         timeout: float | None,
         prefetch: int = PREFETCH,
         queue_timeout: float | None = None,
+        hard_timeout: float | None = None,
         inherited: int = 0,
     ) -> "Policy":
         """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
@@ -99,6 +103,8 @@ class Policy:
             whole("prefetch", prefetch, 1, _MOST_PREFETCHED)
         if queue_timeout is not None:
             queue_timeout = seconds_of("queue_timeout", queue_timeout)
+        if hard_timeout is not None:
+            hard_timeout = seconds_of("hard_timeout", hard_timeout)
         asks_for_retries = asks_for_retries or bool(backoff)
         if asks_for_retries and not retries and is_silent:
             raise TypeError(
@@ -113,6 +119,7 @@ class Policy:
             timeout=timeout,
             prefetch=prefetch,
             queue_timeout=queue_timeout,
+            hard_timeout=hard_timeout,
             asks_for_retries=asks_for_retries,
         )
 
@@ -127,9 +134,9 @@ class Policy:
                 "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
                 "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
             )
-        if self.timeout is None and self.queue_timeout is None:
+        if self.timeout is None and not self.is_limited:
             return None
-        return Policy(timeout=self.timeout, queue_timeout=self.queue_timeout)
+        return Policy(timeout=self.timeout, queue_timeout=self.queue_timeout, hard_timeout=self.hard_timeout)
 
     def for_stream(self) -> "Policy":
         """Return the policy of a stream with these options: its key and `prefetch`.
@@ -142,7 +149,7 @@ class Policy:
                 "percore does not retry a stream, since its consumer has seen some of the items: "
                 "retries, retry_on and backoff do not apply to it. Catch the error, and open another stream"
             )
-        if self.timeout is not None:
+        if self.timeout is not None or self.hard_timeout is not None:
             raise TypeError(
                 "timeout limits a call in its worker, and a stream also waits there for its consumer: "
                 "write `async with asyncio.timeout(...)` around the `async for`, or inside the generator around its awaits"
@@ -182,7 +189,7 @@ class Policy:
     @property
     def is_plain(self) -> bool:
         """Whether the policy has no key and no time limit. Only then may calls travel in batches."""
-        return self.key is None and self.timeout is None and self.queue_timeout is None
+        return self.key is None and self.timeout is None and not self.is_limited
 
     def after(self, seconds: float) -> "Policy":
         """Return this policy for a call that has waited for so long before the runner accepts it.
@@ -237,7 +244,7 @@ def delay_of(value: object, name: str) -> float:
 class CallPlan:
     """The policy of one call, and the state of its attempts."""
 
-    __slots__ = ("begin_by", "failed", "late", "policy", "terms", "timer")
+    __slots__ = ("begin_by", "failed", "late", "policy", "started", "terms", "timer", "verdict")
 
     def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0) -> None:
         """`prefetch`: the first credits of a stream; 0 for other calls."""
@@ -245,18 +252,28 @@ class CallPlan:
         self.failed = 0
         """How many attempts have failed."""
         self.late: float | None = None
-        """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt."""
+        """Set when a plain function has exceeded its timeout: seconds from the end of its thread's work to the next attempt.
+
+        So also when a call has exceeded its hard timeout; then `verdict` may be set, too."""
+        self.verdict: BaseException | None = None
+        """The error with which the call ends once its attempt has ended; None: its next attempt follows."""
+        self.started: float | None = None
+        """When the worker has announced the start of this attempt, if it does; a time of the monotonic clock."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while the call waits for its next attempt."""
         self.begin_by: float | None = None
         """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""
-        self.terms: tuple[float | None, Any, bool, int, float | None] | None = None
+        self.terms: tuple[float | None, Any, bool, int, float | None, bool] | None = None
         if context is not None or policy.timeout is not None or is_broadcast or prefetch:
-            self.terms = policy.timeout, context, is_broadcast, prefetch, None
+            self.terms = policy.timeout, context, is_broadcast, prefetch, None, False
         """What the worker gets before the call: timeout, context variables, whether it is a broadcast, the first credits of a
-        stream, and `begin_by` if no BEGIN_BY gives it. None: nothing."""
+        stream, `begin_by` if no BEGIN_BY gives it, and whether the worker announces the start. None: nothing."""
 
     def set_begin_by(self, when: float | None) -> None:
         """Set `begin_by` in the terms."""
-        timeout, context, is_broadcast, prefetch, _ = self.terms or (None, None, False, 0, None)
-        self.terms = timeout, context, is_broadcast, prefetch, when
+        timeout, context, is_broadcast, prefetch, _, announces = self.terms or _NO_TERMS
+        self.terms = timeout, context, is_broadcast, prefetch, when, announces
+
+    def announce(self) -> None:
+        """Let the worker announce the start."""
+        self.terms = *(self.terms or _NO_TERMS)[:5], True

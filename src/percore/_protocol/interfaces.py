@@ -390,11 +390,13 @@ class Engine(Protocol):
 
     Attributes:
         store: the store of all its workers.
+        sees_starts: whether `Worker.fate` knows of the calls of a living worker whether they have begun.
         on_place: the engine calls it, from the loop and never during `start`, when there may be a place for a worker again after
             `start` has returned None. The pool sets it.
     """
 
     on_place: Callable[[], None]
+    sees_starts: bool
 
     @property
     def store(self) -> Store: ...

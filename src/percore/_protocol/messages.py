@@ -28,7 +28,9 @@ FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call that brings its function along, to run as a task; body: pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8  # as ONCE_TASK, to run in a thread
 BATCH: Final = -9  # several items of a map; body: from `Store.pack_items`
-TERMS: Final = -10  # for the next message with this id; body: (seconds or None, context or None, is_broadcast, credits, begin_by)
+TERMS: Final = (
+    -10
+)  # for the next message with this id; body: (seconds or None, context or None, is_broadcast, credits, begin_by, announces)
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
@@ -60,6 +62,7 @@ FAILED: Final = 16  # the lifespan failed while calls ran, and the worker ends; 
 ITEMS: Final = 17  # the next items of a stream; body: from `WorkerChannel.pack_values`
 ITEM: Final = 18  # the next item of a stream; body: its pickle
 ENDED: Final = 19  # the generator of a stream has returned
+STARTED: Final = 20  # the call begins now; only if its TERMS ask for it
 # Nested calls, which calls in this worker make. id: number of the nested call, given by the worker
 ASK: Final = 22  # make a call; body: a NestedRequest as a tuple
 ASKED: Final = 23  # body: the pickle that was too large for ASK

@@ -306,6 +306,7 @@ class Runner(Verbs):
         timeout: float | None = None,
         prefetch: int = PREFETCH,
         queue_timeout: float | None = None,
+        hard_timeout: float | None = None,
     ) -> Options:
         """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
@@ -327,6 +328,10 @@ class Runner(Verbs):
             queue_timeout: how many seconds the call may wait until it begins. Then it ends with TimeoutError and never runs. The
                 seconds count from `submit` or `run`, and for an item of a map from when it is pulled. They are rounded up by 3 % or
                 50 ms, whichever is less. Once a call has begun, its later attempts may wait as long as they must.
+            hard_timeout: how many seconds one attempt may run, for code that ignores cancellation. After that it is cancelled, and
+                it ends with TimeoutError as soon as it has ended in its worker. Its worker gets no more calls meanwhile. If the
+                attempt goes on for another second, or for half of `kill_after`, the worker is replaced. `kill_after` seconds after
+                the cancellation the worker is killed; its other calls have had that long to end.
 
         Raises:
             TypeError, ValueError: an option is invalid.
@@ -343,6 +348,7 @@ class Runner(Verbs):
             timeout=timeout,
             prefetch=prefetch,
             queue_timeout=queue_timeout,
+            hard_timeout=hard_timeout,
             inherited=supervisor.options.retries,
         )
         if key is not None:

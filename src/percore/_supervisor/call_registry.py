@@ -104,7 +104,7 @@ class CallRegistry:
         plan = call.plan
         assert plan is not None
         plan.failed += 1
-        plan.late = None
+        plan.late = plan.verdict = plan.started = None
         if call.begin_by is not None:  # the call has begun once, and nothing limits how long it may wait after that
             call.begin_by = None
             if plan.terms is not None:

@@ -121,6 +121,7 @@ class Closing:
             self._finish()
         elif due is PhaseEvent.END:
             self._calls.limits.stop()
+            self._calls.limits.hard.stop()
             self._stop_timers()  # first: if it fails, the next look goes on from here
             self._phase.advance(PhaseEvent.END)
             self._gone.set_result(None)

@@ -69,8 +69,13 @@ class Deaths:
             death = member.death(call, age)
             # If the call timed out earlier, the timeout is what failed, and `late` is the delay before the next attempt. The death
             # only ends the thread.
-            late = None if call.plan is None else call.plan.late
-            delay, error = self._calls.retries.next(call, death) if late is None else (None if call.is_dropped() else late, death)
+            plan = call.plan
+            if plan is None or plan.late is None:
+                delay, error = self._calls.retries.next(call, death)
+            elif plan.verdict is not None:
+                delay, error = None, plan.verdict
+            else:
+                delay, error = (None if call.is_dropped() else plan.late), death
             if delay is not None and not call.done():
                 member.retried += 1
                 return delay

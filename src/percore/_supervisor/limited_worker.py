@@ -77,12 +77,3 @@ class LimitedWorker(PoolWorker):
             taken = -ROOM_OF_NONE if was_spent else ROOM_OF_NONE
             self.load[Kind.TASK] += taken
             self.load[Kind.THREAD] += taken
-
-    @property
-    def items(self) -> int:
-        return self._held()[1] + self._batched
-
-    def _held(self) -> tuple[int, int]:
-        # Take the remainder instead of checking `tickets`: another thread may read `load` and `tickets` while they change.
-        tasks, plain = super()._held()
-        return tasks % ROOM_OF_NONE, plain % ROOM_OF_NONE

@@ -5,6 +5,7 @@ before that, the call ends when the supervisor processes the worker's death.
 """
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
@@ -26,6 +27,7 @@ from percore._protocol.messages import (
     READY,
     RESULT,
     RETURNED,
+    STARTED,
     TIMED_OUT,
     UNPICKLED,
     UNREADY,
@@ -44,7 +46,7 @@ from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.time_limits import is_late
 
-_BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, ITEMS, ITEM)
+_BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, STARTED, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
 
 
@@ -98,6 +100,7 @@ class Outcomes:
             ENDED: lambda call_id, _: self._stream_ended(member, _stream_of(member, call_id)),
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
+            STARTED: lambda call_id, _: self._started(member, call_id),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
             FORGOTTEN: lambda number, _: self._calls.shares.forgotten(member, number),
@@ -340,11 +343,15 @@ class Outcomes:
         self._ended(member, target, failed=True)
 
     def _is_late(self, member: PoolWorker, target: Outcome) -> bool:
-        """Start the next attempt if this call timed out earlier and its thread has only now ended. Return whether it did."""
+        """End this call, or start its next attempt, if it timed out earlier and has ended only now. Return whether it did."""
         plan = target.plan
         if plan is None or plan.late is None or target.done() or target.is_dropped():
             return False
-        self._try_again(member, target, plan.late)
+        if plan.verdict is None:
+            self._try_again(member, target, plan.late)
+        else:
+            target.set_exception(plan.verdict)
+            self._ended(member, target, failed=True)
         return True
 
     def _try_again(self, member: PoolWorker, target: Outcome, delay: float) -> None:
@@ -356,11 +363,16 @@ class Outcomes:
         except BaseException as error:
             self._calls.failed_with(call, error)
 
+    def _started(self, member: PoolWorker, call_id: int) -> None:
+        call = member.calls[call_id]
+        if call.plan is not None:
+            call.plan.started = monotonic()
+
     def _timed_out(self, member: PoolWorker, call_id: int) -> None:
         """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
         call = member.calls.get(call_id)
-        if call is None or call.done() or call.plan is None:
-            return  # the call has ended meanwhile, or was cancelled
+        if call is None or call.done() or call.plan is None or call.plan.late is not None:
+            return  # the call has ended meanwhile, was cancelled, or has exceeded its hard timeout before
         delay, error = self._calls.retries.next(call, TimeoutError())
         if call.done():
             return
@@ -371,6 +383,9 @@ class Outcomes:
 
     def _cancelled(self, member: PoolWorker, call_id: int) -> None:
         target = self._target(member, call_id)
+        plan = target.plan
+        if plan is not None and plan.late is not None and not self._calls.phase.is_cut and self._is_late(member, target):
+            return
         if not target.done():
             # Its caller did not cancel it, or the future would be done. The runner's closing did.
             target.cut_off()

@@ -185,12 +185,12 @@ class Pool:
 
     def _overdue(self, member: PoolWorker) -> None:
         if member.deadline is Deadline.START:
-            self._kill(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
+            self.kill_one(member, f"not ready within start_timeout={self._options.start_timeout:g} s")
             return
         is_failed = member.life.state is State.FAILED
         failing = "its lifespan failed" if member.was_ready else "its start failed"
         why = failing if is_failed else "it was asked to end and had no call left"
-        self._kill(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
+        self.kill_one(member, f"not ended within kill_after={self._options.kill_after:g} s after {why}")
 
     # The state of a worker, as its messages report it
 
@@ -290,6 +290,17 @@ class Pool:
             self.lifecycles.advance(member, Event.FINISH)
             member.worker.kill()
 
+    def supersede(self, member: PoolWorker) -> None:
+        """Let a worker drain in which a call does not end, and start its replacement."""
+        if not member.is_ready or self._phase.replaces is not Replaces.ALL:
+            return
+        slot = self.slots[member.index]
+        decision = slot.asked_to_end(member, self._phase.replaces)
+        self._retire(member)
+        if decision.act is Act.START:
+            report(logging.INFO, "a call does not end in %s; its replacement starts", _name(member))
+        self._carry_out(slot, decision)
+
     def draining(self, member: PoolWorker) -> None:
         self.lifecycles.advance(member, Event.DRAIN)
         self._dispatch.unseat(member)
@@ -329,9 +340,9 @@ class Pool:
 
     def _broke(self, member: PoolWorker, error: BaseException) -> None:
         member.is_interrupted = isinstance(error, KeyboardInterrupt)
-        self._kill(member, f"its channel broke: {shown(error)}")
+        self.kill_one(member, f"its channel broke: {shown(error)}")
 
-    def _kill(self, member: PoolWorker, why: str) -> None:
+    def kill_one(self, member: PoolWorker, why: str) -> None:
         if not member.life.is_gone:
             member.killed_why = why
             text = f"{_name(member)} was killed: {why}"
@@ -407,7 +418,7 @@ class Pool:
             point("supervisor.worker.buried")
         exitcode, why, _ = member.end
         if state in (State.STARTING, State.READY):
-            # `_kill` has reported it already if percore killed the worker.
+            # `kill_one` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._level(member)
             report(level, "%s died %s", _name(member), how(exitcode, why))
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))

@@ -16,7 +16,7 @@ from percore._calls.functions import Function
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
-from percore._scheduler.dispatch import Dispatch, places_at_first, places_for
+from percore._scheduler.dispatch import ROOM_OF_NONE, Dispatch, places_at_first, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class PoolWorker:
     @property
     def items(self) -> int:
         """Number of plain calls sent and not ended. Each item of a batch counts."""
-        return self.load[Kind.THREAD] + self._batched
+        return self._held()[1] + self._batched
 
     def send(self, call: PendingCall) -> None:
         """Send a call or a batch. The worker must have a free place."""
@@ -229,6 +229,20 @@ class PoolWorker:
         calls = self.calls.items()
         stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
         self.tell(RECALL, wanted, array("I", stay).tobytes())
+
+    def pause(self, times_ahead: int) -> None:
+        """Take no more calls for now, and ask for all calls that have not begun, those with a key too."""
+        self.load[Kind.TASK] += ROOM_OF_NONE
+        self.load[Kind.THREAD] += ROOM_OF_NONE
+        self.recalling = True
+        self.asked_at = times_ahead
+        self.tell(RECALL, self.stride, b"")
+
+    def go_on(self) -> None:
+        """Take calls again after `pause`."""
+        self.load[Kind.TASK] -= ROOM_OF_NONE
+        self.load[Kind.THREAD] -= ROOM_OF_NONE
+        self._lowered()
 
     def shrink(self, items: int) -> None:
         """Note that this many items of a batch have ended or were handed back."""
@@ -350,7 +364,9 @@ class PoolWorker:
 
     def _held(self) -> tuple[int, int]:
         """Return the numbers of coroutine calls and of plain calls (a batch counts once) in the worker."""
-        return self.load[Kind.TASK], self.load[Kind.THREAD]
+        # Take the remainders instead of checking what has added to the loads: another thread may read them while they change.
+        tasks, plain, _ = self.load
+        return tasks % ROOM_OF_NONE, plain % ROOM_OF_NONE
 
     @property
     def is_spent(self) -> bool:

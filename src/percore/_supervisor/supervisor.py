@@ -28,6 +28,7 @@ from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.admission import Admission
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
+from percore._supervisor.hard_limits import HardLimits
 from percore._supervisor.nested import Nested
 from percore._supervisor.pool import Pool, WorkerObserver
 from percore._supervisor.rebalancing import Rebalancing
@@ -70,6 +71,8 @@ class Supervisor:
         self.submission = Submission(self.calls, self.functions, self.contexts)
         self.nested = Nested(self.calls, options.concurrency)
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
+        self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
+        self.calls.limits.hard = self._hard
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
@@ -88,6 +91,8 @@ class Supervisor:
                 self.calls.send_broadcasts()
             if self.pool.low:
                 self.pool.relieve()
+            if self._hard.overruns:
+                self._hard.look()
             if self.nested.held:  # before other calls take the places
                 self.nested.resume()
             if not self.dispatch.is_quiet():

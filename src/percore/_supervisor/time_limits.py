@@ -1,4 +1,4 @@
-"""The time limits of calls that the supervisor keeps itself: `queue_timeout`. One timer serves all calls.
+"""The `queue_timeout` of calls. One timer serves all of them.
 
 A caller must not be told that its call never ran if the call runs. While the call waits here, nothing can begin it. Once it
 was sent, its worker may begin it at any moment, may be blocked or stopped, and may not answer. So the worker knows the deadline,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from percore._calls.calls import PendingCall
     from percore._calls.policy import Policy
     from percore._scheduler.phase import RunnerPhase
+    from percore._supervisor.hard_limits import HardLimits
     from percore._supervisor.pool_worker import PoolWorker
 
 SETTLED: Final = 0.002
@@ -53,6 +54,8 @@ class TimeLimits:
         self.members = members
         self._loop = calls.loop
         self._begins: Deadlines[ref[PendingCall]] = Deadlines()
+        self.hard: HardLimits
+        """The supervisor sets it."""
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = self._begin_by = self._due = 0.0
         self._append: Callable[[ref[PendingCall]], None]
@@ -61,6 +64,8 @@ class TimeLimits:
 
     def limit(self, call: PendingCall, policy: Policy) -> None:
         """Start the clock of a call that is about to be accepted."""
+        if policy.hard_timeout is not None:
+            self.hard.limit(call, policy.hard_timeout)
         seconds = policy.queue_left
         if seconds is None:
             return
@@ -121,7 +126,7 @@ class TimeLimits:
             member.tell(CANCEL, call.call_id, None)
 
     def stop(self) -> None:
-        """Stop the timer, since all calls have ended. Idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
-from percore._protocol.messages import CANCELLED, ENDED, RETURNED, TIMED_OUT, VALUE, Body
+from percore._protocol.messages import CANCELLED, ENDED, RETURNED, STARTED, TIMED_OUT, VALUE, Body
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
@@ -362,6 +362,8 @@ class PlainCalls:
             marks[word] = 0
             self._channel.send_from_thread(RETURNED, call_id, None)
         else:
+            if terms.announces:
+                self._channel.send_from_thread(STARTED, call_id, None)
             self._in_context(call_id, terms, self._run_call, call_id, function, body, terms.timeout)
 
     def _run_stream(self, call_id: int, stream: ThreadStream, function: WorkerFunction | None, body: Body, terms: Terms) -> None:

@@ -36,6 +36,7 @@ from percore._protocol.messages import (
     RECALL,
     RETURNED,
     SHARE,
+    STARTED,
     TERMS,
     UNDEFINE,
     VALUE,
@@ -340,6 +341,8 @@ class Server:
                 marks[place] = 0
                 send(RETURNED, call_id, None)
                 return
+            if terms.announces:
+                self._channel.send_from_thread(STARTED, call_id, None)  # now: the call may block the loop
             if (
                 terms is self._limited
                 and type(body) is tuple

@@ -29,6 +29,7 @@ class Terms(NamedTuple):
         is_broadcast: whether the call is a broadcast. If it needs a thread, it runs in a new one outside the pool.
         prefetch: of a stream: how many items it may send at first; 0: it is no stream.
         begin_by: the monotonic time by which the call must begin; None means no limit.
+        announces: whether the worker sends STARTED when it begins the call.
     """
 
     timeout: float | None = None
@@ -36,6 +37,7 @@ class Terms(NamedTuple):
     is_broadcast: bool = False
     prefetch: int = 0
     begin_by: float | None = None
+    announces: bool = False
 
     def is_too_late(self) -> bool:
         """Whether the call must not begin any more. Call this once its start mark is set: see `Worker.fate`."""

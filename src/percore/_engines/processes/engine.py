@@ -61,6 +61,8 @@ class ProcessWorker:
 class ProcessEngine:
     """Starts workers through a launcher."""
 
+    sees_starts = True
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -1,0 +1,185 @@
+"""The `hard_timeout` of calls. The supervisor keeps the clock, since the worker may be blocked. One timer serves all calls.
+
+The start mark tells when a call began. The supervisor looks at it when the limit has passed since the call was accepted, and again
+when the rest has passed. So a call that ends in time costs no message. Where the engine cannot read the marks of a living worker,
+the worker announces the start instead (STARTED).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import ref
+
+from percore._common.log import Faults
+from percore._protocol.messages import CANCEL
+from percore._scheduler.deadlines import Deadlines, grain, rounded_up
+from percore._scheduler.overruns import Overruns, Step, steps, waits
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from percore._calls.calls import PendingCall
+    from percore._scheduler.dispatch import Dispatch
+    from percore._scheduler.phase import RunnerPhase
+    from percore._supervisor.pool_worker import PoolWorker
+    from percore._supervisor.retries import Retries
+
+_SOONEST: Final = 0.001
+_LATENESS: Final = 1.0
+"""Seconds of lateness from which on this process must have been stopped. Then the workers probably were, too."""
+
+
+class Owner(Protocol):
+    """The registry of the calls."""
+
+    loop: asyncio.AbstractEventLoop
+    phase: RunnerPhase
+    retries: Retries
+    dispatch: Dispatch[Any, PoolWorker]
+
+
+class Killer(Protocol):
+    """The pool."""
+
+    def supersede(self, member: PoolWorker) -> None:
+        """Let a worker drain, and start its replacement."""
+
+    def kill_one(self, member: PoolWorker, why: str) -> None:
+        """Kill a worker."""
+
+
+class HardLimits:
+    """Keeps the hard timeouts of the calls of one runner."""
+
+    def __init__(self, calls: Owner, pool: Killer, kill_after: float, *, sees_starts: bool) -> None:
+        """`sees_starts`: as `Engine.sees_starts`."""
+        self._calls = calls
+        self._loop = calls.loop
+        self._pool = pool
+        self._kill_after = kill_after
+        self._announces = not sees_starts
+        self._checks: Deadlines[ref[PendingCall]] = Deadlines()
+        self._steps: Deadlines[Callable[[], None]] = Deadlines()
+        self.overruns: Overruns[PoolWorker] = Overruns()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = self._seconds = self._until = 0.0
+        self._append: Callable[[ref[PendingCall]], None]
+
+    def limit(self, call: PendingCall, seconds: float) -> None:
+        """Watch a call that is about to be accepted."""
+        if self._announces:
+            plan = call.retry_plan()
+            assert plan is not None
+            plan.announce()
+        when = monotonic() + seconds
+        # Most calls share the time of the call before: then this is all that they cost.
+        if seconds != self._seconds or when >= self._until:
+            self._seconds, self._until = seconds, rounded_up(when, grain(seconds))
+            self._append = self._list(self._until).append
+        self._append(ref(call))
+
+    def _list(self, when: float) -> list[ref[PendingCall]]:
+        """Return the list of the calls to look at then."""
+        self._checks.sweep(_is_over)
+        self._set_timer(when)
+        return self._checks.at(when)
+
+    def _set_timer(self, when: float) -> None:
+        if self._timer is None or when < self._due:
+            self.stop()
+            self._due = when
+            self._timer = self._loop.call_later(max(_SOONEST, when - monotonic()), self._look)
+
+    def stop(self) -> None:
+        """Stop the timer, since all calls have ended. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        self._until = 0.0
+        now = monotonic()
+        checks = [partial(self._look_at, one, now) for one in self._checks.due(now)]
+        try:
+            Faults("calls exceeded their hard_timeout").run(*checks, *self._steps.due(now))
+        finally:
+            for when in (self._checks.next(), self._steps.next()):
+                if when is not None:
+                    self._set_timer(when)
+
+    def _look_at(self, one: ref[PendingCall], now: float) -> None:
+        """Look whether a call has exceeded its limit."""
+        call = one()
+        if call is None or _is_over(one):
+            return
+        plan = call.retry_plan()
+        assert plan is not None
+        limit = plan.policy.hard_timeout
+        assert limit is not None
+        member: PoolWorker | None = call.member
+        rest = limit
+        if member is not None and call.call_id not in member.parked:
+            begun, age, _ = member.fate(call)
+            if begun is None and plan.started is not None:
+                begun, age = True, now - plan.started
+            rest = waits(limit, begun=bool(begun), age=age)
+        if member is not None and not rest:
+            rest = limit  # for its next attempt
+            if not self.overruns.has(member, call.call_id) and not self._calls.phase.is_cut:  # a close cancels and kills by itself
+                self._overran(call, member)
+        self._until = 0.0  # a new list: it may replace the last one
+        self._list(rounded_up(now + rest, min(grain(limit), _SOONEST))).append(one)
+
+    def _overran(self, call: PendingCall, member: PoolWorker) -> None:
+        """Decide what follows the call when it has ended, then cancel it."""
+        plan, call_id, name = call.retry_plan(), call.call_id, call.function.name
+        assert plan is not None
+        limit = plan.policy.hard_timeout
+        why = f"{name} had not ended kill_after={self._kill_after:g} s after its hard_timeout={limit:g} s"
+        now = monotonic()
+        for due in steps(self._kill_after):
+            when = now + due.seconds
+            self._steps.at(when).append(partial(self._step, due.step, member, call_id, why, when))
+        if not call.done() and plan.late is None:
+            delay, error = self._calls.retries.next(call, TimeoutError(f"{name} ran for longer than hard_timeout={limit:g} s"))
+            plan.late, plan.verdict = (0.0, error) if delay is None else (delay, None)
+        if member.calls.get(call_id) is not call:  # retry_on or backoff has ended it
+            return
+        if self.overruns.began(member, call_id):
+            member.pause(self._calls.dispatch.times_ahead)
+        member.tell(CANCEL, call_id, None)
+
+    def _step(self, step: Step, member: PoolWorker, call_id: int, why: str, when: float) -> None:
+        if call_id not in member.calls:
+            return
+        if step is Step.REPLACE:
+            self._pool.supersede(member)
+        elif monotonic() - when < _LATENESS:
+            self._pool.kill_one(member, why)
+        else:  # give it the time once more in which this process did not run
+            when = monotonic() + self._kill_after
+            self._steps.at(when).append(partial(self._pool_kill, member, call_id, why))
+
+    def _pool_kill(self, member: PoolWorker, call_id: int, why: str) -> None:
+        if call_id in member.calls:
+            self._pool.kill_one(member, why)
+
+    def look(self) -> None:
+        """Let the workers go on whose overruns have ended. To be called when calls have ended."""
+        for member, call_ids in self.overruns.workers():
+            ended = {call_id for call_id in call_ids if call_id not in member.calls}
+            if ended and self.overruns.ended(member, ended):
+                member.go_on()
+
+
+def _is_over(one: ref[PendingCall]) -> bool:
+    """Whether the call has ended, in its worker too: a call that was cancelled or abandoned may run on there."""
+    call = one()
+    if call is None:
+        return True
+    member: PoolWorker | None = call.member
+    return call.done() and (member is None or member.calls.get(call.call_id) is not call)

@@ -1,0 +1,154 @@
+"""hard_timeout: calls that ignore their cancellation end all the same. What is awaited here ends by the limit or never."""
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
+from tests.contract.pipes import Gate, Log
+
+pytestmark = pytest.mark.differs("uvloop", "relay", because="uvloop's clock has coarse ticks; a relay cannot read start marks")
+
+SHORT = 0.05
+SOON = 0.3
+LATE = r"ran for longer than hard_timeout=0\.05 s"
+
+
+@pytest.mark.parametrize("verb", ["run", "submit", "map"])
+@pytest.mark.parametrize("fn", [jobs.ignore_cancel, jobs.wait])
+async def test_what_does_not_end_is_killed(  # noqa: PLR0917  # fixtures
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, caplog: pytest.LogCaptureFixture, fn: Any, verb: str
+) -> None:
+    caplog.set_level(logging.INFO, "percore")
+    async with make(kill_after=SOON, threads=2) as runner:
+        worker, pid = worker_of(runner), (await runner.run(jobs.where)).pid
+        innocent = runner.submit(jobs.await_, log.path, gate.path, "innocent")
+        assert await log.next() == "innocent"
+        view = runner.options(hard_timeout=SHORT)
+        args: Any = (log.path, gate.path, other_gate.path)
+        with pytest.raises(TimeoutError, match=LATE):
+            await getattr(view, verb)(fn, *([[arg] for arg in args] if verb == "map" else args))
+        with pytest.raises(percore.WorkerDied) as died:
+            await innocent
+        assert "had not ended kill_after=0.3 s after its hard_timeout=0.05 s" in str(died.value)
+        assert (await runner.run(jobs.where)).pid != pid
+        gate.open()
+        other_gate.open()
+        await threads_ended(worker)
+        statistics = runner.statistics()
+        assert (statistics.restarts, statistics.running, statistics.queued) == (1, 0, 0)
+        assert "a call does not end in worker 0" in caplog.text
+
+
+async def test_a_coroutine_that_obeys_costs_no_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(kill_after=60) as runner:
+        pid = (await runner.run(jobs.where)).pid
+        view = runner.options(hard_timeout=SHORT)
+        waiting = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(3)]
+        results = await asyncio.gather(
+            view.submit(jobs.await_, log.path, gate.path, 7), view.run(jobs.await_, log.path, gate.path, 7), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [TimeoutError] * 2
+        assert (await runner.run(jobs.where)).pid == pid  # it goes on
+        gate.open()
+        assert await asyncio.gather(*waiting) == [0, 1, 2]
+        assert runner.statistics().restarts == 0
+
+
+async def test_a_late_answer_is_a_timeout(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    async with make(kill_after=60) as runner:
+        view = runner.options(hard_timeout=SHORT)
+        call = view.submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+        failing = view.submit(jobs.fail_when_cancelled, log.path, gate.path)
+        assert sorted(await log.take(3)) == ["began", "began", "ignored"]
+        waiting = runner.submit(jobs.echo, 1)  # its worker takes nothing more
+        other_gate.open()
+        for one in (call, failing):
+            with pytest.raises(TimeoutError, match=LATE):
+                await one
+        assert await waiting == 1
+
+
+async def test_what_has_not_begun_is_spared(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(kill_after=SOON, threads=1, concurrency=1) as runner:
+        worker = worker_of(runner)
+        stuck = runner.options(hard_timeout=SHORT).submit(jobs.wait, log.path, gate.path, "stuck")
+        assert await log.next() == "stuck"
+        calls = [runner.submit(jobs.echo, i) for i in range(10)]  # some of them are queued ahead, in the worker
+        calls += [runner.options(key="k").submit(jobs.echo, i) for i in range(10, 15)]
+        mapped = asyncio.ensure_future(runner.map(jobs.echo, range(100)).collect())
+        with pytest.raises(TimeoutError):
+            await stuck
+        assert await asyncio.gather(*calls) == list(range(15))
+        assert await mapped == list(range(100))
+        gate.open()
+        await threads_ended(worker)
+
+
+async def test_in_time(make: MakeRunner) -> None:
+    async with make(threads=2) as runner:
+        view = runner.options(hard_timeout=60)
+        large = [bytes(300_000)]
+        for fn in (jobs.echo, jobs.aecho, jobs.later):
+            assert [await call for call in (view.submit(fn, 1), view.submit(fn, large))] == [1, large]
+            assert await view.run(fn, 1) == 1
+            assert await view.map(fn, range(100)) == list(range(100))
+            assert await view.broadcast(fn, 7) == [7]
+            assert await runner.options(hard_timeout=60, queue_timeout=60, timeout=60).run(fn, 1) == 1
+        assert runner.statistics().restarts == 0
+
+
+async def test_it_is_attempted_again(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    async with make(kill_after=SOON) as runner:
+        worker = worker_of(runner)
+        view = runner.options(hard_timeout=SHORT, retries=1, retry_on=TimeoutError)
+        with pytest.raises(TimeoutError, match=LATE):
+            await view.run(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+        assert [line for line in log.rest() if line == "began"] == ["began"] * 2
+        assert runner.statistics().retried == 1
+        gate.open()
+        await threads_ended(worker)
+
+
+async def test_a_cancelled_caller_leaves_the_limit_in_force(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(kill_after=SOON) as runner:
+        worker, pid = worker_of(runner), (await runner.run(jobs.where)).pid
+        call = runner.options(hard_timeout=SHORT).submit(jobs.wait, log.path, gate.path, "began")
+        assert await log.next() == "began"
+        innocent = runner.submit(jobs.await_, log.path, gate.path, "innocent")
+        call.cancel()
+        with pytest.raises(percore.WorkerDied):
+            await innocent
+        assert (await runner.run(jobs.where)).pid != pid
+        gate.open()
+        await threads_ended(worker)
+
+
+async def test_closed_meanwhile(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    runner = make(kill_after=SOON)
+    await runner.start()
+    call = runner.options(hard_timeout=SHORT).submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+    assert await log.take(2) == ["began", "ignored"]
+    await runner.aclose()
+    with pytest.raises(TimeoutError):
+        await call
+
+
+@pytest.mark.parametrize("fn", [jobs.block_loop, jobs.hold_gil])
+async def test_a_worker_that_cannot_answer(make_real: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
+    async with make_real(kill_after=SOON) as runner:
+        with pytest.raises(TimeoutError, match=LATE):
+            await runner.options(hard_timeout=SHORT).run(fn, log.path, gate.path)
+        assert await runner.run(jobs.aecho, 1) == 1
+        assert runner.statistics().restarts == 1
+
+
+async def test_bad_ones_are_refused(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    async with make() as runner:
+        for seconds in [0, -1, float("nan"), float("inf"), "1", True]:
+            with subtests.test(seconds=seconds), pytest.raises((TypeError, ValueError), match="hard_timeout"):
+                runner.options(hard_timeout=cast(Any, seconds))
