@@ -18,7 +18,7 @@ from percore import CurrentWorker, Runner
 from percore._calls.worker_start import places_of, start_of
 from percore._common.options import RunnerOptions
 from percore._monitor.usage import Usage, UsageMeter
-from percore._protocol.interfaces import Exit, Worker
+from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import WorkerStart
 from percore._serialization.pickler import MainInfo
@@ -105,6 +105,9 @@ class FakeWorker:
             self._die(-signum)
 
     def ready(self, told: Body) -> None: ...
+
+    def examine(self, told: Callable[[Condition], None]) -> None:
+        self._loop.call_soon(told, Condition())
 
     def pause(self) -> None:
         """Read nothing more, as a worker whose loop is blocked."""

@@ -7,6 +7,7 @@ import asyncio
 import ctypes
 import os
 import select
+import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
@@ -151,9 +152,25 @@ async def block_loop(log: str, gate: str) -> None:
 
 
 def hold_gil(log: str, gate: str) -> None:
+<<<<<<< HEAD
     """Hold the GIL for ever, as a C function can."""
     say(log, gate)
     ctypes.PyDLL(None).pause()
+=======
+    """Hold the GIL, in C code, until the gate is open."""
+    import ctypes
+
+    libc = ctypes.PyDLL(None)  # its functions keep the GIL
+    fd, log_fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK), os.open(log, os.O_WRONLY)
+    waiting = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))
+    sys.setswitchinterval(1000)  # no other thread runs between the next two calls
+    libc.write(log_fd, b"holding\n", 8)
+    while libc.poll(waiting, 1, -1) < 0:  # a signal has interrupted it
+        pass
+    sys.setswitchinterval(0.005)
+    os.close(fd)
+    os.close(log_fd)
+>>>>>>> b8b2b02 (A worker whose event loop is blocked is reported with its functions and stacks; percore.watch_loop() does so for the program's own loop)
 
 
 async def clean_up(log: str, gate: str, clean_gate: str) -> None:

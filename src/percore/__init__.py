@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from percore._monitor.statistics import Statistics, WorkerStatistics
     from percore._monitor.usage import ProcessUsage, Usage
     from percore._protocol.shared import Shared
+    from percore._runner.loop_watch import watch_loop
     from percore._runner.runner import Runner
     from percore._runner.stream import Stream
     from percore._runner.verbs import Options
@@ -61,6 +62,7 @@ __all__ = [
     "current_worker",
     "state",
     "threaded",
+    "watch_loop",
 ]
 
 __version__ = "0.1.0"
@@ -91,6 +93,7 @@ _HOMES = {
     "current_worker": "_worker.context",
     "state": "_worker.context",
     "threaded": "_map.threaded",
+    "watch_loop": "_runner.loop_watch",
 }
 
 

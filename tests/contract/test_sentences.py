@@ -636,6 +636,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "runner full: max_pending=… calls are pending; submit() never waits, `await runner.run(...)` does": fake(full, max_pending=1),
     "grace must be None or a number of seconds, not …": lambda runner: runner.aclose(grace="soon"),
     "grace must be None or a number of seconds, not nan": lambda runner: runner.aclose(grace=float("nan")),
+    "watch_loop() watches the running event loop, and there is none: use it inside a coroutine": (
+        lambda _: asyncio.to_thread(percore.watch_loop().__enter__)
+    ),
+    "the event loop has been blocked for … s:\n…": at(
+        "tests/unit/test_loop_watch.py::test_a_blocked_loop_is_reported_with_its_stack", "has been blocked for"
+    ),
     "unclosed …; use `async with`, or await aclose()": Program(
         """
         import asyncio, percore

@@ -67,6 +67,9 @@ class Station:
         self._waited_since = self._channel.waits_since
         self._wire.send("read", self._number, self._told)
 
+    def examine(self) -> None:
+        self.worker.examine(lambda condition: self._wire.send("condition", self._number, *condition))
+
     def exited(self, end: Exit) -> None:
         """Pass on the last messages, then how far each call had come, then the exit."""
         try:
@@ -106,6 +109,7 @@ class Far:
             "start": self._start,
             "message": lambda number, *message: self._to(number, lambda station: station.down(*message)),
             "parcel": lambda number, *message: self._to(number, lambda station: station.down_parcel(*message)),
+            "examine": lambda number: self._to(number, Station.examine),
             "kill": lambda number, signum: self._to(number, lambda station: station.worker.kill(signum)),
             "renew": lambda _: self.engine.renew(),
             "resize": lambda _, workers: self.engine.resize(workers),

@@ -13,7 +13,7 @@ from percore._calls.worker_start import places_of
 from percore._common.options import RunnerOptions
 from percore._engines.processes.engine import ProcessEngine
 from percore._monitor.usage import ProcessUsage, Usage
-from percore._protocol.interfaces import UNBEGUN, Exit, Fate, Ticket, Worker
+from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate, Ticket, Worker
 from percore._protocol.messages import Body, BrokenFrame, Message, Payload
 from percore._serialization.pickler import MainInfo
 from percore._transport.leases import Received
@@ -127,6 +127,7 @@ class RelayWorker:
         self.pid: int | None = None
         self.on_exit = on_exit
         self.fates: dict[int, Fate] = {}
+        self.examined: list[Callable[[Condition], None]] = []
         self.ended = asyncio.Event()
         """Set when the worker has ended and `fates` is complete. Until then nobody here can tell."""
         self._wire = wire
@@ -136,6 +137,10 @@ class RelayWorker:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._wire.send("kill", self.number, int(signum))
+
+    def examine(self, told: Callable[[Condition], None]) -> None:
+        self.examined.append(told)
+        self._wire.send("examine", self.number)
 
     def fate(self, call_id: int) -> Fate:
         return self.fates.get(call_id, UNBEGUN) if self.ended.is_set() else Fate(begun=None)
@@ -163,6 +168,7 @@ class RelayEngine:
             "read": self._read,
             "broken": lambda number, text: self._workers[number].channel.broke(BrokenFrame(text)),
             "fates": lambda number, fates: self._workers[number].fates.update({call_id: Fate(*fate) for call_id, *fate in fates}),
+            "condition": lambda number, *condition: self._workers[number].examined.pop(0)(Condition(*condition)),
             "exit": self._exited,
             "usage": self._measured,
         }

@@ -33,6 +33,7 @@ GOOD: dict[str, Any] = {
     "contextvars": (),
     "thread_initializer": None,
     "max_pending": None,
+    "blocked_after": 1.0,
 }
 BOUNDS = ["max_tasks_per_worker", "per_key", "max_pending"]
 NUMBERS = ["workers", "concurrency", "threads", "max_message", "retries", *BOUNDS]
@@ -82,6 +83,7 @@ def test_what_the_user_gives_is_kept() -> None:
         contextvars=[USER],
         thread_initializer=test_the_defaults,
         max_pending=1000,
+        blocked_after=2,
     )
     assert given == RunnerOptions(
         workers=3,
@@ -99,6 +101,7 @@ def test_what_the_user_gives_is_kept() -> None:
         contextvars=(USER,),
         thread_initializer=test_the_defaults,  # type: ignore[arg-type]
         max_pending=1000,
+        blocked_after=2.0,
     )
 
 

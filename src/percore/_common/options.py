@@ -238,6 +238,7 @@ class RunnerOptions:
     contextvars: "tuple[ContextVar[Any], ...]"
     thread_initializer: Callable[[], object] | None
     max_pending: int | None
+    blocked_after: float | None
 
     @classmethod
     def checked(  # noqa: PLR0913  # each a documented knob; the list is closed
@@ -258,6 +259,7 @@ class RunnerOptions:
         contextvars: "Iterable[ContextVar[Any]]",
         thread_initializer: Callable[[], object] | None,
         max_pending: int | None,
+        blocked_after: float | None,
     ) -> "RunnerOptions":
         """Return the validated options of a user, with defaults filled in.
 
@@ -300,4 +302,5 @@ class RunnerOptions:
             contextvars=_variables(contextvars),
             thread_initializer=thread_initializer,
             max_pending=_bound("max_pending", max_pending),
+            blocked_after=None if blocked_after is None else seconds_of("blocked_after", blocked_after),
         )

@@ -121,6 +121,7 @@ class LoopPoolExecutor(Executor):
             contextvars=(),
             thread_initializer=None if thread_initializer is None else ThreadStart(thread_initializer, tuple(thread_initargs)),
             max_pending=None,
+            blocked_after=None,
         )
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))

@@ -24,6 +24,7 @@ class WorkerStatistics:
         started_at: when the worker was started, as `loop.time()` of the runner's event loop; None if there is no worker.
         loop_lag: how late the worker's event loop is, in seconds: how long it took to read the last message, or how long it has
             not read it so far. None if there is no worker.
+        blocked_for: for how many seconds the worker's event loop has been blocked, once that is at least `blocked_after`; else 0.
         bytes_in: bytes of the frames sent to the current worker.
         bytes_out: bytes of the frames received from the current worker.
         restarts: replacements started in this slot.
@@ -40,6 +41,7 @@ class WorkerStatistics:
     retried: int
     started_at: float | None
     loop_lag: float | None
+    blocked_for: float
     bytes_in: int
     bytes_out: int
     restarts: int

@@ -355,6 +355,19 @@ class Exit(NamedTuple):
     place_lost: bool = False
 
 
+class Condition(NamedTuple):
+    """What an engine finds out about a worker that reads nothing.
+
+    Attributes:
+        obstacle: why the worker does not run, as a clause, with figures in parentheses at its end: "its process is stopped". Empty:
+            it runs, or nobody can tell.
+        stacks: the stacks of all its threads, as faulthandler writes them. Empty: unknown.
+    """
+
+    obstacle: str = ""
+    stacks: str = ""
+
+
 class Worker(Protocol):
     """A running worker."""
 
@@ -379,6 +392,12 @@ class Worker(Protocol):
         over. So once that time is over by some milliseconds, an answer that the call has not begun is final. The time is one of the
         monotonic clock of the supervisor's machine: an engine whose workers have another clock has to translate it. An engine that
         cannot read the marks of a living worker answers None.
+        """
+
+    def examine(self, told: Callable[[Condition], None]) -> None:
+        """Find out why the worker reads nothing, and call `told` in the loop within seconds.
+
+        It is not called if the worker is closed before.
         """
 
     def close(self) -> None:

@@ -96,6 +96,9 @@ class Runner(Verbs):
             the exception, and the thread's next call runs it again.
         max_pending: how many calls may be pending, that is accepted and not done. At the limit `run` and maps wait, and `submit`
             raises RunnerFull. Default: no limit.
+        blocked_after: how many seconds a worker may leave its messages unread before percore logs that its event loop is blocked,
+            with the functions that it runs and the stacks of its threads; and again when it goes on. A worker that is stopped or
+            gets no CPU is reported as that. None: never.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -123,6 +126,7 @@ class Runner(Verbs):
         max_message: int = 2**30,
         start_timeout: float = 60.0,
         kill_after: float = 5.0,
+        blocked_after: float | None = 1.0,
     ) -> None:
         self._options = RunnerOptions.checked(
             workers=workers,
@@ -140,6 +144,7 @@ class Runner(Verbs):
             contextvars=contextvars,
             thread_initializer=thread_initializer,
             max_pending=max_pending,
+            blocked_after=blocked_after,
         )
         if self._options.contextvars:
             from percore._calls.context_variables import references

@@ -36,6 +36,15 @@ class Progress(Protocol):
         """Let a closing check whether it can go on. To be called when a call has ended that took no place."""
 
 
+class Watch(Protocol):
+    """Watches whether the event loops of workers are blocked. It is armed while it does so, or if it never does."""
+
+    is_armed: bool
+
+    def arm(self) -> None:
+        """Watch from now on, as long as workers have calls."""
+
+
 class CallRegistry:
     """The pending calls of one runner. Only the thread of the loop may call its methods."""
 
@@ -59,6 +68,8 @@ class CallRegistry:
         self.limits = TimeLimits(self, members)
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
+        self.watch: Watch
+        """Armed whenever calls are sent. The pool sets it."""
         self._progress = progress
         self._pid = os.getpid()
 
@@ -70,6 +81,8 @@ class CallRegistry:
 
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
+        if not self.watch.is_armed:
+            self.watch.arm()
         member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
@@ -80,6 +93,8 @@ class CallRegistry:
 
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
+        if not self.watch.is_armed:
+            self.watch.arm()
         try:
             if self.broadcasts.has_place(member):
                 member.send(call)
@@ -150,6 +165,8 @@ class CallRegistry:
 
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
+        if not self.watch.is_armed:
+            self.watch.arm()
         for call, member in self.dispatch.fill(kind):
             try:
                 if not call.is_dropped():

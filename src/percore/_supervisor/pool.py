@@ -20,6 +20,7 @@ from percore._scheduler.lifecycle import Deadline, Event, State
 from percore._scheduler.phase import Replaces
 from percore._scheduler.replacement import LIMIT, Act, Decision
 from percore._serialization.exception_state import text_of
+from percore._supervisor.blocked_loops import BlockedLoops
 from percore._supervisor.call_registry import CallRegistry, Progress
 from percore._supervisor.deaths import Deaths
 from percore._supervisor.lifecycles import Lifecycles
@@ -89,6 +90,7 @@ class Pool:
         self._outcomes = Outcomes(calls, self, nested)
         self._deaths = Deaths(calls, members)
         self._turn = Turn(calls.loop)
+        self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
         self._starting: asyncio.Future[None] | None = None
         self._place_timer: DeadlineTimer | None = None
         """Runs in the first start while a worker waits for a place. (Later a slot may wait for as long as it takes.)"""
@@ -387,6 +389,8 @@ class Pool:
             self._nested.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
+        if not self.members:
+            self.blocked_loops.stop()
         slot.failure = member.failure
         with faults:
             if began:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from percore._monitor.statistics import Statistics, WorkerStatistics
@@ -43,6 +44,7 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
     members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
     counts = [other.statistics(supervisor.options.threads, may_look=may_look) for other in members]
     channel = None if member is None else member.worker.channel
+    blocked_since = None if member is None else supervisor.pool.blocked_loops.since(member)
     return WorkerStatistics(
         index=slot.index,
         generation=slot.generation,
@@ -55,6 +57,7 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
         retried=past.retried + sum(other.retried for other in members),
         started_at=None if member is None else member.started_at,
         loop_lag=None if channel is None else channel.lag(),
+        blocked_for=0.0 if blocked_since is None else monotonic() - blocked_since,
         bytes_in=0 if channel is None else channel.sent,
         bytes_out=0 if channel is None else channel.received,
         restarts=slot.restarts,

@@ -74,6 +74,7 @@ class Supervisor:
         self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
         self.calls.limits.hard = self._hard
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
+        self._blocked_loops = pool.blocked_loops
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
 
@@ -95,6 +96,8 @@ class Supervisor:
                 self._hard.look()
             if self.nested.held:  # before other calls take the places
                 self.nested.resume()
+            if self._blocked_loops.told:
+                self._blocked_loops.look_again()
             if not self.dispatch.is_quiet():
                 self._dispatch()
             if self.phase.is_closing:

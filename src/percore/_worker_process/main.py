@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
@@ -28,6 +29,9 @@ from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.world import lifelines
+
+STACKS_SIGNAL: Final = signal.SIGURG
+"""The signal upon which a worker writes the stacks of its threads. A process that has no handler for it ignores it."""
 
 
 class Boot(NamedTuple):
@@ -53,7 +57,7 @@ def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn
     `boot`: a pickled `Boot`. `given`: the initializer of an executor, if it came with the process.
 
     `fds`: the cell; the arena (read-only); the results; this side's bell, two fds; the ring for log records; the pipe telling how
-    much of that ring the supervisor has read; multiprocessing's resource tracker, if the program has one.
+    much of that ring the supervisor has read; the file for stacks; multiprocessing's resource tracker, if the program has one.
     """
     exitcode = 1
     try:
@@ -70,9 +74,10 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
     tracker = fds[-1] if boot.has_tracker else None
-    *link_fds, log_fd, pipe = fds if tracker is None else fds[:-1]
+    *link_fds, log_fd, pipe, stacks_fd = fds if tracker is None else fds[:-1]
+    faulthandler.register(STACKS_SIGNAL, stacks_fd)
     reducers.is_worker = True
-    after_fork.withhold([*link_fds[:3], log_fd], [pipe, *lifelines])
+    after_fork.withhold([*link_fds[:3], log_fd], [pipe, stacks_fd, *lifelines])
     end = WorkerEnd(boot.layout, link_fds)
     _forward_logs(log_fd, end.bell, pipe, boot.levels)  # before any user code runs
     main = MainInfo(*boot.main)

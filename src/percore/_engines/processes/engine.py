@@ -5,15 +5,17 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final, cast
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
+from percore._engines.processes.examination import Examiner
 from percore._engines.processes.launch import Launcher, Process
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._monitor.usage import Usage, UsageMeter
-from percore._protocol.interfaces import Exit, Worker
+from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._serialization.pickler import MainInfo
@@ -33,13 +35,14 @@ def _exit(code: int | None) -> Exit:
 class ProcessWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, link: Link, logs: LogReceiver, process: Process) -> None:
+    def __init__(self, link: Link, logs: LogReceiver, process: Process, examiner: Examiner) -> None:
         self.channel = link.channel
         self.fate = link.fate
         self._told_pid: int | None = None
         self._link = link
         self._logs = logs
         self._process = process
+        self._examiner = examiner
 
     @property
     def pid(self) -> int | None:
@@ -53,7 +56,12 @@ class ProcessWorker:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._process.kill(signum)
 
+    def examine(self, told: Callable[[Condition], None]) -> None:
+        if self.pid is not None:
+            self._examiner.examine(self.pid, self._process, told)
+
     def close(self) -> None:
+        self._examiner.forget(self._process)
         self._link.close()
         self._logs.close()
 
@@ -83,18 +91,19 @@ class ProcessEngine:
         """
         self.on_place: Callable[[], None]
         """Never called: a process finds a place, or fails to start."""
-        self._links = links = Links(loop, options, places_of(options), main_by_value=main.by_value)
-        self.store = links.store
-        try:
+        with ExitStack() as undo:
+            self._links = links = Links(loop, options, places_of(options), main_by_value=main.by_value)
+            undo.callback(links.close)
+            self.store = links.store
+            self._examiner = Examiner(loop)
+            undo.callback(self._examiner.close)
             loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
             if executor_settings is not None and given is not None:
                 executor_settings = executor_settings._replace(initializer=pickled_initializer(given, self.store))
             start = start_of(options, self.store, executor_settings)
             self._boot = Boot(start, links.layout, loop.get_debug(), main.as_tuple(), loop_factory)
             self._launcher = _launcher(options) if launcher is None else launcher
-        except BaseException:
-            links.close()
-            raise
+            undo.pop_all()
         self._passes_on = executor_settings is None or not executor_settings.has_main
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
         self._meter = UsageMeter()
@@ -113,7 +122,7 @@ class ProcessEngine:
                     parent=multiprocessing_state.parent(), authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None
                 )
             more = [tracker] if self._passes_on and tracker is not None else []
-            return self._start(boot, (*logs.fds, *more), logs, lambda code: on_exit(_exit(code)))
+            return self._start(boot, (*logs.fds, self._examiner.fd, *more), logs, lambda code: on_exit(_exit(code)))
         except BaseException:
             logs.close()
             raise
@@ -132,7 +141,7 @@ class ProcessEngine:
             raise
         finally:
             link.close_fds()
-        return ProcessWorker(link, logs, process)
+        return ProcessWorker(link, logs, process, self._examiner)
 
     def renew(self) -> None:
         self._launcher.renew()
@@ -148,6 +157,7 @@ class ProcessEngine:
         try:
             await self._launcher.aclose()
         finally:
+            self._examiner.close()
             self._links.close()
 
 

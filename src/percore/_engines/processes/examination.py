@@ -1,0 +1,159 @@
+"""The examination of a worker process that reads nothing: does it run, and where are its threads?
+
+Each worker has faulthandler's handler for the signal STACKS_SIGNAL. The handler is C code that needs neither the GIL nor the loop.
+It writes the stacks of all threads to a file in memory. All workers of an engine share this file, so one is examined at a time.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from percore._engines.processes.descriptors import anonymous_file, let_go
+from percore._engines.processes.launch import Process
+from percore._protocol.interfaces import Condition
+from percore._worker_process.main import STACKS_SIGNAL
+
+_WINDOW: Final = 0.1
+"""Seconds over which a process is watched: the usual period of a cgroup's CPU quota. Writing stacks takes far less."""
+_LATEST: Final = 1.0
+"""Seconds after which a process that has written no stacks will not write any: its handler was replaced, or it gets no CPU."""
+_MOST_BYTES: Final = 1 << 18
+"""Bytes of stacks that are read. A hundred threads of a hundred frames each have more."""
+_PACKAGE: Final = __file__.removesuffix(os.path.join("_engines", "processes", "examination.py"))
+_MOSTLY: Final = 0.8
+"""The share of a window in which a process had to wait for a CPU, from which on it counts as starved."""
+
+
+class CpuTimes(NamedTuple):
+    """Nanoseconds that the main thread of a process has waited for a CPU, and its cgroup for its quota."""
+
+    waited: int
+    throttled: int
+
+
+class _Examination(NamedTuple):
+    pid: int
+    process: Process
+    told: Callable[[Condition], None]
+
+
+class Examiner:
+    """Examines the workers of one engine."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Create the file.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._loop = loop
+        self._file = anonymous_file(b"")
+        self.fd = self._file.number
+        """For each worker: where its stacks go."""
+        self._waiting: deque[_Examination] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def examine(self, pid: int, process: Process, told: Callable[[Condition], None]) -> None:
+        """Examine a process, when those before it have been examined, and call `told`."""
+        self._waiting.append(_Examination(pid, process, told))
+        if self._timer is None:
+            self._begin()
+
+    def forget(self, process: Process) -> None:
+        """Call nobody any more about this process, which has ended."""
+        self._waiting = deque(one for one in self._waiting if one.process is not process)
+
+    def close(self) -> None:
+        """Examine nothing more. Idempotent."""
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        let_go(self._file)
+
+    def _begin(self) -> None:
+        self._timer = None
+        if not self._waiting:
+            return
+        one = self._waiting[0]
+        os.ftruncate(self.fd, 0)
+        os.lseek(self.fd, 0, os.SEEK_SET)  # for the workers too: they share the position
+        before = _cpu_times(one.pid)
+        started = self._loop.time()
+        one.process.kill(STACKS_SIGNAL)
+        self._timer = self._loop.call_later(_WINDOW, self._look, one, before, started)
+
+    def _look(self, one: _Examination, before: CpuTimes, started: float) -> None:
+        if not self._waiting or self._waiting[0] is not one:  # it has ended
+            self._begin()
+            return
+        seconds = self._loop.time() - started
+        obstacle = _obstacle(one.pid, before, seconds)
+        stacks = os.pread(self.fd, _MOST_BYTES, 0).decode(errors="replace")
+        if not obstacle and not stacks and seconds < _LATEST:
+            self._timer = self._loop.call_later(_LATEST, self._look, one, before, started)
+            return
+        self._waiting.popleft()
+        try:
+            one.told(Condition(obstacle, without_own(stacks)))
+        finally:
+            self._begin()
+
+
+def _obstacle(pid: int, before: CpuTimes, seconds: float) -> str:
+    """Return why the process does not run, or an empty string."""
+    if state_of(_text(f"/proc/{pid}/stat")) in ("T", "t"):
+        return "its process is stopped, by a signal or a debugger"
+    now = _cpu_times(pid)
+    waited, throttled = (now.waited - before.waited) / 1e9 / seconds, (now.throttled - before.throttled) / 1e9 / seconds
+    if throttled >= _MOSTLY:
+        return f"its cgroup has used up its CPU quota (it was throttled for {min(throttled, 1):.0%} of the time)"
+    if waited >= _MOSTLY:
+        return f"its process gets too little CPU time (it waited for a CPU for {min(waited, 1):.0%} of the time)"
+    return ""
+
+
+def without_own(stacks: str) -> str:
+    """Return the stacks without percore's frames below the user's, and without threads that run percore's code alone."""
+    threads: list[list[str]] = []
+    for thread in stacks.strip().split("\n\n"):
+        lines = thread.splitlines()
+        threads.append(lines[: next((number for number, line in enumerate(lines) if f'File "{_PACKAGE}' in line), len(lines))])
+    shown = [lines for lines in threads if len(lines) > 1]
+    return "\n\n".join(map("\n".join, shown)) if shown else stacks.strip()
+
+
+def state_of(stat: str) -> str:
+    """Return the state of a process from its /proc/PID/stat, such as "T" for stopped; empty if there is none."""
+    return stat.rpartition(")")[2][1:2]
+
+
+def _cpu_times(pid: int) -> CpuTimes:
+    """Return the times of a process. What the system does not tell counts as 0, so it starves nobody."""
+    waited = throttled = 0
+    with suppress(ValueError, IndexError):
+        waited = int(_text(f"/proc/{pid}/task/{pid}/schedstat").split()[1])
+    with suppress(ValueError):
+        throttled = _throttled(_text(f"/proc/{pid}/cgroup"))
+    return CpuTimes(waited, throttled)
+
+
+def _throttled(cgroups: str) -> int:
+    """Return the nanoseconds for which the cgroup of a process was throttled, from its /proc/PID/cgroup."""
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names = (f"/sys/fs/cgroup{path}/cpu.stat", "/sys/fs/cgroup/cpu.stat")  # in a container the path may be the host's
+            for words in (line.split() for line in next(filter(None, map(_text, names)), "").splitlines()):
+                if words[0] == "throttled_usec":
+                    return int(words[1]) * 1000
+    return 0
+
+
+def _text(path: str) -> str:
+    with suppress(OSError), open(path, errors="surrogateescape") as file:
+        return file.read()
+    return ""

@@ -1,0 +1,110 @@
+"""Reports workers whose event loop is blocked: which functions have begun there, and where all its threads are."""
+
+import asyncio
+import logging
+from collections import Counter
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from percore._common.log import report
+from percore._scheduler.blocking import LoopWatch, Step
+from percore._scheduler.lifecycle import State
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from percore._protocol.interfaces import Condition
+    from percore._supervisor.pool_worker import PoolWorker
+
+_LATENESS: Final = 1.0
+"""Seconds of lateness of a timer from which on this process must have been stopped, or its own loop blocked."""
+_MOST_NAMES: Final = 3
+
+
+class BlockedLoops:
+    """Watches the loops of a runner's workers. A timer runs only while workers have calls."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, members: "Collection[PoolWorker]", after: float | None) -> None:
+        """`after`: how many seconds a worker may read nothing. None: nobody is watched."""
+        self.is_armed = after is None
+        """Whether `arm` has nothing to do. Every call that is sent asks."""
+        self.told: set[PoolWorker] = set()
+        """Workers whose obstacle was told, and not its end."""
+        self._loop = loop
+        self._members = members
+        self._after = after
+        self._watches: dict[PoolWorker, LoopWatch] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        """Watch the workers for as long as they have calls. To be called with the first call."""
+        assert self._after is not None, "it stays armed"
+        self.is_armed = True
+        self._timer = self._loop.call_later(self._after / 2, self._look)
+
+    def stop(self) -> None:
+        """Watch nobody. To be called when the last worker has ended. The next call arms the watch again."""
+        self._watches.clear()
+        self.told.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self.is_armed = None, False
+
+    def since(self, member: "PoolWorker") -> float | None:
+        """Return the time (`time.monotonic`) since which the worker's loop has been blocked, or None. Any thread may ask."""
+        watch = self._watches.get(member)
+        return None if watch is None else watch.blocked_since
+
+    def look_again(self) -> None:
+        """Tell which workers go on. To be called when workers have read something, while `told` is not empty."""
+        for member in list(self.told):
+            self._step(member, monotonic())
+
+    def _look(self) -> None:
+        assert self._timer is not None, "the timer has just called this"
+        is_late = self._loop.time() - self._timer.when() >= _LATENESS
+        self._timer, self.is_armed = None, False
+        for gone in self._watches.keys() - set(self._members):
+            del self._watches[gone]
+            self.told.discard(gone)
+        watched = [member for member in self._members if member.calls]
+        if not is_late:  # else the workers were stopped together with this process, or their messages are still unread here
+            for member in watched:
+                if member.life.state in (State.READY, State.DRAINING):
+                    self._step(member, monotonic())
+        if watched or self.told:
+            self.arm()
+
+    def _step(self, member: "PoolWorker", now: float) -> None:
+        watch = self._watches.get(member)
+        if watch is None:
+            assert self._after is not None
+            watch = self._watches[member] = LoopWatch(self._after)
+        seconds = watch.silence(now)
+        step = watch.look(now, member.worker.channel.waits_since)
+        if step is Step.EXAMINE:
+            member.worker.examine(lambda condition: self._examined(member, watch, condition))
+        elif step is Step.TELL_END:
+            self.told.discard(member)
+            report(logging.WARNING, "worker %d (pid %s) goes on, after %.1f s", member.index, member.pid, seconds)
+
+    def _examined(self, member: "PoolWorker", watch: LoopWatch, condition: "Condition") -> None:
+        now, obstacle = monotonic(), condition.obstacle
+        if not watch.examined(now, member.worker.channel.waits_since, obstacle):
+            return
+        self.told.add(member)
+        why = obstacle or f"its event loop is blocked{_begun(member)}"
+        stacks = "" if obstacle or not condition.stacks else f". The stacks of its threads:\n{condition.stacks}"
+        text = "worker %d (pid %s) has read nothing for %.1f s: %s%s"
+        report(logging.WARNING, text, member.index, member.pid, watch.silence(now), why, stacks)
+
+
+def _begun(member: "PoolWorker") -> str:
+    """Return the functions of the calls that have begun in the worker, or may have, as the end of a sentence."""
+    fates = [(call.function.name, member.fate(call).begun) for call in list(member.calls.values())]
+    is_known = all(begun is not None for _, begun in fates)
+    names = Counter(name for name, begun in fates if begun is not False)
+    shown = [name if count == 1 else f"{name} ({count} times)" for name, count in names.most_common(_MOST_NAMES)]
+    more = len(names) - len(shown)
+    does = "runs" if is_known else "has calls of"
+    return f" while it {does} {', '.join(shown)}{f' and {more} more functions' if more else ''}" if shown else ""

@@ -1,0 +1,125 @@
+"""A worker whose event loop is blocked is reported, with functions and stacks. One that is stopped is not called blocked."""
+
+import asyncio
+import logging
+import re
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import percore
+from tests import jobs
+from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.pipes import Gate, Log
+
+SHORT = 0.1
+
+
+class Reports(logging.Handler):
+    """What the logger `percore` says, in the test's loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: asyncio.Queue[str] = asyncio.Queue()
+        self.setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.put_nowait(record.getMessage())
+
+
+@pytest.fixture
+async def reports() -> AsyncIterator[Reports]:
+    handler = Reports()
+    logging.getLogger("percore").addHandler(handler)
+    yield handler
+    logging.getLogger("percore").removeHandler(handler)
+
+
+async def test_a_blocked_loop_is_reported_with_its_stack_and_its_end(
+    make_real: MakeRunner, log: Log, gate: Gate, reports: Reports
+) -> None:
+    async with make_real(blocked_after=SHORT) as runner:
+        blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+        await log.next()
+        waiting = [runner.submit(jobs.echo, number) for number in range(3)]
+        text = await reports.texts.get()
+        worker = runner.statistics().workers[0]
+        assert text.startswith(f"percore: worker 0 (pid {worker.pid}) has read nothing for ")
+        assert re.search(r" s: its event loop is blocked while it (runs|has calls of) .*block_loop", text)
+        assert "The stacks of its threads:\n" in text
+        assert "jobs.py" in text
+        assert "in pass_gate" in text
+        assert "_worker_process" not in text
+        assert worker.blocked_for >= SHORT
+        gate.open()
+        assert await asyncio.gather(*waiting) == [0, 1, 2]
+        await blocking
+        assert (await reports.texts.get()).startswith(f"percore: worker 0 (pid {worker.pid}) goes on, after ")
+        assert runner.statistics().workers[0].blocked_for == 0
+    assert reports.texts.empty()
+
+
+async def test_c_code_that_holds_the_gil_is_shown_by_its_caller(
+    make_real: MakeRunner, log: Log, gate: Gate, reports: Reports
+) -> None:
+    async with make_real(blocked_after=SHORT) as runner:
+        holding = runner.submit(jobs.hold_gil, log.path, gate.path)
+        await log.next()
+        waiting = runner.submit(jobs.aecho, 1)
+        text = await reports.texts.get()
+        assert "its event loop is blocked while it " in text
+        assert "in hold_gil" in text
+        gate.open()
+        await holding
+        assert await waiting == 1
+
+
+async def test_a_stopped_worker_is_not_called_blocked(make_real: MakeRunner, reports: Reports) -> None:
+    async with make_real(blocked_after=SHORT) as runner:
+        await runner.run(jobs.echo, 0)
+        worker_of(runner).kill(signal.SIGSTOP)
+        waiting = runner.submit(jobs.echo, 1)
+        text = await reports.texts.get()
+        assert text.endswith(" s: its process is stopped, by a signal or a debugger")
+        assert runner.statistics().workers[0].blocked_for == 0
+        worker_of(runner).kill(signal.SIGCONT)
+        assert await waiting == 1
+        assert " goes on, after " in await reports.texts.get()
+
+
+async def test_the_death_of_a_blocked_worker_ends_its_watch(make_real: MakeRunner, log: Log, gate: Gate, reports: Reports) -> None:
+    async with make_real(blocked_after=SHORT) as runner:
+        blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+        await log.next()
+        waiting = runner.submit(jobs.aecho, 1)
+        assert "is blocked" in await reports.texts.get()
+        worker_of(runner).kill()
+        with pytest.raises(percore.WorkerDied):
+            await blocking
+        assert await waiting == 1
+        assert "died" in await reports.texts.get()
+        assert runner.statistics().workers[0].blocked_for == 0
+    assert reports.texts.empty()
+
+
+async def test_closing_a_runner_whose_worker_is_blocked(make_real: MakeRunner, log: Log, gate: Gate, reports: Reports) -> None:
+    runner = make_real(blocked_after=SHORT, kill_after=0.3)
+    await runner.start()
+    blocking = runner.submit(jobs.block_loop, log.path, gate.path)
+    await log.next()
+    waiting = runner.submit(jobs.aecho, 1)
+    assert "is blocked" in await reports.texts.get()
+    await runner.aclose(grace=0)
+    outcomes = await asyncio.gather(blocking, waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [percore.RunnerClosed] * 2
+
+
+@pytest.mark.asyncio_only  # it looks at the loop's timers
+async def test_nobody_is_watched_without_blocked_after(make: MakeRunner) -> None:
+    async with make(blocked_after=None) as runner:
+        loop: Any = asyncio.get_running_loop()
+        before = [*loop._scheduled]
+        await runner.run(jobs.echo, 1)
+        assert loop._scheduled == before

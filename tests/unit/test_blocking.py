@@ -1,0 +1,111 @@
+"""When a worker that reads nothing is examined, and what is told of it."""
+
+import pytest
+
+from percore._engines.processes import examination
+from percore._engines.processes.examination import CpuTimes
+from percore._runner.loop_watch import held_the_gil
+from percore._scheduler.blocking import LoopWatch, Step
+
+STOPPED = "its process is stopped"
+
+
+def blocked(watch: LoopWatch, since: float = 10.0) -> LoopWatch:
+    assert watch.look(since + 1, since) is Step.EXAMINE
+    assert watch.examined(since + 1.1, since, "")
+    return watch
+
+
+def test_a_worker_that_reads_is_left_alone() -> None:
+    watch = LoopWatch(1.0)
+    for now, since in [(5.0, 0.0), (6.0, 5.5), (7.0, 6.5), (7.4, 6.5), (8.0, 0.0)]:
+        assert watch.look(now, since) is Step.NOTHING
+    assert not watch.is_told
+    assert watch.blocked_since is None
+
+
+def test_a_block_is_told_once_and_so_is_its_end() -> None:
+    watch = blocked(LoopWatch(1.0))
+    assert watch.blocked_since == 10.0
+    assert watch.look(50.0, 10.0) is Step.NOTHING
+    assert watch.silence(50.0) == 40.0
+    assert watch.look(51.0, 0.0) is Step.TELL_END
+    assert watch.look(52.0, 0.0) is Step.NOTHING
+    assert not watch.is_told
+    assert watch.look(54.0, 53.0) is Step.EXAMINE
+
+
+def test_who_reads_a_part_and_blocks_again_has_gone_on() -> None:
+    watch = blocked(LoopWatch(1.0))
+    assert watch.look(20.0, 19.5) is Step.TELL_END
+    assert watch.look(20.6, 19.5) is Step.EXAMINE
+
+
+def test_nothing_is_told_of_a_worker_that_reads_during_its_examination() -> None:
+    for since in (0.0, 11.05):
+        watch = LoopWatch(1.0)
+        assert watch.look(11.0, 10.0) is Step.EXAMINE
+        assert watch.look(11.05, 10.0) is Step.NOTHING
+        assert not watch.examined(11.1, since, "")
+        assert watch.look(11.2, since) is Step.NOTHING
+        assert watch.blocked_since is None
+    watch = LoopWatch(1.0)
+    assert watch.look(11.0, 10.0) is Step.EXAMINE
+    assert watch.look(11.05, 0.0) is Step.NOTHING  # it reads, and then nothing again, at the same moment of the clock
+    assert not watch.examined(11.1, 10.0, "")
+
+
+def test_a_worker_that_does_not_run_is_examined_again() -> None:
+    watch = LoopWatch(1.0)
+    assert watch.look(11.0, 10.0) is Step.EXAMINE
+    assert watch.examined(11.1, 10.0, f"{STOPPED} (1 %)")
+    assert watch.blocked_since is None
+    assert watch.look(12.0, 10.0) is Step.NOTHING
+    assert watch.look(12.2, 10.0) is Step.EXAMINE
+    assert not watch.examined(12.3, 10.0, f"{STOPPED} (2 %)")  # no news
+    assert watch.look(13.4, 10.0) is Step.EXAMINE
+    assert watch.examined(13.5, 10.0, "")
+    assert watch.look(20.0, 0.0) is Step.TELL_END
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "obstacle"),
+    [
+        (CpuTimes(0, 0), CpuTimes(0, 0), ""),
+        (CpuTimes(5, 5), CpuTimes(5 + 70_000_000, 5 + 70_000_000), ""),  # a loaded machine is no reason to be silent
+        (CpuTimes(5, 5), CpuTimes(5 + 90_000_000, 5), "too little CPU time (it waited for a CPU for 90% of the time)"),
+        (CpuTimes(5, 5), CpuTimes(5, 5 + 150_000_000), "used up its CPU quota (it was throttled for 100% of the time)"),
+    ],
+    ids=["idle", "loaded", "starved", "throttled"],
+)
+def test_a_process_without_cpu(before: CpuTimes, now: CpuTimes, obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/7/stat": "7 (a) b) R 1 7 7",
+        "/proc/7/task/7/schedstat": f"123 {now.waited} 17\n",
+        "/proc/7/cgroup": "4:memory:/some\n0::/jobs/seven\n",
+        "/sys/fs/cgroup/jobs/seven/cpu.stat": f"usage_usec 5\nthrottled_usec {now.throttled // 1000}\n",
+    }
+    monkeypatch.setattr(examination, "_text", lambda path: files.get(path, ""))
+    found = examination._obstacle(7, before, 0.1)
+    assert obstacle in found
+    assert bool(found) == bool(obstacle)
+
+
+def test_the_state_of_a_process() -> None:
+    assert examination.state_of("7 (a) T b) T 1 7 7") == "T"
+    assert examination.state_of("") == ""
+
+
+def test_stacks_without_percore() -> None:
+    own = "\n".join(f'  File "{examination._PACKAGE}{name}.py", line 3 in run' for name in ("_worker/server", "_worker/main"))
+    user = 'Thread 0x1 (most recent call first):\n  File "/a/job.py", line 3 in wait\n  File "/usr/re.py", line 5 in sub'
+    idle = f"Thread 0x2 (most recent call first):\n{own}"
+    assert examination.without_own(f"{user}\n{own}\n\n{idle}\n\n{user}\n{own}\n") == f"{user}\n\n{user}"
+    assert examination.without_own(f"{idle}\n\n{idle}\n") == f"{idle}\n\n{idle}"
+    assert examination.without_own("") == ""
+
+
+def test_who_has_blocked_all_threads() -> None:
+    assert held_the_gil(3.0, 2.9, 1.0)
+    assert not held_the_gil(3.0, 0.1, 1.0)  # the process did not run
+    assert not held_the_gil(0.9, 0.9, 1.0)

@@ -1,0 +1,65 @@
+"""`percore.watch_loop`. A loop is blocked until the warning about it has been logged."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import percore
+
+
+class Seen(logging.Handler):
+    """Waits for log messages, by a part of their text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._new = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._new:
+            self.texts.append(record.getMessage())
+            self._new.notify_all()
+
+    def wait(self, part: str) -> str:
+        with self._new:
+            assert self._new.wait_for(lambda: any(part in text for text in self.texts), timeout=40)
+            return next(text for text in self.texts if part in text)
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    handler = Seen()
+    logging.getLogger("percore").addHandler(handler)
+    yield handler
+    logging.getLogger("percore").removeHandler(handler)
+
+
+async def test_a_blocked_loop_is_reported_with_its_stack(seen: Seen) -> None:
+    with percore.watch_loop(0.05):
+        text = seen.wait("the event loop has been blocked for ")  # this blocks it
+        assert "in test_a_blocked_loop_is_reported_with_its_stack" in text
+        await asyncio.to_thread(seen.wait, "the event loop goes on, after ")
+    assert not [thread for thread in threading.enumerate() if thread.name == "percore-watch-loop"]
+
+
+async def test_a_loop_that_runs_is_not_reported_and_the_end_is_prompt(seen: Seen) -> None:
+    with percore.watch_loop(30.0):
+        await asyncio.sleep(0)
+    assert seen.texts == []
+
+
+async def test_the_end_while_a_block_is_reported(seen: Seen) -> None:
+    with percore.watch_loop(0.05):
+        seen.wait("the event loop has been blocked for ")
+
+
+async def test_wrong_use() -> None:
+    with pytest.raises(ValueError, match="blocked_after must be a positive number of seconds, not 0"):
+        percore.watch_loop(0).__enter__()
+    with pytest.raises(TypeError, match="blocked_after must be a number of seconds, not None"):
+        percore.watch_loop(None).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="use it inside a coroutine"):
+        await asyncio.to_thread(percore.watch_loop().__enter__)
