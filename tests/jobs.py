@@ -152,14 +152,13 @@ async def block_loop(log: str, gate: str) -> None:
 
 
 def hold_gil(log: str, gate: str) -> None:
-<<<<<<< HEAD
     """Hold the GIL for ever, as a C function can."""
     say(log, gate)
     ctypes.PyDLL(None).pause()
-=======
-    """Hold the GIL, in C code, until the gate is open."""
-    import ctypes
 
+
+def hold_gil_until(log: str, gate: str) -> None:
+    """Hold the GIL, in C code, until the gate is open."""
     libc = ctypes.PyDLL(None)  # its functions keep the GIL
     fd, log_fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK), os.open(log, os.O_WRONLY)
     waiting = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))
@@ -170,7 +169,6 @@ def hold_gil(log: str, gate: str) -> None:
     sys.setswitchinterval(0.005)
     os.close(fd)
     os.close(log_fd)
->>>>>>> b8b2b02 (A worker whose event loop is blocked is reported with its functions and stacks; percore.watch_loop() does so for the program's own loop)
 
 
 async def clean_up(log: str, gate: str, clean_gate: str) -> None:

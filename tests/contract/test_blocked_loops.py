@@ -65,12 +65,12 @@ async def test_c_code_that_holds_the_gil_is_shown_by_its_caller(
     make_real: MakeRunner, log: Log, gate: Gate, reports: Reports
 ) -> None:
     async with make_real(blocked_after=SHORT) as runner:
-        holding = runner.submit(jobs.hold_gil, log.path, gate.path)
+        holding = runner.submit(jobs.hold_gil_until, log.path, gate.path)
         await log.next()
         waiting = runner.submit(jobs.aecho, 1)
         text = await reports.texts.get()
         assert "its event loop is blocked while it " in text
-        assert "in hold_gil" in text
+        assert "in hold_gil_until" in text
         gate.open()
         await holding
         assert await waiting == 1
