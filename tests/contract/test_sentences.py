@@ -639,8 +639,23 @@ SENTENCES: Final[dict[str, Use]] = {
     "watch_loop() watches the running event loop, and there is none: use it inside a coroutine": (
         lambda _: asyncio.to_thread(percore.watch_loop().__enter__)
     ),
-    "the event loop has been blocked for … s:\n…": at(
+    "the event loop has been blocked for %s s:\n%s": at(
         "tests/unit/test_loop_watch.py::test_a_blocked_loop_is_reported_with_its_stack", "has been blocked for"
+    ),
+    "the event loop goes on, after %s s": at(
+        "tests/unit/test_loop_watch.py::test_a_blocked_loop_is_reported_with_its_stack", "the event loop goes on, after"
+    ),
+    "the event loop was blocked for %s s, and all threads with it, by code that holds the GIL": at(
+        "tests/unit/test_loop_watch.py::test_code_that_holds_the_gil_is_reported_afterwards", "all threads with it"
+    ),
+    "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s": at(
+        "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "is blocked while"
+    ),
+    "worker %d (pid %s) has read nothing for %s s: %s": at(
+        "tests/contract/test_blocked_loops.py::test_a_stopped_worker_is_not_called_blocked", "its process is stopped"
+    ),
+    "worker %d (pid %s) goes on, after %s s": at(
+        "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "goes on, after"
     ),
     "unclosed …; use `async with`, or await aclose()": Program(
         """

@@ -41,6 +41,9 @@ SELF_EXPLAINING: Final = {
 """Sentences without an entry: they say which argument is wrong, and what it must be."""
 
 INSIDE: Final = {
+    "worker %d (pid %s) has read nothing for %s s: %s": "each obstacle has an entry",
+    "worker %d (pid %s) goes on, after %s s": "it ends what the message before it says, which has an entry",
+    "the event loop goes on, after %s s": "likewise",
     "this launcher is closed": "a mistake of percore's own",
     "could not start the thread that waits for a worker": "what follows is `worker … could not be started`",
     "a log record of … bytes": "percore cuts a record before it is too large",

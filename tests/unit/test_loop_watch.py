@@ -1,6 +1,7 @@
 """`percore.watch_loop`. A loop is blocked until the warning about it has been logged."""
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import percore
+from percore._runner import loop_watch
 
 
 class Seen(logging.Handler):
@@ -54,6 +56,16 @@ async def test_a_loop_that_runs_is_not_reported_and_the_end_is_prompt(seen: Seen
 async def test_the_end_while_a_block_is_reported(seen: Seen) -> None:
     with percore.watch_loop(0.05):
         seen.wait("the event loop has been blocked for ")
+
+
+async def test_code_that_holds_the_gil_is_reported_afterwards(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching thread finds that it was late itself, and that the process has used the CPU meanwhile."""
+    ticks = itertools.count()
+    monkeypatch.setattr(loop_watch, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(loop_watch, "process_time", lambda: float(next(ticks)))
+    with percore.watch_loop(0.01):
+        text = await asyncio.to_thread(seen.wait, "all threads with it")
+    assert "the event loop was blocked for " in text
 
 
 async def test_wrong_use() -> None:

@@ -50,17 +50,21 @@ class _LoopWatcher:
             ran = self._hear(self._after)
             is_late = monotonic() - started >= 2 * self._after  # this thread could not run either
             if ran is None and not is_late:
-                text = "the event loop has been blocked for %.1f s:\n%s"
-                report(logging.WARNING, text, monotonic() - started, self._stack())
+                blocked = f"{monotonic() - started:.1f}"
+                report(logging.WARNING, "the event loop has been blocked for %s s:\n%s", blocked, self._stack())
             if ran is None:
                 ran = self._heard.get()
                 if not is_late and ran != _STOP:
-                    report(logging.WARNING, "the event loop goes on, after %.1f s", ran - started)
+                    report(logging.WARNING, "the event loop goes on, after %s s", f"{ran - started:.1f}")
             if ran == _STOP:
                 return
             if is_late and held_the_gil(ran - started, process_time() - used, self._after):
-                text = "the event loop was blocked for %.1f s, and all threads with it, by code that holds the GIL"
-                report(logging.WARNING, text, ran - started)
+                seconds = f"{ran - started:.1f}"
+                report(
+                    logging.WARNING,
+                    "the event loop was blocked for %s s, and all threads with it, by code that holds the GIL",
+                    seconds,
+                )
 
     def _ran(self) -> None:
         self._heard.put(monotonic())

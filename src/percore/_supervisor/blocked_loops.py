@@ -86,17 +86,21 @@ class BlockedLoops:
             member.worker.examine(lambda condition: self._examined(member, watch, condition))
         elif step is Step.TELL_END:
             self.told.discard(member)
-            report(logging.WARNING, "worker %d (pid %s) goes on, after %.1f s", member.index, member.pid, seconds)
+            report(logging.WARNING, "worker %d (pid %s) goes on, after %s s", member.index, member.pid, f"{seconds:.1f}")
 
     def _examined(self, member: "PoolWorker", watch: LoopWatch, condition: "Condition") -> None:
         now, obstacle = monotonic(), condition.obstacle
         if not watch.examined(now, member.worker.channel.waits_since, obstacle):
             return
         self.told.add(member)
-        why = obstacle or f"its event loop is blocked{_begun(member)}"
-        stacks = "" if obstacle or not condition.stacks else f". The stacks of its threads:\n{condition.stacks}"
-        text = "worker %d (pid %s) has read nothing for %.1f s: %s%s"
-        report(logging.WARNING, text, member.index, member.pid, watch.silence(now), why, stacks)
+        index, pid, seconds = member.index, member.pid, f"{watch.silence(now):.1f}"
+        if obstacle:
+            report(logging.WARNING, "worker %d (pid %s) has read nothing for %s s: %s", index, pid, seconds, obstacle)
+            return
+        more = _begun(member) + (f". The stacks of its threads:\n{condition.stacks}" if condition.stacks else "")
+        report(
+            logging.WARNING, "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s", index, pid, seconds, more
+        )
 
 
 def _begun(member: "PoolWorker") -> str:
