@@ -153,8 +153,9 @@ async def block_loop(log: str, gate: str) -> None:
 
 def hold_gil(log: str, gate: str) -> None:
     """Hold the GIL for ever, as a C function can."""
+    read_end, _ = os.pipe()
     say(log, gate)
-    ctypes.PyDLL(None).pause()
+    ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
 
 
 def hold_gil_until(log: str, gate: str) -> None:

@@ -42,8 +42,10 @@ class BlockedLoops:
         self.is_armed = True
         self._timer = self._loop.call_later(self._after / 2, self._look)
 
-    def stop(self) -> None:
-        """Watch nobody. To be called when the last worker has ended. The next call arms the watch again."""
+    def look_members(self) -> None:
+        """Watch nobody if no worker is left. To be called when a worker has ended. The next call arms the watch again."""
+        if self._members:
+            return
         self._watches.clear()
         self.told.clear()
         if self._timer is not None:

@@ -389,8 +389,7 @@ class Pool:
             self._nested.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
-        if not self.members:
-            self.blocked_loops.stop()
+        self.blocked_loops.look_members()
         slot.failure = member.failure
         with faults:
             if began:

@@ -86,18 +86,14 @@ class Supervisor:
         try:
             if self.functions.retired:
                 self.functions.forget_retired()
-            if self.lifecycles.draining:
-                self.lifecycles.look_drained()
+            if self.lifecycles.draining or self.pool.low or self._blocked_loops.told:
+                self._look_workers()
             if self._broadcasts.waiting:
                 self.calls.send_broadcasts()
-            if self.pool.low:
-                self.pool.relieve()
             if self._hard.overruns:
                 self._hard.look()
             if self.nested.held:  # before other calls take the places
                 self.nested.resume()
-            if self._blocked_loops.told:
-                self._blocked_loops.look_again()
             if not self.dispatch.is_quiet():
                 self._dispatch()
             if self.phase.is_closing:
@@ -108,6 +104,11 @@ class Supervisor:
             drain, relieve = self.lifecycles.look_drained, self.pool.relieve
             resume, look = self.nested.resume, self.closing.look
             faults.run(self.functions.forget_retired, drain, calls.send_broadcasts, relieve, resume, self._dispatch, look)
+
+    def _look_workers(self) -> None:
+        self.lifecycles.look_drained()
+        self.pool.relieve()
+        self._blocked_loops.look_again()
 
     def look_idle(self) -> None:
         """Implement `Progress`."""
