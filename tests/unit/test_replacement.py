@@ -435,7 +435,9 @@ class Walk(RuleBasedStateMachine):
 
     @rule(has_waiting=st.booleans(), can=CAN)
     def has_place(self, has_waiting: bool, can: str) -> None:
+        is_trial = self.slot.renewal is Renewal.FIRST
         self.carry_out(self.slot.has_place(self.rule, has_waiting=has_waiting), can=can)
+        self.is_used &= not (is_trial and self.slot.state is Occupancy.EMPTY)
 
     @precondition(lambda self: self.rule is ALL and not self.is_first)
     @rule(can=CAN)
