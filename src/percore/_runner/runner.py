@@ -281,11 +281,12 @@ class Runner(Verbs):
         await self._supervisor.pool.steering.reload()
 
     async def resize(self, workers: int) -> None:
-        """Change the number of workers, while calls go on. No call fails.
+        """Change the number of workers, while calls go on. No call fails, except those of a broadcast, as below.
 
         With more workers, it returns when all of them are ready; each takes calls as soon as it is ready. With fewer, the workers
         with the highest indexes take no more calls and end after those that they have begun, which may be later than this method
-        returns; those that they have not begun run elsewhere.
+        returns; those that they have not begun run elsewhere. A broadcast's call that such a worker has not begun fails with
+        WorkerDied, since no other worker may run it.
 
         If it is cancelled or fails, the number of workers stays as it was.
 
