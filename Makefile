@@ -86,7 +86,7 @@ test-fallbacks: $(VENV)/.percore-test
 	done
 
 long: $(VENV)/.percore-test
-	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 $(PYTEST_ARGS)
+	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 -o timeout=600 $(PYTEST_ARGS)
 
 soak: $(VENV)/.percore-test
 	$(RUN) scripts/soak.py $(SOAK_TIMES)
