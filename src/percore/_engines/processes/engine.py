@@ -122,7 +122,7 @@ class ProcessEngine:
                     parent=multiprocessing_state.parent(), authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None
                 )
             more = [tracker] if self._passes_on and tracker is not None else []
-            return self._start(boot, (*logs.fds, self._examiner.fd, *more), logs, lambda code: on_exit(_exit(code)))
+            return self._start(boot, more, logs, lambda code: on_exit(_exit(code)))
         except BaseException:
             logs.close()
             raise
@@ -133,14 +133,18 @@ class ProcessEngine:
         link = self._links.link()
         link.channel.on_logged = logs.receive
         link.channel.haste = self._haste
+        stacks = -1
         try:
+            stacks = os.dup(self._examiner.fd)  # a worker that multiprocessing forks has closed what is held
             boot = boot._replace(layout=link.layout)
-            process = self._launcher.launch(pickle.dumps(boot), (*link.fds, *more), on_exit)
+            process = self._launcher.launch(pickle.dumps(boot), (*link.fds, *logs.fds, stacks, *more), on_exit)
         except BaseException:
             link.close()
             raise
         finally:
             link.close_fds()
+            if stacks >= 0:
+                os.close(stacks)
         return ProcessWorker(link, logs, process, self._examiner)
 
     def renew(self) -> None:
