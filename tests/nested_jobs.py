@@ -8,7 +8,7 @@ from typing import Any
 
 import percore
 from percore._worker.context import of_id
-from tests.jobs import apass_gate, say
+from tests.jobs import apass_gate, pass_gate, say
 
 
 async def adown(depth: int) -> int:
@@ -125,3 +125,32 @@ def generate() -> Iterator[int]:
 
 async def call_with_coroutine() -> None:
     await percore.current_runner().run(for_ever())  # type: ignore[call-overload]
+
+
+async def two_in_turn(log: str, gate: str, then: str) -> str:
+    """Wait for a call, and then for another one, which begins only after the gate was opened."""
+    runner = percore.current_runner()
+    return str(await runner.run(held, log, gate, "first")) + str(await runner.run(echo, then))
+
+
+def two_in_turn_on_a_thread(log: str, gate: str, then: str) -> str:
+    runner = percore.current_runner()
+    return str(runner.run_sync(held, log, gate, "first")) + str(runner.run_sync(echo, then))
+
+
+def held(log: str, gate: str, value: str) -> str:
+    say(log, "begun")
+    pass_gate(gate)
+    return value
+
+
+async def aheld(log: str, gate: str, value: str) -> str:
+    say(log, "begun")
+    await apass_gate(gate)
+    return value
+
+
+async def both(log: str, gate: str) -> list[str]:
+    """Make two calls, of which only one finds a place."""
+    runner = percore.current_runner()
+    return list(await asyncio.gather(*(runner.run(aheld, log, gate, str(number)) for number in range(2))))

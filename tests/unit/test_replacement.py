@@ -115,9 +115,10 @@ def test_a_worker_that_is_asked_to_end_is_replaced_at_once() -> None:
     assert slot.state is Occupancy.SERVED
 
 
-def test_the_next_worker_takes_over_from_one_that_is_asked_to_end() -> None:
+@pytest.mark.parametrize("rule", [ALL, SPENT, NONE])  # also in a close, where calls may wait for a worker
+def test_the_next_worker_takes_over_from_one_that_is_asked_to_end(rule: Replaces) -> None:
     slot, worker, following = followed()
-    assert slot.asked_to_end(worker, ALL).act is Act.TAKE_OVER
+    assert slot.asked_to_end(worker, rule).act is Act.TAKE_OVER
     assert (slot.current, slot.state) == (following, Occupancy.SERVED)
 
 

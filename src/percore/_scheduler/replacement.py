@@ -300,10 +300,12 @@ class Replacement(Generic[W]):
 
     def asked_to_end(self, worker: W, rule: Replaces) -> Decision[W]:
         """Something outside percore asked a worker to end, and it gets no more calls."""
-        if worker is not self.current or rule is not Replaces.ALL:
+        if worker is not self.current:
             return _NOTHING
         if self.state is Occupancy.FOLLOWED:
             return self._take_over()
+        if rule is not Replaces.ALL:
+            return _NOTHING
         self._leave()
         self.restarts += 1
         return Decision(Act.START)

@@ -114,6 +114,8 @@ class Closing:
         has_workers = bool(self._pool.members) or bool(self._calls.waiting() and self._pool.awaits_place())
         if not has_workers:
             self._expect_nobody()
+        elif self._calls.dispatch.waiting() and not self._pool.can_begin():  # those that drain may wait for these very calls
+            self._calls.refuse_waiting()
         if self._gone is None:
             return
         due = self._phase.due(has_calls=self.unfinished(), has_workers=has_workers)

@@ -477,6 +477,12 @@ class Pool:
         """Whether a start waits for a place."""
         return any(slot.lacks_place for slot in self.slots)
 
+    def can_begin(self) -> bool:
+        """Whether a worker takes calls, or one starts or will start that may do so."""
+        if self._dispatch.seats or any(member.life.state in (State.STARTING, State.READY) for member in self.members):
+            return True
+        return any(slot.lacks_place or slot.is_delayed for slot in self.slots)
+
     def finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
         Faults("workers were asked to end").run(*(partial(self._finish, member) for member in self.members))

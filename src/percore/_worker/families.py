@@ -37,6 +37,11 @@ class Child:
         self.answer: tuple[int, Any] | None = None
         self.failure: BaseException | None = None
 
+    def take_answer(self) -> tuple[int, Any] | None:
+        """Return the answer once: who gets it also reports that it was read."""
+        answer, self.answer = self.answer, None
+        return answer
+
 
 class Family:
     """The nested calls of one call. Any thread may use it."""
@@ -45,6 +50,8 @@ class Family:
         self.families = families
         self.call_id = call_id
         self.lock = threading.Lock()
+        self._waiting = threading.Lock()
+        """Not `lock`, which the loop takes: a thread holds this one until it has its place again."""
         self.children: dict[int, Child] = {}
         self.is_over = False
         self.waits = 0
@@ -70,18 +77,28 @@ class Family:
             point("worker.nested.asked")
         return child
 
-    def drop(self, child: Child) -> None:
-        """Withdraw a nested call, which is not wanted any more."""
+    def drop(self, child: Child) -> bool:
+        """Withdraw a nested call, which is not wanted any more. Return False if it was answered before: then drop the answer."""
         with self.lock:
             if self.children.pop(child.number, None) is not None:
                 self.families.forget(child)
                 self.families.channel.send_from_thread(DROP, child.number, None)
+                return True
+        answer = child.take_answer()
+        if answer is not None:
+            self.families.read(child, *answer)
+        return False
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """End all nested calls with an error, because the call was cancelled or has timed out."""
         for child in list(self.children.values()):
-            self.drop(child)
-            child.failure = error()
+            failure = error()
+            with self.lock:
+                if self.children.pop(child.number, None) is None:
+                    continue  # it was answered meanwhile, in another thread, and told
+                self.families.forget(child)
+                self.families.channel.send_from_thread(DROP, child.number, None)
+                child.failure = failure
             child.tell(child)
 
     def end(self) -> None:
@@ -93,14 +110,14 @@ class Family:
     def wait(self, gate: threading.Lock) -> None:
         """Wait in this thread until `gate` is released. A thread of a plain call gives its place back meanwhile."""
         plain = self.families.plain
-        with self.lock:
-            self.waits += 1
-            if self.waits == 1:
+        with self._waiting:
+            if not self.waits:
                 plain.step_aside(self.call_id & ID_MASK)
+            self.waits += 1
         try:
             gate.acquire()
         finally:
-            with self.lock:
+            with self._waiting:
                 self.waits -= 1
                 if not self.waits:
                     plain.come_back(self.call_id & ID_MASK)
@@ -158,15 +175,21 @@ class Families:
         with child.family.lock:
             child.family.children.pop(number, None)
             self.forget(child)
-        child.answer = op, body
+            child.answer = op, body
         child.tell(child)
+
+    def read(self, child: Child, op: int, body: Body) -> None:
+        """Report that an answer is not needed any more, in any thread."""
+        if op != ANSWER_VALUE and type(body) is int:
+            self.channel.send_from_thread(TAKEN, child.number, None)
 
     def unpack(self, child: Child) -> Any:
         """Return the result of an answered call, or raise its exception. Runs user code, in any thread."""
         if child.failure is not None:
             raise child.failure
-        assert child.answer is not None
-        op, body = child.answer
+        answer = child.take_answer()
+        assert answer is not None
+        op, body = answer
         if op == ANSWER_VALUE:
             return body
         try:
@@ -176,8 +199,7 @@ class Families:
             what = "exception" if op == ANSWER_ERROR else "result"
             raise RemoteError(type(error).__qualname__, f"the {what} could not be unpickled here: {shown(error)}") from error
         finally:
-            if type(body) is int:
-                self.channel.send_from_thread(TAKEN, child.number, None)
+            self.read(child, op, body)
         if op == ANSWER_ERROR:
             raise result
         return result

@@ -1,0 +1,161 @@
+"""Calls from inside a call, while their workers drain, are replaced, removed or die, while they are cancelled, and while the runner
+closes.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import percore
+from percore import RunnerClosed, WorkerDied
+from tests import nested_jobs as jobs
+from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.pipes import Gate, Log
+from tests.internals import members_of, slots_used, supervisor_of
+
+pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110  # a state of the supervisor, which has no event
+        await asyncio.sleep(0)
+
+
+async def drain(runner: percore.Runner) -> None:
+    worker_of(runner).kill(signal.SIGTERM)
+    while runner.statistics().workers[0].generation == 1:
+        await runner.run(jobs.echo, 1)
+
+
+async def resize(runner: percore.Runner) -> None:
+    """Remove the worker of the caller, whose slot is the last."""
+    await runner.resize(1)
+
+
+def check_empty(runner: percore.Runner) -> None:
+    """Check that no call has left anything behind."""
+    for member in members_of(runner):
+        member.check_empty()
+        assert (member.families, member._aside) == ({}, [0, 0])
+    nested = supervisor_of(runner).nested
+    assert not nested.held
+    assert all(not (room.asked or room.announced or room.lent) for room in nested._rooms.values())
+    assert slots_used(runner) == 0
+
+
+@pytest.mark.own_fork_server  # a reload starts another one
+@pytest.mark.parametrize("leave", [drain, percore.Runner.reload, resize], ids=["drain", "reload", "resize"])
+async def test_a_worker_that_leaves_answers_its_callers(
+    make: MakeRunner, log: Log, gate: Gate, leave: Callable[[percore.Runner], Awaitable[None]]
+) -> None:
+    async with make(2 if leave is resize else 1, concurrency=4, threads=2) as runner:
+        calls = [runner.submit(fn, log.path, gate.path, "x") for fn in (jobs.two_in_turn, jobs.two_in_turn_on_a_thread)]
+        assert await log.take(2) == ["begun"] * 2
+        await leave(runner)
+        gate.open()
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*calls) == ["firstx"] * 2
+        assert runner.statistics().failed == 0
+        check_empty(runner)
+
+
+async def test_a_worker_that_drains_while_the_runner_closes_ends_its_callers(make: MakeRunner, log: Log, gate: Gate) -> None:
+    """Nobody takes its place, so the calls that its callers make begin nowhere."""
+    runner = make()
+    await runner.start()
+    calls = [runner.submit(fn, log.path, gate.path, "x") for fn in (jobs.two_in_turn, jobs.two_in_turn_on_a_thread)]
+    assert await log.take(2) == ["begun"] * 2
+    closing = asyncio.ensure_future(runner.aclose())
+    await asyncio.sleep(0)
+    members_of(runner)[0].worker.kill(signal.SIGTERM)
+    await until(lambda: not members_of(runner)[0].is_ready)
+    gate.open()
+    async with asyncio.timeout(20):
+        assert {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)} == {RunnerClosed}
+        await closing
+
+
+STAGES = ["queued", "running", "ended"]
+
+
+@asynccontextmanager
+async def at(stage: str, make: MakeRunner, log: Log, gate: Gate, other: Gate) -> AsyncIterator[Any]:
+    """Give a runner, a caller whose call has come so far, and the other calls that are under way."""
+    async with make(concurrency=1, threads=1) as runner:
+        if stage == "queued":
+            caller = runner.submit(jobs.both, log.path, gate.path)
+            assert await log.take(1) == ["begun"]
+            others = []
+        else:
+            caller = runner.submit(jobs.acall, jobs.held, log.path, gate.path, "x")
+            assert await log.take(1) == ["begun"]
+            others = [runner.submit(jobs.aheld, log.path, other.path, "y")]  # it has the place of the caller
+            assert await log.take(1) == ["begun"]
+            if stage == "ended":
+                gate.open()
+                await until(lambda: bool(supervisor_of(runner).nested.held))
+        yield runner, caller, others
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_caller_that_is_cancelled(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, stage: str) -> None:
+    async with asyncio.timeout(20), at(stage, make, log, gate, other_gate) as (runner, caller, others):
+        caller.cancel()
+        if stage != "ended":
+            gate.open()
+        other_gate.open()
+        assert await asyncio.gather(*others) == ["y"] * len(others)
+        assert await runner.run(jobs.adown, 2) == 2
+        await until(lambda: not any(member.calls for member in members_of(runner)))
+        check_empty(runner)
+
+
+@pytest.mark.parametrize("grace", [None, 0])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_runner_that_closes(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, stage: str, grace: float | None
+) -> None:
+    async with asyncio.timeout(20), at(stage, make, log, gate, other_gate) as (runner, caller, others):
+        members = members_of(runner)
+        closing = asyncio.ensure_future(runner.aclose(grace=grace))
+        await asyncio.sleep(0)
+        if stage != "ended":
+            gate.open()
+        other_gate.open()
+        results = await asyncio.gather(caller, *others, return_exceptions=True)
+        await closing
+        if grace is None:
+            assert results == ([["0", "1"]] if stage == "queued" else ["x", "y"])
+        else:
+            assert {type(result) for result in results} == {RunnerClosed}
+        for member in members:
+            member.check_empty()
+        check_empty(runner)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_worker_that_dies_with_a_caller_and_its_call(
+    make_real: MakeRunner, log: Log, gate: Gate, other_gate: Gate, stage: str, retries: int
+) -> None:
+    def make(**options: Any) -> percore.Runner:
+        return make_real(retries=retries, **options)
+
+    async with asyncio.timeout(20), at(stage, make, log, gate, other_gate) as (runner, caller, others):
+        (member,) = members_of(runner)
+        member.worker.kill()
+        if stage != "ended":
+            gate.open()
+        other_gate.open()
+        results = await asyncio.gather(caller, *others, return_exceptions=True)
+        if retries:
+            assert results == ([["0", "1"]] if stage == "queued" else ["x", "y"])
+        else:
+            assert {type(result) for result in results} == {WorkerDied}
+        assert await runner.run(jobs.down, 2) == 2
+        member.check_empty()
+        check_empty(runner)
