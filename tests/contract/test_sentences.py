@@ -8,6 +8,7 @@ those in the files of `INTERNAL`.
 
 import ast
 import asyncio
+import concurrent.futures
 import contextvars
 import errno
 import gc
@@ -283,6 +284,19 @@ async def with_shared(runner: Runner, use: Callable[[Any], Any]) -> None:
 
 async def started_again(runner: Runner) -> None:
     await runner.start()
+
+
+def usage_in_callback(executor: LoopPoolExecutor) -> None:
+    asked: concurrent.futures.Future[percore.Usage] = concurrent.futures.Future()
+
+    def ask(_: object) -> None:
+        try:
+            asked.set_result(executor.usage())
+        except RuntimeError as error:
+            asked.set_exception(error)
+
+    executor.submit(asyncio.sleep, 0).add_done_callback(lambda _: executor.submit(jobs.echo, 1).add_done_callback(ask))
+    asked.result()
 
 
 def executor_callback(executor: LoopPoolExecutor) -> None:
@@ -734,6 +748,8 @@ SENTENCES: Final[dict[str, Use]] = {
     "a LoopPoolExecutor cannot be pickled: it belongs to the process that made it. Instead of giving it to a call, make the calls "
     "here, and give the results of one to the next": pool(pickle.dumps),
     "percore: a callback of %r raised": pool(executor_callback),
+    "usage() waits for the executor's own thread, which runs this code: a callback of a future, or code that is run while an "
+    "object is pickled. Call it in another thread": pool(usage_in_callback),
     "cannot schedule new futures after shutdown": pool(lambda executor: (executor.shutdown(), executor.submit(abs, -1))),
     "cannot schedule new futures after interpreter shutdown": Program(
         """

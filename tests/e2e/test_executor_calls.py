@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import _RemoteTraceback
 from typing import Any
 
@@ -16,7 +16,7 @@ import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import gate, log
+from tests.e2e.executors import gate, lines, log
 
 __all__ = ["gate", "log"]
 
@@ -275,6 +275,64 @@ def test_the_results_of_a_map_do_not_hold_the_executor() -> None:
     assert list(results) == list(range(10))
     assert thread is not None
     thread.join()
+
+
+# Statistics and usage
+
+
+def roles(usage: percore.Usage) -> list[str]:
+    return [process.role for process in usage.processes]
+
+
+def test_statistics_count_what_runs_and_what_waits(log: Log, gate: Gate) -> None:
+    with LoopPoolExecutor(1, max_threads=1) as executor:
+        assert executor.statistics() == percore.Statistics(0, 0, 0, 0, 0, 0, ())
+        held = [executor.submit(jobs.wait, log.path, gate.path, place) for place in range(20)]
+        lines(log, 1)
+        counted = executor.statistics()
+        assert (counted.running, counted.queued, counted.done) == (1, 19, 0)
+        assert [worker.state for worker in counted.workers] == ["ready"]
+        seen: concurrent.futures.Future[percore.Statistics] = concurrent.futures.Future()
+        held[-1].add_done_callback(lambda _: seen.set_result(executor.statistics()))
+        gate.open()
+        assert seen.result().done == 20  # asked in the thread of the loop
+    for ask in (executor.statistics, executor.usage):
+        with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$"):
+            ask()
+
+
+def test_usage_of_the_processes(log: Log, gate: Gate) -> None:
+    with LoopPoolExecutor(1) as executor:
+        assert roles(executor.usage()) == ["supervisor"]
+        held = executor.submit(jobs.wait, log.path, gate.path)
+        lines(log, 1)
+        used = executor.usage()
+        refused: concurrent.futures.Future[percore.Usage] = concurrent.futures.Future()
+        held.add_done_callback(lambda _: refused.set_exception(_error_of(executor.usage)))
+        gate.open()
+        assert roles(used) == ["supervisor", "fork server", "worker 0"]
+        with pytest.raises(RuntimeError, match="Call it in another thread"):
+            refused.result()
+
+
+def _error_of(fn: Callable[[], Any]) -> BaseException | None:
+    with pytest.raises(RuntimeError) as caught:
+        fn()
+    return caught.value
+
+
+@pytest.mark.parametrize("lifespan", [None, jobs.no_resource])
+def test_usage_is_answered_whatever_becomes_of_the_executor(lifespan: Any) -> None:
+    executor = LoopPoolExecutor(1, lifespan=lifespan)
+    executor.submit(jobs.echo, 1)
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(executor.usage) for _ in range(8)]
+        executor.shutdown()
+        for future in asked:
+            if future.exception() is None:
+                assert roles(future.result())[0] == "supervisor"
+            else:
+                assert isinstance(future.exception(), RuntimeError)
 
 
 # Threads and loops

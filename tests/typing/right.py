@@ -173,6 +173,8 @@ def an_executor(executor: percore.LoopPoolExecutor) -> None:
     assert_type(executor.submit(fetch, "u").result(), int)
     assert_type(executor.submit(parse, b"").result(), str | None)
     assert_type(executor.map(fetch, ["u"]), Iterator[int])
+    assert_type(executor.statistics(), percore.Statistics)
+    assert_type(executor.usage(), percore.Usage)
 
 
 async def inside_a_call() -> None:

@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
             "_calls",
             "_common",
             "_engines.processes",
+            "_monitor",
             "_protocol",
             "_runner",
             "_scheduler",

@@ -11,6 +11,7 @@ from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
+import percore  # noqa: TC001  # get_type_hints needs it
 from percore._common.options import Lifespan, RunnerOptions, check_plain, usable_cpus, whole
 from percore._executor.futures import Held
 from percore._executor.portal import Portal
@@ -226,6 +227,30 @@ class LoopPoolExecutor(Executor):
         chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
         calls = ((fn, chunk) for chunk in chunks)
         return _ResultIterator(self, run_chunk, calls, end, buffersize).chunks()
+
+    def statistics(self) -> "percore.Statistics":
+        """Return a snapshot of the executor's counters. Any thread may call this.
+
+        It is cheap and makes no system calls. `queued` includes the calls that wait for room in a worker; those that were cancelled
+        count until percore discards them. There are no workers until the first call has started them.
+
+        Raises:
+            BrokenProcessPool, RuntimeError: as in `submit`.
+        """
+        return self._portal.statistics()
+
+    def usage(self) -> "percore.Usage":
+        """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.
+
+        Any thread may call this. It waits some milliseconds for the executor's event loop, so in a coroutine write
+        `await asyncio.to_thread(executor.usage)`. Before the first call it returns this process alone; later it
+        leaves out a worker whose process does not exist yet. All executors and runners of this process share one fork server.
+
+        Raises:
+            RuntimeError: called in the thread of the executor's event loop, which runs callbacks of its futures; or as in `submit`.
+            BrokenProcessPool: as in `submit`.
+        """
+        return self._portal.usage()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls, and let the accepted ones finish. Idempotent. Any thread may call this.

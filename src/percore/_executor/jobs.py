@@ -123,6 +123,10 @@ class Jobs:
         """Return whether every call has its outcome."""
         return not (self._running or self._waiting[0] or self._waiting[1] or self._outcomes)
 
+    def waiting(self) -> int:
+        """Return how many calls wait, those included that were cancelled and are not discarded yet. Any thread may call this."""
+        return len(self._waiting[0]) + len(self._waiting[1])
+
     def are_sent(self) -> bool:
         """Return whether a worker holds a call."""
         return any(job.member is not None for job in self._running)

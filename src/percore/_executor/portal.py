@@ -31,12 +31,14 @@ import os
 import sys
 import threading
 from collections import deque
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
+from percore._executor.readings import Readings
 from percore._runner.early import MODULES, cool_down
 
 if TYPE_CHECKING:
@@ -46,10 +48,11 @@ if TYPE_CHECKING:
     from percore._calls.functions import Function
     from percore._executor.futures import Request
     from percore._executor.jobs import Jobs
+    from percore._monitor.statistics import Statistics
+    from percore._monitor.usage import Usage
     from percore._runner.assembly import Assembly
     from percore._supervisor.pool import WorkerObserver
     from percore._supervisor.pool_worker import PoolWorker
-    from percore._supervisor.supervisor import Supervisor
 
 logger: Final = logging.getLogger("percore")
 
@@ -110,6 +113,7 @@ class Portal:
         self._asked: list[Callable[[Jobs], None]] = []
         """Steps that were asked for before the workers were launched."""
         self._settled: asyncio.Future[None]
+        self._readings = Readings()
 
     def forked(self) -> None:
         """In a fork, which has no thread but its own: become unused, unless the portal takes no more calls.
@@ -118,7 +122,7 @@ class Portal:
         """
         if not self.life.marks:
             # Finalizers of the parent's loop and workers must not run here while the parent uses them.
-            self._of_parent = self._of_parent, vars(self).get("_loop"), self.jobs, self._inbox, self.life
+            self._of_parent = self._of_parent, vars(self).get("_loop"), self._readings, self.jobs, self._inbox, self.life
             self._renew()
 
     # From any thread
@@ -149,6 +153,36 @@ class Portal:
             self._wake(self._take)
         if self.life.phase is _OVER:
             self._empty_inbox()
+
+    def statistics(self) -> Statistics:
+        """Return the counters of the supervisor, and count the calls that wait here as queued."""
+        self.check()
+        from percore._monitor.statistics import Statistics
+        from percore._supervisor.snapshot import snapshot
+
+        jobs, waiting = self.jobs, len(self._inbox)
+        if jobs is None:
+            return Statistics(running=0, queued=waiting, done=0, failed=0, retried=0, restarts=0, workers=())
+        now = snapshot(jobs.supervisor, is_here=threading.current_thread() is self.thread)
+        return replace(now, queued=now.queued + waiting + jobs.waiting())
+
+    def usage(self) -> Usage:
+        """Return what this process, the fork server and the workers use, as the loop has read it."""
+        self.check()
+        if self.thread is None:
+            from percore._monitor.usage import UsageMeter
+
+            return UsageMeter().measure({os.getpid(): "supervisor"})
+        if self.thread is threading.current_thread():
+            raise RuntimeError(
+                "usage() waits for the executor's own thread, which runs this code: a callback of a future, or code that is run "
+                "while an object is pickled. Call it in another thread"
+            )
+        asked = self._readings.add()
+        self._wake(self._readings.take)
+        if self.life.phase is _OVER:
+            self._readings.fail(self.life.refusal())
+        return asked.result()
 
     def wait_launched(self) -> None:
         """Wait until the processes of the first workers have been started, whether or not they are ready."""
@@ -245,6 +279,7 @@ class Portal:
             asyncio.set_event_loop(loop)
             loop.run_until_complete(self._main())
             loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(self._readings.settle())
         except BaseException as error:  # a bug in percore: every future must end all the same
             logger.exception("percore: the thread of an executor failed")
             self.life.break_off(f"its thread failed: {error!r}", error)
@@ -257,6 +292,7 @@ class Portal:
                 self.jobs.end()
             self._assemble = self._warm_up = None
             self._empty_inbox()
+            self._readings.fail(self.life.refusal())
             _portals.discard(self)
 
     async def _main(self) -> None:
@@ -268,7 +304,7 @@ class Portal:
             self._fail(error)
             return
         starting = loop.create_task(assembly.supervisor.pool.start(), name="percore-start")
-        loop.call_soon(self._launched, assembly.supervisor)  # runs after the first step of `starting`, which starts the processes
+        loop.call_soon(self._launched, assembly)  # runs after the first step of `starting`, which starts the processes
         try:
             await starting
         except Exception as error:  # StartupFailed
@@ -286,11 +322,12 @@ class Portal:
         self.break_off(str(error), error)
         self.life.advance(ExecutorEvent.FAIL)
 
-    def _launched(self, supervisor: Supervisor) -> None:
+    def _launched(self, assembly: Assembly) -> None:
         from percore._executor.jobs import Jobs
 
         self._has_launched.set()
-        self.jobs = Jobs(supervisor, self.life, self, is_pool=self._is_pool)
+        self._readings.open(assembly.usage)
+        self.jobs = Jobs(assembly.supervisor, self.life, self, is_pool=self._is_pool)
         self._take()
         while self._asked:
             self._asked.pop(0)(self.jobs)

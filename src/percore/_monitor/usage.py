@@ -112,13 +112,14 @@ class UsageMeter:
     def _read_into(self, reading: "Future[Usage]", roles: Mapping[int, str]) -> None:
         if reading.set_running_or_notify_cancel():
             try:
-                usage = self._read(roles)
+                usage = self.measure(roles)
             except BaseException as error:
                 reading.set_exception(error)
             else:
                 reading.set_result(usage)
 
-    def _read(self, roles: Mapping[int, str]) -> Usage:
+    def measure(self, roles: Mapping[int, str]) -> Usage:
+        """Return the usage of these processes, as `read` does, in the calling thread."""
         with self._lock:
             before, self._before = self._before, {}
             found = (self._measure(pid, role, before) for pid, role in roles.items())
