@@ -92,6 +92,8 @@ def in_a_fork(method: str) -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
     pid = os.fork()
     if pid == 0:
+        assert executor.statistics().workers == ()
+        assert len(executor.usage().processes) == 1  # and does not wait for a thread that is in the parent alone
         executor.submit(tell, "child").result()
         executor.submit(tell_later, "child later")
         executor.shutdown()
