@@ -687,3 +687,117 @@ def test_the_main_thread_works_alone_until_it_is_stopped() -> None:
     threads.work()
     assert recorder.expect(2) == [(1, "first"), (3, "third")]
     assert (threads.is_idle(), len(started)) == (True, 3)
+
+
+# Threads that wait for nested calls
+
+
+class Aside:
+    """Calls that step aside, and come back once they are told to. `begun` and `back` tell the ids of calls."""
+
+    def __init__(self) -> None:
+        self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.back: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.answered = {call_id: threading.Event() for call_id in range(4)}
+        self.finish = {call_id: threading.Event() for call_id in range(4)}
+        self.threads: Threads
+
+    def __call__(self, call_id: int, waits: Any) -> None:
+        self.begun.put(call_id)
+        if waits:
+            assert self.threads.step_aside(call_id)
+            self.answered[call_id].wait()
+            assert self.threads.come_back(call_id)
+            self.back.put(call_id)
+        self.finish[call_id].wait()
+
+
+@contextmanager
+def pool_with_calls_aside() -> Iterator[tuple[Aside, Threads]]:
+    """Give a pool of one thread in which two calls are aside and a third one runs."""
+    calls = Aside()
+    with pool(1, calls) as threads:
+        calls.threads = threads
+        for call_id, waits in enumerate((True, True, False)):
+            threads.put(call_id, waits)
+        try:
+            assert [calls.begun.get() for _ in range(3)] == [0, 1, 2]
+            yield calls, threads
+        finally:
+            for event in (*calls.answered.values(), *calls.finish.values()):
+                event.set()
+
+
+def wait_for_gate(threads: Threads, count: int) -> None:
+    """Wait until so many threads want to come back."""
+    while len(threads._back) < count:
+        time.sleep(0)
+
+
+def test_calls_come_back_one_by_one_and_in_order() -> None:
+    with pool_with_calls_aside() as (calls, threads):
+        assert threads.free() == 0
+        for count, call_id in enumerate((1, 0), 1):
+            calls.answered[call_id].set()
+            wait_for_gate(threads, count)
+        assert calls.back.empty()  # the third call has the only place
+        calls.finish[2].set()
+        assert calls.back.get() == 1
+        assert (len(threads._back), threads.free()) == (1, 0)
+        calls.finish[1].set()
+        assert calls.back.get() == 0
+
+
+def test_calls_come_back_before_others_begin() -> None:
+    with pool_with_calls_aside() as (calls, threads):
+        threads.put(3, False)
+        calls.answered[0].set()
+        wait_for_gate(threads, 1)
+        calls.finish[2].set()
+        assert calls.back.get() == 0
+        assert calls.begun.empty()
+        assert 3 in threads.waiting  # it may still be taken back
+        calls.finish[0].set()
+        assert calls.begun.get() == 3
+        calls.finish[3].set()
+        calls.answered[1].set()
+        assert calls.back.get() == 1
+
+
+def test_a_call_that_waits_at_the_gate_can_be_taken_back() -> None:
+    with pool_with_calls_aside() as (calls, threads):
+        threads.put(3, False)
+        assert threads.take_back(3) is False  # its item
+        for call_id in (0, 1):
+            calls.answered[call_id].set()
+            calls.finish[call_id].set()
+        calls.finish[2].set()
+        assert {calls.back.get(), calls.back.get()} == {0, 1}
+        assert calls.begun.empty()
+
+
+def test_threads_beyond_the_limit_end_once_nobody_is_aside() -> None:
+    with pool_with_calls_aside() as (calls, threads):
+        threads.trim()
+        assert len(threads._threads) == 3
+        calls.finish[2].set()
+        for call_id in (0, 1):
+            calls.answered[call_id].set()
+            calls.finish[call_id].set()
+        assert {calls.back.get(), calls.back.get()} == {0, 1}
+        threads.trim()
+        assert len(threads._threads) == 1
+
+
+def test_only_a_call_on_a_thread_of_the_pool_steps_aside() -> None:
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run(call_id: int, _: Any) -> None:
+        told.put(threads.step_aside(call_id))
+        told.put(threads.come_back(call_id))
+
+    with pool(1, run) as threads:
+        threads.run_beside(1, "item")
+        assert [told.get(), told.get()] == [False, False]
+        assert not threads.step_aside(7)
+        assert not threads.come_back(7)
