@@ -159,3 +159,15 @@ async def test_a_worker_that_dies_with_a_caller_and_its_call(
         assert await runner.run(jobs.down, 2) == 2
         member.check_empty()
         check_empty(runner)
+
+
+async def test_a_close_without_grace_ends_a_thread_that_waits_for_its_call(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with asyncio.timeout(20), make(threads=1) as runner:
+        caller = runner.submit(jobs.call, jobs.held, log.path, gate.path, "x")
+        assert await log.take(1) == ["begun"]
+        closing = asyncio.ensure_future(runner.aclose(grace=0))
+        await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(RunnerClosed):
+            await caller
+        await closing

@@ -53,7 +53,7 @@ class Family:
         self._waiting = threading.Lock()
         """Not `lock`, which the loop takes: a thread holds this one until it has its place again."""
         self.children: dict[int, Child] = {}
-        self.is_over = False
+        self.is_over = self.is_cancelled = False
         self.waits = 0
         """How many threads wait for nested calls."""
 
@@ -151,16 +151,20 @@ class Families:
             self._noted.add(call_id)
         return family
 
-    def left(self, call_id: int) -> None:
-        """A call ends: end its family, if it has one."""
+    def left(self, call_id: int) -> bool:
+        """A call ends: end its family, if it has one. Return whether the call was cancelled before."""
         family = self.open.pop(call_id, None)
-        if family is not None:
-            family.end()
+        if family is None:
+            return False
+        is_cancelled = family.is_cancelled
+        family.end()
+        return is_cancelled
 
     def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
         """End the nested calls of a call that goes on."""
         family = self.open.get(call_id)
         if family is not None:
+            family.is_cancelled |= error is asyncio.CancelledError
             family.fail(error)
 
     def forget(self, child: Child) -> None:

@@ -8,6 +8,7 @@ collected, and a timer of the loop sends them. The supervisor then wakes up once
 calls that the supervisor sends in their place.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -27,8 +28,6 @@ from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
-    import asyncio
-
     from percore._protocol.interfaces import WorkerChannel
 
 SPLIT_AFTER: Final = 0.002
@@ -60,8 +59,8 @@ class Ends(Protocol):
     open: dict[int, Any]
     """Those of each call."""
 
-    def left(self, call_id: int) -> None:
-        """End those of a call that is about to be answered."""
+    def left(self, call_id: int) -> bool:
+        """End those of a call that is about to be answered. Return whether the call was cancelled while it had nested calls."""
 
     def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
         """End those of a call that goes on."""
@@ -73,8 +72,9 @@ class NoNested:
     def __init__(self) -> None:
         self.open: dict[int, Any] = {}
 
-    def left(self, call_id: int) -> None:
+    def left(self, call_id: int) -> bool:
         """There are none."""
+        return False
 
     def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
         """There are none."""
@@ -444,9 +444,10 @@ class PlainCalls:
             passes = self._passes(result)
             is_awaitable = not passes and hasattr(type(result), "__await__")  # may run code of a metaclass
         except BaseException as error:
-            if self.families.open:
-                self.families.left(call_id)
-            self._answers.error(call_id, error, send)
+            if self.families.open and self.families.left(call_id) and isinstance(error, asyncio.CancelledError):
+                send(CANCELLED, call_id, None)
+            else:
+                self._answers.error(call_id, error, send)
         else:
             if self.families.open and not is_awaitable:
                 self.families.left(call_id)
