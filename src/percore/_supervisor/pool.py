@@ -389,7 +389,6 @@ class Pool:
             self._nested.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
         self.members.discard(member)
-        self.blocked_loops.look_members()
         slot.failure = member.failure
         with faults:
             if began:
@@ -419,6 +418,7 @@ class Pool:
     def _report_death(self, member: PoolWorker, state: State) -> None:
         if POINTS:
             point("supervisor.worker.buried")
+        self.blocked_loops.look_members()
         exitcode, why, _ = member.end
         if state in (State.STARTING, State.READY):
             # `kill_one` has reported it already if percore killed the worker.
