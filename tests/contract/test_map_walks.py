@@ -10,9 +10,9 @@ import pytest
 
 import percore
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner
 from tests.counts import times
-from tests.internals import held_by, pulls, slots_used, supervisor_of
+from tests.internals import current_member, held_by, pulls, slots_used, supervisor_of
 
 
 def refuse_some(number: int) -> int:
@@ -102,7 +102,9 @@ class Walk:
         return cancel
 
     async def _kill(self) -> None:
-        worker_of(self.runner).kill()
+        member = current_member(self.runner)
+        if member is not None:  # else its start is delayed, since earlier ones were killed before they began a call
+            member.worker.kill()
 
     async def _nothing(self) -> None:
         """Leave the map alone."""
