@@ -4,7 +4,7 @@ import asyncio
 import functools
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,9 +89,16 @@ async def test_t3_calls_wait_for_the_replacement_of_a_worker_that_may_begin_no_m
         assert await log.next() == "enter 1"
         functions: list[Callable[[], Any]] = [jobs.awhere, jobs.where]
         calls: list[asyncio.Future[Any]] = [runner.submit(fn) for fn in functions for _ in range(3)]
-        mapped: asyncio.Task[list[int]] = asyncio.ensure_future(runner.map(life_jobs.generation, range(10)).collect())
+        pulled = asyncio.Event()
+
+        def inputs() -> Iterator[int]:
+            yield from range(10)
+            pulled.set()
+
+        mapped: asyncio.Task[list[int]] = asyncio.ensure_future(runner.map(life_jobs.generation, inputs()).collect())
         done = await asyncio.gather(*calls[:3])
         assert await log.next() == "enter 2"
+        await pulled.wait()  # on a busy machine the map gives way to the loop in between
         assert runner.statistics().queued == 13
         assert [where.generation for where in await runner.broadcast(jobs.awhere)] == [1]
         gate.open()
