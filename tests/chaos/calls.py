@@ -202,6 +202,37 @@ def everywhere(uuid: int) -> int:
     return _enter_alone(uuid)
 
 
+# Calls that make calls. These have the two numbers after that of their caller
+
+
+async def caller(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
+    """Give its value, and the outcomes of its calls."""
+    value = _enter_alone(uuid)
+    runner = percore.current_runner()
+    NUMBER.set(uuid + 1)
+    first = runner.submit(task, uuid + 1, seconds)
+    NUMBER.set(uuid + 2)
+    second = runner.submit(thread, uuid + 2, size)
+    return value, list(await asyncio.gather(first, second, return_exceptions=True))
+
+
+def caller_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
+    """As `caller`, one call after the other."""
+    value = _enter_alone(uuid)
+    runner = percore.current_runner()
+    outcomes: list[Any] = []
+    nested: list[tuple[Any, float]] = [(task, seconds), (thread, size)]
+    for number, (fn, argument) in enumerate(nested, uuid + 1):
+        token = NUMBER.set(number)
+        try:
+            outcomes.append(runner.run_sync(fn, number, argument))
+        except percore.PercoreError as error:
+            outcomes.append(error)
+        finally:
+            NUMBER.reset(token)  # the next call of this thread may have the same context
+    return value, outcomes
+
+
 # Calls with a key: while one of them runs no other process may have one of that key
 
 

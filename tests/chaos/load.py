@@ -108,7 +108,7 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "large_item": (5, calls.large_result, 20, {}),
 }
 SHAPES: Final = {"list": 3, "pairs": 5, "stream": 4, "left": 2, "collected": 1, "cancelled": 1}
-UNITS: Final = {"single": 90, "map": 6, "stream": 3, "broadcast": 1}
+UNITS: Final = {"single": 86, "nested": 4, "map": 6, "stream": 3, "broadcast": 1}
 
 
 class Load:
@@ -142,6 +142,9 @@ class Load:
         kind = decide.choices(list(UNITS), list(UNITS.values()))[0]
         if kind == "single":
             self._submit_single(uuid, decide)
+        elif kind == "nested":
+            self.last = uuid + 2
+            self._add(self._nested(uuid, decide))
         elif kind == "map":
             self._add(Mapping(self, uuid, decide).run())
         elif kind == "stream":
@@ -225,6 +228,29 @@ class Load:
                 except percore.PercoreError as error:
                     words = words_of(error)
         self.note(uuid, "stream", 1, words)
+
+    async def _nested(self, uuid: int, decide: random.Random) -> None:
+        """A call that makes two calls. If it has not told of them, they may have run or not."""
+        fn: Any = decide.choice([calls.caller, calls.caller_in_thread])
+        told: list[Any] = []
+        context = copy_context()
+        context.run(calls.NUMBER.set, uuid)
+        is_cancelled = decide.random() < _CANCELLED
+        try:
+            future = context.run(self.runner.submit, fn, uuid, _seconds(decide), decide.randrange(1_000_000))
+            self.pending.add(future)
+            future.add_done_callback(self.pending.discard)
+            if is_cancelled:
+                asyncio.get_running_loop().call_later(decide.random() / 50, future.cancel)
+            value, told = await future
+            words = words_of(value)
+        except asyncio.CancelledError:
+            words = "cancelled"
+        except percore.PercoreError as error:
+            words = words_of(error)
+        self.note(uuid, "caller", 1, words, is_cancelled=is_cancelled)
+        for number in (1, 2):
+            self.note(uuid + number, "nested", 1, words_of(told[number - 1]) if told else "dropped")
 
     async def _broadcast(self, uuid: int) -> None:
         attempts = len(self.runner.statistics().workers) + 1  # one may be about to hand over to the next
