@@ -54,7 +54,13 @@ class FakeWorker:
         link.close_fds()
         self.exitcode: int | None = None
         _tasks[self.pid] = WeakSet()
-        copy_context().run(self._begin, start)
+        try:
+            copy_context().run(self._begin, start)
+        except BaseException:
+            self._end.bell.close()
+            self._end.close()
+            self.close()
+            raise
 
     def _begin(self, start: WorkerStart) -> None:
         context = WorkerContext(CurrentWorker(start.index, start.generation, self.pid))

@@ -186,15 +186,19 @@ class Link:
             undo.callback(self._results.close)
             self._arena_fd = arena.reader_fd()
             undo.callback(os.close, self._arena_fd)
-            bell, self._worker_bell = bell_fds()
+            own, self._worker_bell = bell_fds()
+            for fd in self._worker_bell:
+                undo.callback(os.close, fd)
+            bell = bell_of(own)
+            undo.callback(bell.close)
+            self.fds = (self._cell.fd, self._arena_fd, self._results.fd, *self._worker_bell)
+            self._places = layout.places
+            self._marks = layout.marks(self._cell)
+            view = self._cell.view
+            rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
+            results = SlotReader(self._results, layout.slot_size)
+            self.channel = SupervisorSide(loop, rings, bell, (store, results), leases=_most_of(results.count))
             undo.pop_all()
-        self.fds = (self._cell.fd, self._arena_fd, self._results.fd, *self._worker_bell)
-        self._places = layout.places
-        self._marks = layout.marks(self._cell)
-        view = self._cell.view
-        rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
-        results = SlotReader(self._results, layout.slot_size)
-        self.channel = SupervisorSide(loop, rings, bell_of(bell), (store, results), leases=_most_of(results.count))
 
     def close_fds(self) -> None:
         """Close the descriptors for the worker, which has them by now, or was not started. Call it once."""
