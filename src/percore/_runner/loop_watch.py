@@ -47,24 +47,30 @@ class _LoopWatcher:
                 self._loop.call_soon_threadsafe(self._ran)
             except RuntimeError:  # the loop is closed
                 return
-            ran = self._hear(self._after)
-            is_late = monotonic() - started >= 2 * self._after  # this thread could not run either
-            if ran is None and not is_late:
-                blocked = f"{monotonic() - started:.1f}"
-                report(logging.WARNING, "the event loop has been blocked for %s s:\n%s", blocked, self._stack())
-            if ran is None:
-                ran = self._heard.get()
-                if not is_late and ran != _STOP:
-                    report(logging.WARNING, "the event loop goes on, after %s s", f"{ran - started:.1f}")
-            if ran == _STOP:
+            if self._wait(started, used) == _STOP:
                 return
-            if is_late and held_the_gil(ran - started, process_time() - used, self._after):
-                seconds = f"{ran - started:.1f}"
-                report(
-                    logging.WARNING,
-                    "the event loop was blocked for %s s, and all threads with it, by code that holds the GIL",
-                    seconds,
-                )
+
+    def _wait(self, started: float, used: float) -> float:
+        """Wait until the loop has run the callback, and report what happened meanwhile. Return as `_hear`."""
+        ran, is_late = None, True
+        while ran is None and is_late:  # a wait in which this thread could not run either says nothing about the loop
+            begun = monotonic()
+            ran = self._hear(self._after)
+            is_late = monotonic() - begun >= 2 * self._after
+        if ran is None:
+            seconds = f"{monotonic() - started:.1f}"
+            report(logging.WARNING, "the event loop has been blocked for %s s:\n%s", seconds, self._stack())
+            ran = self._heard.get()
+            if ran != _STOP:
+                report(logging.WARNING, "the event loop goes on, after %s s", f"{ran - started:.1f}")
+        elif ran != _STOP and held_the_gil(ran - started, process_time() - used, self._after):
+            seconds = f"{ran - started:.1f}"
+            report(
+                logging.WARNING,
+                "the event loop was blocked for %s s, and all threads with it, by code that holds the GIL",
+                seconds,
+            )
+        return ran
 
     def _ran(self) -> None:
         self._heard.put(monotonic())
