@@ -12,7 +12,7 @@ from percore import Map, Runner, Stream
 from tests.relay.near import RelayEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
@@ -103,17 +103,6 @@ def items_ready(stream: Stream[Any]) -> int:
     """How many items of a stream have arrived and were not taken."""
     call: Any = stream._call
     return len(call._ready)
-
-
-def prepared_stream(runner: Runner, fn: Any, args: tuple[Any, ...]) -> "AsyncGenerator[Any]":
-    """The items of a stream that enters the supervisor with its arguments ready, and not by `Runner.stream`."""
-    supervisor = supervisor_of(runner)
-    function = supervisor.functions.of(fn, is_stream=True)
-
-    async def begin(call: Any) -> None:
-        supervisor.streams.accept(call, function, args)
-
-    return supervisor.streams.make(None).items(begin)
 
 
 def close_call(stream: Stream[Any]) -> None:

@@ -591,7 +591,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "… … …. …": dies,
     "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
     "the … stopped, and the workers in service go on: …": at(
-        "tests/contract/test_steering.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
+        "tests/contract/test_reload_and_resize.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
         "the reload stopped, and the workers in service go on: ",
     ),
     "there was no place for worker … within start_timeout=… s": at(

@@ -1,7 +1,6 @@
 """Streams: items in order, as fast as they are taken, beside everything else that a runner does."""
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +12,7 @@ from tests import jobs
 from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
-from tests.internals import is_leased, prepared_stream, slots_used
+from tests.internals import is_leased, slots_used
 
 pytestmark = pytest.mark.differs("relay", because="items pass a socket, and are copied on their way")
 
@@ -23,14 +22,6 @@ FEW_SLOTS = {"max_message": 1 << 36}
 
 async def all_of(stream: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in stream]
-
-
-async def all_of_until_closed(items: AsyncIterator[Any]) -> list[Any]:
-    taken = []
-    with contextlib.suppress(percore.RunnerClosed):
-        async for item in items:
-            taken.append(item)  # noqa: PERF401  # a list of those before the error
-    return taken
 
 
 async def take(stream: percore.Stream[Any], count: int) -> list[Any]:
@@ -275,17 +266,6 @@ async def test_a_stream_counts_as_one_pending_call(make: MakeRunner) -> None:
         await stream.aclose()
         assert await items == [0, 1, 2]
         assert await runner.run(jobs.aecho, 1) == 1
-
-
-async def test_a_stream_may_enter_with_its_arguments_ready(make: MakeRunner) -> None:
-    async with make(max_pending=1) as runner:
-        items = prepared_stream(runner, streams.anumbers, (100,))
-        assert await anext(items) == 0
-        assert await runner.run(jobs.aecho, 1) == 1  # such a stream does not count as pending
-        assert len(await all_of(items)) == 99
-        items = prepared_stream(runner, streams.anumbers, (100,))
-        assert await anext(items) == 0
-    assert (await all_of_until_closed(items))[:1] == [1]
 
 
 async def test_statistics_count_streams_as_calls(make: MakeRunner, log: Log) -> None:

@@ -19,7 +19,6 @@ _KINDS: Final[tuple[tuple[type, ...], ...]] = (
     (str, bytes, int, float, bool, tuple, type(None)),
     (bool,),
     (float, type(None)),
-    (int,),
     (dict, bytes, type(None)),
     (tuple,),
     (bytes, type(None)),
@@ -39,7 +38,6 @@ class NestedRequest(NamedTuple):
         key: the key that the user gave; None: none.
         inherits: whether the call belongs to the key of its caller, if that has one.
         timeout: seconds that the call may run; None: no limit.
-        failed: how many attempts of the call have failed.
         context: values of context variables, as in `Terms`.
         shares: numbers of the shared objects in its arguments.
         pickle: the pickle of function, arguments and keyword arguments; None: it follows as an ASKED.
@@ -52,7 +50,6 @@ class NestedRequest(NamedTuple):
     key: PlainKey
     inherits: bool
     timeout: float | None
-    failed: int
     context: dict[int, Any] | bytes | None
     shares: tuple[int, ...]
     pickle: bytes | None

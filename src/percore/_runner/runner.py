@@ -278,7 +278,7 @@ class Runner(Verbs):
             RuntimeError: called from another event loop or thread, or after a fork.
         """
         self._check_open()
-        await self._supervisor.pool.steering.reload()
+        await self._supervisor.pool.changes.reload()
 
     async def resize(self, workers: int) -> None:
         """Change the number of workers, while calls go on. No call fails, except those of a broadcast, as below.
@@ -298,7 +298,7 @@ class Runner(Verbs):
         """
         workers = whole("workers", workers, 1, MOST_WORKERS)
         self._check_open()
-        await self._supervisor.pool.steering.resize(workers)
+        await self._supervisor.pool.changes.resize(workers)
 
     # Call options. The calls themselves are in Verbs.
 

@@ -189,13 +189,13 @@ class Closing:
     def refuse_calls(self) -> None:
         """Accept no more calls and replace no dead workers. Waiting calls end when the last worker has ended. Idempotent."""
         self._phase.advance(PhaseEvent.CLOSE)
-        Faults("the runner took no more calls").run(self._pool.steering.look, self._end_maps, self._calls.refuse_delayed)
+        Faults("the runner took no more calls").run(self._pool.changes.look, self._end_maps, self._calls.refuse_delayed)
 
     def fail(self, error: "RunnerBroken") -> None:
         """Break the runner, because no worker can be started any more: end all waiting calls and open maps."""
         self._phase.fail(error)
         Faults("the runner broke").run(
-            self._pool.steering.look, self._end_maps, self._calls.refuse_delayed, self._calls.refuse_waiting
+            self._pool.changes.look, self._end_maps, self._calls.refuse_delayed, self._calls.refuse_waiting
         )
 
     def _end_maps(self) -> None:

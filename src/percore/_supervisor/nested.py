@@ -179,7 +179,6 @@ class Nested:
         except Exception as error:
             self._refuse(room, number, error)
             return
-        member.retried += request.failed > 0
         room.asked[number] = parent, call
         if (held := parent.asks(number)) is not None:
             self._send_held(parent, held)
@@ -219,9 +218,8 @@ class Nested:
                     "indirectly, holds this key until it ends. Leave the key out: nested calls belong to the key of their caller"
                 )
         plan = None
-        if request.timeout is not None or request.context is not None or request.failed:
+        if request.timeout is not None or request.context is not None:
             plan = CallPlan(DEFAULT if request.timeout is None else Policy(timeout=request.timeout), request.context)
-            plan.failed = request.failed
         function = ForeignFunction(request.name, request.module, request.kind)
         call = NestedCall(parent, self._calls, number, function, self.dispatch.level(parent.depth, request.kind), key, plan)
         if request.shares:

@@ -1,6 +1,6 @@
 """The pool: starts workers in slots, replaces them and ends them.
 
-`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out. `Steering` has
+`Replacement` decides when a slot gets another worker, and when that worker takes over. The pool carries this out. `PoolChanges` has
 it replace all workers, or use more or fewer slots.
 """
 
@@ -27,8 +27,8 @@ from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
+from percore._supervisor.pool_changes import PoolChanges
 from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker, Turn
-from percore._supervisor.steering import Steering
 from percore._supervisor.worker_slot import WorkerSlot
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Pool:
         self._place_timer: DeadlineTimer | None = None
         """Runs in the first start while a worker waits for a place. (Later a slot may wait for as long as it takes.)"""
         self._last_report = ""
-        self.steering = Steering(self, engine, calls.phase)
+        self.changes = PoolChanges(self, engine, calls.phase)
         engine.on_place = self._has_place
 
     # Starting
@@ -131,7 +131,7 @@ class Pool:
                 member.worker.kill()
             elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
                 slot.end = Exit(None)
-                is_awaited = self.steering.could_not_start(slot, slot.generation, self._last_report, error)
+                is_awaited = self.changes.could_not_start(slot, slot.generation, self._last_report, error)
                 self._could_not_start(slot)
             else:
                 is_awaited = False
@@ -215,7 +215,7 @@ class Pool:
         self._last_report, member.failure = text, error
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(_unready(member))
-        elif not self.steering.awaits(self.all_slots[member.index], member.generation):  # otherwise it raises the error
+        elif not self.changes.awaits(self.all_slots[member.index], member.generation):  # otherwise it raises the error
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: PoolWorker) -> None:
@@ -267,7 +267,7 @@ class Pool:
             self._give_up(slot)
         elif act is Act.FAIL_START:
             self._fail_start(StartupFailed(self._last_report))
-        self.steering.look()
+        self.changes.look()
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
         self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self._starting is not None))
@@ -314,7 +314,7 @@ class Pool:
             report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
         self._carry_out(slot, decision)
 
-    # Steering
+    # Changes: reload and resize
 
     def renew(self, slot: WorkerSlot) -> None:
         """Give the slot another worker, which takes over as soon as it is ready. Twice is as once."""
@@ -401,7 +401,7 @@ class Pool:
         if not member.was_ready:
             with faults:
                 error = _not_ready(member, "") if member.failure is None else _unready(member)
-                self.steering.could_not_start(slot, member.generation, error.reason, error.__cause__)
+                self.changes.could_not_start(slot, member.generation, error.reason, error.__cause__)
         decision = slot.died(member, self._phase.replaces, began=began, is_first=is_first)
         with faults:
             self._succeed(slot, member, decision)

@@ -1,19 +1,16 @@
 """The streams of a runner, from the request of the first item on: they wait for admission, are submitted, and end with the runner.
 
-`make` and `begin` serve `Runner.stream`. A call whose arguments are pickled already enters through `accept`. In both cases the
-iterator over the items is `StreamCall.items`.
+`Runner.stream` makes a call with `make`, and iterates over `StreamCall.items`, which calls `begin`.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
-from percore._calls.shared_objects import Share
 from percore._calls.streams import StreamCall
-from percore._protocol.messages import Payload
 
 if TYPE_CHECKING:
     from percore._calls.context_variables import Contexts
@@ -79,18 +76,13 @@ class Streams:
             call.forget()
             raise
 
-    def accept(self, call: StreamCall, function: Function, body: tuple[Any, ...] | Payload, shares: Sequence[Share] = ()) -> None:
-        """Submit a call that `make` has made, with arguments that are pickled already. It does not count for `max_pending`."""
-        self._register(call, is_exempt=True)
-        self._submission.accept_stream(call, function, body, shares)
-
-    def _register(self, call: StreamCall, *, is_exempt: bool = False) -> None:
+    def _register(self, call: StreamCall) -> None:
         end = partial(call.cut, self._closing.refusal)
         self._closing.enders.add(end)
 
         def done() -> None:
             self._closing.enders.discard(end)
-            if self._admission is not None and not is_exempt:
+            if self._admission is not None:
                 self._admission.leave()
 
         call.on_done = done

@@ -152,11 +152,9 @@ class Submission:
             except BaseException as error:
                 _ = self._unpicklable(call, function, error)
                 return
-        self.accept_stream(call, function, body, met)
+        self._accept_stream(call, function, body, met)
 
-    def accept_stream(
-        self, call: StreamCall, function: Function, body: tuple[Any, ...] | Payload, met: Sequence[Share] = ()
-    ) -> None:
+    def _accept_stream(self, call: StreamCall, function: Function, body: tuple[Any, ...] | Payload, met: Sequence[Share]) -> None:
         """Send or queue a stream whose arguments are ready, or refuse it."""
         call.owner = self._calls
         call.function = function

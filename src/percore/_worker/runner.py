@@ -124,7 +124,6 @@ class CurrentRunner:
             key=self._key,
             inherits=self._inherits,
             timeout=self._timeout,
-            failed=0,
             context=families.variables.capture(families.channel),
             shares=tuple(shares),
             pickle=pickle,

@@ -12,7 +12,7 @@ Guarantees:
 Assumptions:
 
 - Single operations on a dict, a list or a SimpleQueue are atomic, with the GIL or by the locks of these objects. Nothing else is:
-  the counters that several threads change (`_begun`, `_takes_turns`, the times) only steer the turns, and may be off by some.
+  the counters that several threads change (`_begun`, `_takes_turns`, the times) only affect the turns, and may be off by some.
 - An id is given to one call at a time. The supervisor uses it again only once the call was answered or handed back.
 
 The loop shares the GIL with these threads, and busy threads can starve it. Each time a thread rings the bell it releases the GIL.

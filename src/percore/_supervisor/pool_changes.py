@@ -1,4 +1,4 @@
-"""Steering: replaces all workers of a pool, or changes their number, while calls go on.
+"""Changes of a pool: replaces all workers of a pool, or changes their number, while calls go on.
 
     reload ──▶ for each slot in turn: a new worker starts ─▶ ready ─▶ it takes over ─▶ the old one ends after its calls
     resize ──▶ more: new workers start ─▶ all ready          fewer: the workers with the highest indexes end after their calls
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from percore._supervisor.worker_slot import WorkerSlot
 
 
-class Steered(Protocol):
-    """The pool, as its steering sees it."""
+class ChangedPool(Protocol):
+    """The pool, as its changes see it."""
 
     slots: "list[WorkerSlot]"
 
@@ -34,17 +34,17 @@ class Steered(Protocol):
 
 
 class Renewing(Protocol):
-    """The engine, as the steering sees it."""
+    """The engine, as the changes of a pool see it."""
 
     def renew(self) -> None: ...
 
     def resize(self, workers: int) -> None: ...
 
 
-class Steering:
+class PoolChanges:
     """The reloads and resizes of one runner. Only the thread of its loop may call its methods."""
 
-    def __init__(self, pool: Steered, engine: Renewing, phase: RunnerPhase) -> None:
+    def __init__(self, pool: ChangedPool, engine: Renewing, phase: RunnerPhase) -> None:
         self._pool = pool
         self._engine = engine
         self._phase = phase
