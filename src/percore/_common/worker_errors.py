@@ -99,7 +99,8 @@ class WorkerDied(PercoreError, BrokenProcessPool):
             advice = f"That was attempt {attempts}; no retries are left"
         else:
             advice = (
-                "Not retried: it may have had side effects. If repeating is safe, call it again, or use `runner.options(retries=1)`"
+                "Not retried: it may have had side effects. If repeating is safe, call it again, or, except for streams, "
+                "use `runner.options(retries=1)`"
             )
         who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
         end = f"was killed by percore ({why})" if why else f"died {how(exitcode, detail)}"
