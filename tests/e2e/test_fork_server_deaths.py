@@ -99,7 +99,8 @@ async def test_killed_in_the_first_start(place: str, plans: Plans) -> None:
         except percore.StartupFailed:
             assert place == "forkserver.born"
         else:
-            assert await runner.run(calls.accept) == 0
+            # A worker that was ready by then may die with its first call.
+            assert await runner.options(retries=1).run(calls.accept) == 0
         assert (await plans.hits.line()).startswith(f"{place} kill")
         await runner.aclose()
 
