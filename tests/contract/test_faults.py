@@ -19,8 +19,8 @@ import pytest
 import percore
 from percore._common import log as log_module
 from percore._scheduler.windows import Cost
+from percore._supervisor.burials import Burials
 from percore._supervisor.outcomes import Outcomes
-from percore._supervisor.pool import Pool
 from percore._supervisor.supervisor import Supervisor
 from tests import jobs
 from tests.contract.conftest import threads_ended, worker_of
@@ -38,7 +38,7 @@ OTHERS: Final = tuple(
 )
 
 SPINE: Final = {
-    *("Pool._exited", "Pool._bury", "Deaths.end_calls", "Deaths._return", "Deaths._return.<locals>.each", "Deaths._give_up"),
+    *("Burials.exited", "Burials._bury", "Deaths.end_calls", "Deaths._return", "Deaths._return.<locals>.each", "Deaths._give_up"),
     *("CallRegistry.give_up", "CallRegistry.failed_with"),
     "Supervisor.advance",
     *("Outcomes.receiver.<locals>.receive", "Outcomes._isolate"),
@@ -227,7 +227,7 @@ def struck(run: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pool, "_exited", struck(Pool._exited))
+    monkeypatch.setattr(Burials, "exited", struck(Burials.exited))
     every(death, tmp_path, 1)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from percore._engines.processes.engine import ProcessEngine
     from percore._executor.worker_process import WorkerProcess
     from percore._runner.assembly import Assembly
-    from percore._supervisor.pool import WorkerObserver
+    from percore._supervisor.burials import WorkerObserver
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from percore._monitor.statistics import Statistics
     from percore._monitor.usage import Usage
     from percore._runner.assembly import Assembly
-    from percore._supervisor.pool import WorkerObserver
+    from percore._supervisor.burials import WorkerObserver
     from percore._supervisor.pool_worker import PoolWorker
 
 logger: Final = logging.getLogger("percore")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from percore._monitor.usage import Usage
     from percore._protocol.interfaces import Engine
     from percore._serialization.pickler import MainInfo
-    from percore._supervisor.pool import WorkerObserver
+    from percore._supervisor.burials import WorkerObserver
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 

@@ -7,33 +7,29 @@ it replace all workers, or use more or fewer slots.
 import logging
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from percore._common.errors import RunnerClosed, shown
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults, report
 from percore._common.options import RunnerOptions
-from percore._common.worker_errors import RunnerBroken, StartupFailed, frozen_hint, how
+from percore._common.worker_errors import RunnerBroken, StartupFailed
 from percore._protocol.interfaces import Engine, Exit
 from percore._protocol.messages import DRAIN, FINISH
 from percore._scheduler.lifecycle import Deadline, Event, State
 from percore._scheduler.phase import Replaces
 from percore._scheduler.replacement import LIMIT, Act, Decision
-from percore._serialization.exception_state import text_of
 from percore._supervisor.blocked_loops import BlockedLoops
+from percore._supervisor.burials import Burials, WorkerObserver
 from percore._supervisor.call_registry import CallRegistry, Progress
-from percore._supervisor.deaths import Deaths
+from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
-from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._supervisor.worker_slot import WorkerSlot
-
-if TYPE_CHECKING:
-    import asyncio
-
 
 _CLOSED: Final = "the runner was closed while it started"
 
@@ -43,16 +39,6 @@ class Keeper(Progress, Protocol):
 
     def fail(self, error: RunnerBroken) -> None:
         """Break the runner, because no worker can be started any more."""
-
-
-class WorkerObserver(Protocol):
-    """A part above the supervisor that has to know how workers come and go: an executor."""
-
-    def seated(self) -> None:
-        """A worker has begun to take calls."""
-
-    def died(self, member: PoolWorker, *, was_ready: bool) -> None:
-        """A worker has died, and nothing asked it to end. `was_ready`: it was ready before, and not draining."""
 
 
 class Pool:
@@ -66,7 +52,7 @@ class Pool:
         members: set[PoolWorker],
         keeper: Keeper,
         nested: Nested,
-        observer: "WorkerObserver | None" = None,
+        observer: WorkerObserver | None = None,
     ) -> None:
         self.slots: list[WorkerSlot] = []
         """The slots in use. It is always the same list."""
@@ -88,14 +74,13 @@ class Pool:
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
         self._nested = nested
         self._outcomes = Outcomes(calls, self, nested)
-        self._deaths = Deaths(calls, members)
         self._turn = Turn(calls.loop)
         self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
-        self._starting: asyncio.Future[None] | None = None
-        self._place_timer: DeadlineTimer | None = None
-        """Runs in the first start while a worker waits for a place. (Later a slot may wait for as long as it takes.)"""
-        self._last_report = ""
+        self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)
+        self.last_report = ""
+        """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
         self.changes = PoolChanges(self, engine, calls.phase)
+        self._burials = Burials(self, calls, nested, keeper, observer)
         engine.on_place = self._has_place
 
     # Starting
@@ -107,15 +92,10 @@ class Pool:
             StartupFailed: a worker could not be started, died, failed, or was not ready in time. The others run on, and the caller
                 must close the runner.
         """
-        starting = self._starting = self._loop.create_future()
-        try:
+        with self.first_start as ready:
             for slot in self.slots:
                 self._spawn(slot)
-            await starting
-        finally:
-            del starting  # it holds the error, whose traceback holds this frame: a cycle
-            self._starting = None
-            self._look_place()
+            await ready()
 
     def _spawn(self, slot: WorkerSlot) -> None:
         """Start a worker for the slot."""
@@ -126,29 +106,29 @@ class Pool:
             member = self._member(slot)
             self._launch(slot, member)
         except BaseException as error:  # after any exception, the slot must get another try
-            self._last_report = f"worker {slot.index} could not be started: {shown(error)}"
-            if member is not None and member in self.members:  # its exit follows, and `_bury` replaces it
+            self.last_report = f"worker {slot.index} could not be started: {shown(error)}"
+            if member is not None and member in self.members:  # its exit follows, and its burial replaces it
                 member.worker.kill()
-            elif isinstance(error, Exception) or self._starting is None:  # otherwise `start` raises it
+            elif isinstance(error, Exception) or not self.first_start.is_on:  # otherwise `start` raises it
                 slot.end = Exit(None)
-                is_awaited = self.changes.could_not_start(slot, slot.generation, self._last_report, error)
+                is_awaited = self.changes.could_not_start(slot, slot.generation, self.last_report, error)
                 self._could_not_start(slot)
             else:
                 is_awaited = False
             if not isinstance(error, Exception):
                 raise
-            report(logging.DEBUG if is_awaited else self._level(), "%s", self._last_report)
+            report(logging.DEBUG if is_awaited else self.level(), "%s", self.last_report)
             return
         if POINTS:
             point("supervisor.worker.started")
 
     def _launch(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        worker = self._engine.start(slot.index, slot.generation, lambda end: self._exited(slot, member, end))
+        worker = self._engine.start(slot.index, slot.generation, lambda end: self._burials.exited(slot, member, end))
         if worker is None:
             slot.generation -= 1
             report(logging.INFO, "there is no place for worker %d yet", slot.index)
             self._carry_out(slot, slot.no_place())
-            self._look_place()
+            self.first_start.look_place()
             return
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
@@ -164,20 +144,7 @@ class Pool:
         """Start the workers that wait for a place: the engine may have one again."""
         for slot in self.slots:
             self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0))
-        self._look_place()
-
-    def _look_place(self) -> None:
-        """Start or stop the timer of a first start that waits for places."""
-        if self._starting is not None and self.awaits_place():
-            self._place_timer = self._place_timer or DeadlineTimer(self._loop, self._options.start_timeout, self._no_place_in_time)
-        elif self._place_timer is not None:
-            self._place_timer.cancel()
-            self._place_timer = None
-
-    def _no_place_in_time(self) -> None:
-        waiting = ", ".join(str(slot.index) for slot in self.slots if slot.lacks_place)
-        seconds = self._options.start_timeout
-        self._fail_start(StartupFailed(f"there was no place for worker {waiting} within start_timeout={seconds:g} s"))
+        self.first_start.look_place()
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
@@ -206,16 +173,13 @@ class Pool:
         if POINTS:
             point("supervisor.worker.ready")
         self._carry_out(slot, decision)
-        if self._starting is not None and not self._starting.done() and all(s.current and s.current.is_ready for s in self.slots):
-            self._starting.set_result(None)
-            self._starting = None  # now: a worker that dies before `start` continues must be replaced
+        self.first_start.look_ready()
 
     def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
         self.lifecycles.advance(member, Event.FAIL)
-        self._last_report, member.failure = text, error
-        if self._starting is not None and not self._starting.done():
-            self._starting.set_exception(_unready(member))
-        elif not self.changes.awaits(self.all_slots[member.index], member.generation):  # otherwise it raises the error
+        self.last_report, member.failure = text, error
+        is_told = self.first_start.fail(unready(member)) or self.changes.awaits(self.all_slots[member.index], member.generation)
+        if not is_told:  # otherwise `start`, `reload` or `resize` raises the error
             report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
 
     def failing(self, member: PoolWorker) -> None:
@@ -223,8 +187,8 @@ class Pool:
         self._dispatch.unseat(member)
 
     def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        self._last_report, member.failure = text, error
-        report(self._level(member), "the lifespan of %s failed while it served: %s", _name(member), text or error)
+        self.last_report, member.failure = text, error
+        report(self.level(member), "the lifespan of %s failed while it served: %s", member.name, text or error)
 
     # Taking over
 
@@ -237,7 +201,7 @@ class Pool:
     def relieve(self) -> None:
         """Start the replacements of workers near their limit of calls. Let ready ones take over from workers at their limit."""
         rule = self._phase.replaces
-        if self._starting is not None or self._phase.is_cut:
+        if self.first_start.is_on or self._phase.is_cut:
             return
         for member in list(self.low):
             slot = self.all_slots[member.index]
@@ -246,7 +210,7 @@ class Pool:
                 continue
             decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and self._calls.waiting() > 0)
             if decision.act is Act.START:
-                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", _name(member), member.tickets)
+                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", member.name, member.tickets)
             self._carry_out(slot, decision)
 
     def _carry_out(self, slot: WorkerSlot, decision: Decision[PoolWorker]) -> None:
@@ -266,15 +230,11 @@ class Pool:
         elif act is Act.GIVE_UP:
             self._give_up(slot)
         elif act is Act.FAIL_START:
-            self._fail_start(StartupFailed(self._last_report))
+            self.first_start.fail(StartupFailed(self.last_report))
         self.changes.look()
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
-        self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self._starting is not None))
-
-    def _fail_start(self, error: Exception) -> None:
-        if self._starting is not None and not self._starting.done():
-            self._starting.set_exception(error)
+        self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self.first_start.is_on))
 
     def _seat(self, slot: WorkerSlot) -> None:
         """Let the current worker get calls, if it is ready and does not get them yet."""
@@ -300,7 +260,7 @@ class Pool:
         decision = slot.asked_to_end(member, self._phase.replaces)
         self._retire(member)
         if decision.act is Act.START:
-            report(logging.INFO, "a call does not end in %s; its replacement starts", _name(member))
+            report(logging.INFO, "a call does not end in %s; its replacement starts", member.name)
         self._carry_out(slot, decision)
 
     def draining(self, member: PoolWorker) -> None:
@@ -347,97 +307,22 @@ class Pool:
     def kill_one(self, member: PoolWorker, why: str) -> None:
         if not member.life.is_gone:
             member.killed_why = why
-            text = f"{_name(member)} was killed: {why}"
+            text = f"{member.name} was killed: {why}"
             if member.life.state is State.STARTING:  # otherwise the last report may be the traceback of its lifespan
-                self._last_report = text
-            report(self._level(member), "%s", text)
+                self.last_report = text
+            report(self.level(member), "%s", text)
             member.worker.kill()
 
-    def _exited(self, slot: WorkerSlot, member: PoolWorker, end: Exit) -> None:
-        """The system has reported a worker's death. Receive its last messages, then end its calls and replace it.
-
-        After the death nothing writes to the worker's memory, so its messages and start marks can be read without races.
-        """
-        if member not in self.members:  # an exception interrupted its start before it was added
-            return
-        faults = Faults(f"the calls of worker {slot.index} were ended and the worker was replaced")
-        with faults:
-            if POINTS:
-                point("supervisor.worker.exited")
-            member.worker.channel.receive()
-        self._bury(slot, member, end, faults)
-        faults.finish()  # raises a KeyboardInterrupt only now, when no call of the dead worker is left
-
-    def _bury(self, slot: WorkerSlot, member: PoolWorker, end: Exit, faults: Faults) -> None:
-        """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        slot.end = member.end = end
-        state = member.life.state
-        faults.surely(lambda: self._is_gone(member))
-        with faults:
-            self._dispatch.unseat(member)
-        if faults.last is not None:
-            with faults:
-                self._dispatch.expel(member)
-        # It stays in `members` until its calls have ended, because user code may cancel others of its calls meanwhile.
-        began = self._deaths.end_calls(member, faults)
-        with faults:
-            member.check_empty()
-        began = began or member.done > 0 or member.retried > 0 or end.place_lost
-        with faults:
-            self._calls.shares.buried(member)
-        with faults:
-            self._nested.buried(member)
-        faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
-        self.members.discard(member)
-        slot.failure = member.failure
-        with faults:
-            if began:
-                slot.budget.began()
-        faults.surely(member.worker.close)
-        with faults:
-            self._report_death(member, state)
-        # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
-        is_first, began = self._starting is not None, began or state is State.DRAINING
-        if not member.was_ready:
-            with faults:
-                error = _not_ready(member, "") if member.failure is None else _unready(member)
-                self.changes.could_not_start(slot, member.generation, error.reason, error.__cause__)
-        decision = slot.died(member, self._phase.replaces, began=began, is_first=is_first)
-        with faults:
-            self._succeed(slot, member, decision)
-        if faults.last is not None:
-            with faults:
-                self._succeed_despite(slot)
-        with faults:
-            self._keeper.advance()
-
-    def _is_gone(self, member: PoolWorker) -> None:
-        if not member.life.is_gone:
-            self.lifecycles.advance(member, Event.EXIT)
-
-    def _report_death(self, member: PoolWorker, state: State) -> None:
-        if POINTS:
-            point("supervisor.worker.buried")
-        self.blocked_loops.look_members()
-        exitcode, why, _ = member.end
-        if state in (State.STARTING, State.READY):
-            # `kill_one` has reported it already if percore killed the worker.
-            level = logging.DEBUG if member.killed_why else self._level(member)
-            report(level, "%s died %s", _name(member), how(exitcode, why))
-        is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
-        if self._observer is not None and not self._phase.is_closing and not is_asked_for:
-            self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
-
-    def _succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision[PoolWorker]) -> None:
+    def succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision[PoolWorker]) -> None:
         """Carry out what was decided about the slot of a dead worker."""
         if decision.act is not Act.FAIL_START:
             self._carry_out(slot, decision)
         elif self._phase.is_closing:
-            self._fail_start(RunnerClosed(_CLOSED))
+            self.first_start.fail(RunnerClosed(_CLOSED))
         else:
-            self._fail_start(_not_ready(member, self._last_report))
+            self.first_start.fail(not_ready(member, self.last_report))
 
-    def _succeed_despite(self, slot: WorkerSlot) -> None:
+    def succeed_despite(self, slot: WorkerSlot) -> None:
         """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
         self._seat(slot)
         if slot.is_failed:
@@ -454,21 +339,21 @@ class Pool:
                 "worker %d died %d times in a row before it began a call; the runner goes on without it%s",
                 slot.index,
                 LIMIT,
-                f". The last report:\n{self._last_report}" if self._last_report else "",
+                f". The last report:\n{self.last_report}" if self.last_report else "",
             )
         elif self._phase.broken is None:
-            error = RunnerBroken(LIMIT, slot.end.code, self._last_report or slot.end.why)
+            error = RunnerBroken(LIMIT, slot.end.code, self.last_report or slot.end.why)
             error.__cause__ = slot.failure
             report(logging.ERROR, "%s", error)
             self._keeper.fail(error)
 
-    def _level(self, member: PoolWorker | None = None) -> int:
+    def level(self, member: PoolWorker | None = None) -> int:
         """Return the log level for a death: DEBUG if it is expected, else WARNING.
 
         It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
         During the first start, StartupFailed reports the death.
         """
-        is_expected = self._phase.is_closing or self._starting is not None or (member is not None and member.is_interrupted)
+        is_expected = self._phase.is_closing or self.first_start.is_on or (member is not None and member.is_interrupted)
         return logging.DEBUG if is_expected else logging.WARNING
 
     # Ending
@@ -499,32 +384,8 @@ class Pool:
         for slot in self.slots:
             slot.stop_timer()
         if not self.members:
-            self._fail_start(RunnerClosed(_CLOSED))
+            self.first_start.fail(RunnerClosed(_CLOSED))
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal to every worker, SIGKILL by default. The exits of the workers that it ends are reported later."""
         Faults("workers were sent a signal").run(*(partial(member.worker.kill, signum) for member in self.members))
-
-
-def _name(member: PoolWorker) -> str:
-    """Return the worker's name for log messages. A worker whose process never started has no pid."""
-    return f"worker {member.index}" + ("" if member.pid is None else f" (pid {member.pid})")
-
-
-def _unready(member: PoolWorker) -> StartupFailed:
-    """Return the error of a worker that has reported why it could not start."""
-    error = member.failure
-    assert error is not None
-    failure = StartupFailed(f"worker {member.index} could not start: {type(error).__name__}: {text_of(error)}")
-    failure.__cause__ = error
-    return failure
-
-
-def _not_ready(member: PoolWorker, last_report: str) -> StartupFailed:
-    """Return the error of a dead worker that was never ready."""
-    if member.killed_why:
-        return StartupFailed(f"worker {member.index} was killed: {member.killed_why}")
-    reason = f"worker {member.index} died {how(member.end.code, member.end.why)} before it was ready{frozen_hint()}"
-    error = StartupFailed(reason, last_report)
-    error.__cause__ = member.failure
-    return error

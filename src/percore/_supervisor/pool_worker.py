@@ -144,6 +144,11 @@ class PoolWorker:
     def pid(self) -> int | None:
         return self.worker.pid
 
+    @property
+    def name(self) -> str:
+        """The worker's name in messages. A worker whose process never started has no pid."""
+        return f"worker {self.index}" + ("" if self.pid is None else f" (pid {self.pid})")
+
     def attach(self, worker: "Worker", shares: "Shares") -> None:
         """Attach the worker that the engine has started."""
         self._shares, self._holders = shares, shares.held

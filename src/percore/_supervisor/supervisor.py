@@ -26,11 +26,12 @@ from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.admission import Admission
+from percore._supervisor.burials import WorkerObserver
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
 from percore._supervisor.hard_limits import HardLimits
 from percore._supervisor.nested import Nested
-from percore._supervisor.pool import Pool, WorkerObserver
+from percore._supervisor.pool import Pool
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
