@@ -11,7 +11,7 @@ import pytest
 
 import percore
 from percore._transport import links
-from percore._transport.channel import RING_SIZE
+from percore._transport.frames import RING_SIZE
 from percore._transport.slots import INLINE_LIMIT
 from tests import jobs
 from tests.contract.conftest import MakeRunner

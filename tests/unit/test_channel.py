@@ -19,9 +19,10 @@ from percore._scheduler.dispatch import Dispatch
 from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._transport import doorbell
 from percore._transport.arena import Arena
-from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE, Channel, Haste
+from percore._transport.channel import Channel
 from percore._transport.codec import encode
-from percore._transport.doorbell import Bell, bell_fds, bell_of
+from percore._transport.doorbell import Bell, Haste, bell_fds, bell_of
+from percore._transport.frames import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._transport.memory import Memory
 from percore._transport.ring import HEADER_SIZE, RingReader, RingWriter
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, SlotReader, SlotWriter

@@ -24,9 +24,9 @@ from percore._scheduler.key_names import Names
 from percore._scheduler.windows import MOST_OF_ONE
 from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._transport import codec
-from percore._transport.channel import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._transport.codec import encode, is_inline
 from percore._transport.doorbell import EventBell
+from percore._transport.frames import LARGEST_FRAME, MAX_FRAME, RING_SIZE
 from percore._transport.log_records import pack
 from percore._transport.ring import HEADER_SIZE
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK

@@ -14,6 +14,8 @@ from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import RemoteError
 from percore._protocol.messages import RESULT, VALUE, Kind, Message
 from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.phase import RunnerPhase
+from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_worker import PoolWorker, Turn
 
@@ -40,8 +42,9 @@ class Stage:
         self.member = member = PoolWorker(0, 1, dispatch, Turn(loop))
         channel = SimpleNamespace(own={}, is_open=True, send=lambda *_: None)
         member.attach(cast(Any, SimpleNamespace(channel=channel)), cast(Any, SimpleNamespace(held={})))
-        calls = cast(Any, SimpleNamespace(dispatch=dispatch, release=lambda _call: None))
-        self._receive: Callable[[list[Message]], None] = Outcomes(calls, cast(Any, None)).receiver(member)
+        shares, progress = cast(Any, SimpleNamespace(held={}, store=None)), cast(Any, None)
+        calls = CallRegistry(loop, dispatch, shares, RunnerPhase(), progress, {member})
+        self._receive: Callable[[list[Message]], None] = Outcomes(calls).receiver(member)
         self.call = call = make(loop)
         call.function = function = Function(len, Kind.TASK)
         function.number = 7

@@ -14,9 +14,12 @@ from percore._calls.streams import StreamCall
 from percore._common.errors import RemoteError, RunnerClosed
 from percore._protocol.messages import CANCEL, CANCELLED, CREDIT, ENDED, ERROR, ITEM, ITEMS, VALUE, BrokenFrame, Kind, Message
 from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.phase import RunnerPhase
 from percore._serialization.exceptions import dump_exception
+from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.stream_items import StreamItems
 from percore._transport.codec import pack_values, unpack_values
 from percore._transport.leases import Received
 
@@ -64,10 +67,9 @@ class Stage:
             own={}, is_open=True, send=lambda *message: self.sent.append(message), release=self.released.append, load=_received
         )
         member.attach(cast("Any", SimpleNamespace(channel=channel)), cast("Any", SimpleNamespace(held={})))
-        store = SimpleNamespace(unpack_values=unpack_values)
-        retries = SimpleNamespace(next=lambda _call, error: (None, error))
-        calls = SimpleNamespace(dispatch=dispatch, release=lambda _call: None, store=store, retries=retries)
-        self._receive: Any = Outcomes(cast("Any", calls), cast("Any", None)).receiver(member)
+        shares = cast("Any", SimpleNamespace(held={}, store=SimpleNamespace(unpack_values=unpack_values)))
+        calls = CallRegistry(self.loop, dispatch, shares, RunnerPhase(), cast("Any", None), {member})
+        self._receive: Any = Outcomes(calls, StreamItems(calls)).receiver(member)
         self.dones = 0
         self.call = call = StreamCall(self.loop, prefetch, CallPlan(DEFAULT, prefetch=prefetch))
         call.on_done = self._done

@@ -312,6 +312,15 @@ class CallRegistry:
         if self.shares.held:
             self.shares.drop(call)
 
+    def ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
+        """Count a call, or an item of a batch, that has its outcome, and free its place in its worker."""
+        target.leave(member)
+        self.release(target)
+        member.done += 1
+        member.failed += failed
+        if POINTS:
+            point("supervisor.outcome.delivered")
+
     def unpickled(self, call: PendingCall) -> None:
         """Release the call's arguments, because no worker will unpickle them again. The call keeps its shared objects."""
         self._free(call, b"" if call in self.shares.held else ())  # not a tuple: `receive` then calls `release`

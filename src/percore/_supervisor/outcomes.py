@@ -1,4 +1,4 @@
-"""Handlers for the messages of workers: they end calls, free places and report changes of a worker's state to the pool.
+"""Handlers for the messages of workers about their calls: they end calls, and take back those that workers hand back.
 
 The pool opens each channel with `Outcomes.receiver`. A call stays its worker's until it is done. So if anything breaks the channel
 before that, the call ends when the supervisor processes the worker's death.
@@ -10,27 +10,21 @@ from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
-from percore._calls.streams import StreamCall
 from percore._common.errors import RemoteError, shown
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     CANCELLED,
-    DRAINING,
-    ENDED,
     ERROR,
-    FAILED,
     FORGOTTEN,
     ID_MASK,
     ITEM,
     ITEM_SHIFT,
     ITEMS,
-    READY,
     RESULT,
     RETURNED,
     STARTED,
     TIMED_OUT,
     UNPICKLED,
-    UNREADY,
     VALUE,
     VALUES,
     BrokenFrame,
@@ -39,7 +33,7 @@ from percore._protocol.messages import (
     Payload,
 )
 from percore._scheduler.lifecycle import IllegalEvent
-from percore._serialization.exception_state import CAUSE, text_of, type_name_of
+from percore._serialization.exception_state import type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
@@ -48,25 +42,6 @@ from percore._supervisor.time_limits import is_late
 
 _BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, STARTED, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
-
-
-class StateReports(Protocol):
-    """The pool, which learns how the state of a worker changes."""
-
-    def ready(self, member: PoolWorker) -> None:
-        """A worker has entered its lifespan. If it does not wait to take over, it gets calls from now on."""
-
-    def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """A worker's start failed with this error, and the worker is about to end. `text`: the error as the log shows it."""
-
-    def failing(self, member: PoolWorker) -> None:
-        """The lifespan of a worker failed while it served. The worker gets no more calls and is about to end."""
-
-    def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
-        """Note and log the error by which a worker's lifespan failed. `text`: the error as the log shows it."""
-
-    def draining(self, member: PoolWorker) -> None:
-        """Something outside percore asked a worker to end. The worker gets no more calls, and its replacement starts now."""
 
 
 class MessageHandlers(Protocol):
@@ -79,11 +54,10 @@ class MessageHandlers(Protocol):
 class Outcomes:
     """Handles the messages of all workers of a runner."""
 
-    def __init__(self, calls: CallRegistry, pool: StateReports, nested: "MessageHandlers | None" = None) -> None:
-        """`nested` handles the messages about nested calls."""
+    def __init__(self, calls: CallRegistry, *further: MessageHandlers) -> None:
+        """`further` handle the messages that are about no outcome of a call."""
         self._calls = calls
-        self._pool = pool
-        self._nested = nested
+        self._further = further
 
     def receiver(self, member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
         """Return the function that the channel calls with the messages of one worker.
@@ -95,22 +69,15 @@ class Outcomes:
             VALUES: lambda call_id, body: self._values(member, call_id, body),
             RESULT: lambda call_id, body: self._result(member, call_id, body),
             ERROR: lambda call_id, body: self._error(member, call_id, body),
-            ITEMS: lambda call_id, body: self._items(_stream_of(member, call_id), body),
-            ITEM: lambda call_id, body: self._item(member, _stream_of(member, call_id), body),
-            ENDED: lambda call_id, _: self._stream_ended(member, _stream_of(member, call_id)),
             CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             STARTED: lambda call_id, _: self._started(member, call_id),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
             UNPICKLED: lambda call_id, _: self._unpickled(member, call_id),
             FORGOTTEN: lambda number, _: self._calls.shares.forgotten(member, number),
-            READY: lambda _, pid: self._ready(member, pid),
-            UNREADY: lambda _, body: self._unready(member, body),
-            DRAINING: lambda _, __: self._pool.draining(member),
-            FAILED: lambda _, body: self._failed(member, body),
         }
-        if self._nested is not None:
-            handlers |= self._nested.handlers(member)
+        for one in self._further:
+            handlers |= one.handlers(member)
 
         channel = member.worker.channel
         handlers |= channel.own
@@ -206,21 +173,6 @@ class Outcomes:
             return
         raise error
 
-    def _ready(self, member: PoolWorker, pid: int) -> None:
-        member.worker.ready(pid)
-        self._pool.ready(member)
-
-    def _unready(self, member: PoolWorker, payload: Payload) -> None:
-        error = member.worker.channel.load(payload).load(load_exception)
-        self._pool.unready(member, error, _text(error))
-
-    def _failed(self, member: PoolWorker, payload: Payload | None) -> None:
-        """The worker's lifespan failed. The first message has no payload, the second one carries the exception."""
-        self._pool.failing(member)
-        if payload is not None:
-            error = member.worker.channel.load(payload).load(load_exception)
-            self._pool.failed(member, error, _text(error))
-
     def _unpickled(self, member: PoolWorker, call_id: int) -> None:
         """The worker has read the arguments: free their slot, unless arrays use it or another attempt may need it."""
         call = member.calls[call_id]
@@ -242,7 +194,7 @@ class Outcomes:
             return
         if not target.done():
             target.set_result(value)
-        self._ended(member, target)
+        self._calls.ended(member, target)
 
     def _values(self, member: PoolWorker, call_id: int, body: bytes) -> None:
         """Take the results of several items of a batch."""
@@ -254,7 +206,7 @@ class Outcomes:
         if batch.queue.batches is not None and count and seconds >= 0:
             batch.queue.batches.cost.measured(count, seconds)
         size = sum(len(results[place]) for place in pickled) if pickled else 0
-        failures = _load_all(results, pickled) if pickled else {}
+        failures = load_all(results, pickled) if pickled else {}
         batch.values(first, results, size, failures)
         member.done += count
         member.failed += len(failures)
@@ -270,7 +222,7 @@ class Outcomes:
             target.drop()
         if target.done():  # cancelled: do not run user code (unpickling) for a result that is dropped
             channel.release(payload)
-            self._ended(member, target)
+            self._calls.ended(member, target)
             return
         if self._is_late(member, target):
             channel.release(payload)
@@ -278,7 +230,7 @@ class Outcomes:
         if target.forwards:
             target.forward(channel.read(payload), is_error=False)
             channel.release(payload)
-            self._ended(member, target)
+            self._calls.ended(member, target)
             return
         received = channel.load(payload)
         try:
@@ -292,7 +244,7 @@ class Outcomes:
             target.deliver(result, received.size)
         if not received.is_leased:
             channel.release(payload)
-        self._ended(member, target)
+        self._calls.ended(member, target)
 
     def _delivered(self, member: PoolWorker, call: PendingCall, pickled: Any) -> bool:
         """End a call with a small pickled result. Return False if that could not be unpickled: then the call has left, too."""
@@ -312,8 +264,8 @@ class Outcomes:
     def _not_loaded(self, member: PoolWorker, target: Outcome, error: BaseException) -> None:
         """End a call whose result could not be unpickled."""
         if not target.done():
-            target.set_exception(_unloadable(error))
-        self._ended(member, target, failed=True)
+            target.set_exception(unloadable(error))
+        self._calls.ended(member, target, failed=True)
         # It may be the user's Ctrl-C. Raise it, although that breaks the channel and costs this worker.
         if issubclass(type(error), KeyboardInterrupt):
             raise error
@@ -325,7 +277,7 @@ class Outcomes:
             if not target.done():
                 target.forward(channel.read(payload), is_error=True)
             channel.release(payload)
-            self._ended(member, target, failed=True)
+            self._calls.ended(member, target, failed=True)
             return
         error = channel.load(payload).load(load_exception)
         channel.release(payload)
@@ -340,7 +292,7 @@ class Outcomes:
                 target.set_exception(error)
         else:
             target.failed_late(error)
-        self._ended(member, target, failed=True)
+        self._calls.ended(member, target, failed=True)
 
     def _is_late(self, member: PoolWorker, target: Outcome) -> bool:
         """End this call, or start its next attempt, if it timed out earlier and has ended only now. Return whether it did."""
@@ -351,7 +303,7 @@ class Outcomes:
             self._try_again(member, target, plan.late)
         else:
             target.set_exception(plan.verdict)
-            self._ended(member, target, failed=True)
+            self._calls.ended(member, target, failed=True)
         return True
 
     def _try_again(self, member: PoolWorker, target: Outcome, delay: float) -> None:
@@ -389,7 +341,7 @@ class Outcomes:
         if not target.done():
             # Its caller did not cancel it, or the future would be done. The runner's closing did.
             target.cut_off()
-        self._ended(member, target)
+        self._calls.ended(member, target)
 
     def _returned(self, member: PoolWorker, call_id: int, count: int | None) -> None:
         calls = self._calls
@@ -427,63 +379,8 @@ class Outcomes:
         if run is not None:
             self._calls.put_back(batch.map, run)
 
-    # Streams
 
-    def _items(self, stream: StreamCall, body: bytes) -> None:
-        """Take the next items of a stream, up to the first that cannot be unpickled."""
-        _, _, values, pickled = self._calls.store.unpack_values(body)
-        failures = _load_all(values, pickled, "item") if pickled and not stream.done() else {}
-        first = min(failures, default=None)
-        stream.arrived(values if first is None else values[:first])
-        if first is not None:
-            stream.abandon(failures[first])
-
-    def _item(self, member: PoolWorker, stream: StreamCall, payload: Payload) -> None:
-        channel = member.worker.channel
-        if stream.done():  # do not run user code (unpickling) for an item that nobody takes
-            channel.release(payload)
-            return
-        received = channel.load(payload)
-        try:
-            item = received.load()
-        except BaseException as error:
-            if not received.is_leased:
-                channel.release(payload)
-            if not stream.done():
-                stream.abandon(_unloadable(error, "item"))
-            if issubclass(type(error), KeyboardInterrupt):  # as in `_not_loaded`
-                raise error
-            return
-        stream.arrived([item])
-        if not received.is_leased:
-            channel.release(payload)
-
-    def _stream_ended(self, member: PoolWorker, stream: StreamCall) -> None:
-        stream.ended()
-        self._ended(member, stream)
-
-    def _ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
-        target.leave(member)
-        self._calls.release(target)
-        member.done += 1
-        member.failed += failed
-        if POINTS:
-            point("supervisor.outcome.delivered")
-
-
-def _stream_of(member: PoolWorker, call_id: int) -> StreamCall:
-    """Return the stream that a message is about.
-
-    Raises:
-        KeyError, BrokenFrame: the worker has no such stream.
-    """
-    call = member.calls[call_id]
-    if type(call) is not StreamCall:
-        raise BrokenFrame(f"items of call {call_id}, which is no stream")
-    return call
-
-
-def _load_all(results: list[Any], places: list[int], what: str = "result") -> dict[int, Exception]:
+def load_all(results: list[Any], places: list[int], what: str = "result") -> dict[int, Exception]:
     """Unpickle the results in these places of the list, and return the failures by place. Runs user code."""
     failures: dict[int, Exception] = {}
     for place in places:
@@ -492,20 +389,12 @@ def _load_all(results: list[Any], places: list[int], what: str = "result") -> di
         except KeyboardInterrupt:  # maybe the user's Ctrl-C: raise it, as for a single call
             raise
         except BaseException as error:
-            failures[place] = _unloadable(error, what)
+            failures[place] = unloadable(error, what)
     return failures
 
 
-def _unloadable(error: BaseException, what: str = "result") -> Exception:
+def unloadable(error: BaseException, what: str = "result") -> Exception:
     """Return the exception for a caller whose result, or item, could not be unpickled in this process."""
     failure = RemoteError(type_name_of(error), f"the {what} could not be unpickled here: {shown(error)}")
     failure.__cause__ = error if issubclass(type(error), Exception) else None
     return failure
-
-
-def _text(error: BaseException) -> str:
-    """Return the worker's traceback, which ends the chain of causes. Runs no code of the error's class, if there is one."""
-    last = error
-    while (cause := CAUSE.__get__(last)) is not None:  # no cycle: `load_exception` has broken it
-        last = cause
-    return f"{type_name_of(error)}: {text_of(error)}" if last is error else str(last)

@@ -29,6 +29,8 @@ from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
 from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.stream_items import StreamItems
+from percore._supervisor.worker_reports import WorkerReports
 from percore._supervisor.worker_slot import WorkerSlot
 
 _CLOSED: Final = "the runner was closed while it started"
@@ -73,7 +75,7 @@ class Pool:
         seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
         self._nested = nested
-        self._outcomes = Outcomes(calls, self, nested)
+        self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested)
         self._turn = Turn(calls.loop)
         self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)

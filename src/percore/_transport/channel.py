@@ -40,58 +40,23 @@ from weakref import WeakSet
 from percore._common.endings import Endings
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Body, BrokenFrame, Message
-from percore._transport.codec import HEAVIEST_BATCH, decode, encode
-from percore._transport.doorbell import MOST_BYTES, Bell
+from percore._transport.codec import decode, encode
+from percore._transport.doorbell import Bell, Haste
+from percore._transport.frames import HEAVY, checked, next_frame
 from percore._transport.leases import Leases
-from percore._transport.ring import HEADER_SIZE, OWED, RingReader, RingWriter, largest_frame
+from percore._transport.ring import HEADER_SIZE, OWED, RingReader, RingWriter
 from percore._transport.slots import INLINE_LIMIT, SlotReader, SlotWriter
 
-RING_SIZE = 1 << 19
-MAX_FRAME = RING_SIZE // 2
-"""Bytes of a frame of several messages."""
-LARGEST_FRAME: Final = largest_frame(RING_SIZE)
-"""Bytes of a frame of one message. No kind of message comes near this size; a test of `_protocol.messages` checks each."""
-_BATCH = 256
 _LAZY = 0.002
 """How long a message nobody awaits may be held to share a wake-up, in seconds. To the peer, waking costs more than reading."""
-_HEAVY = 1 << 17
-
-assert RING_SIZE <= MOST_BYTES, "the sum of several rings of a bell could overflow"
-assert max(INLINE_LIMIT, HEAVIEST_BATCH) < MAX_FRAME < LARGEST_FRAME, "a message could never fit into the ring"
 
 
 def _ignore(_error: BaseException) -> None:
     return
 
 
-def _checked(data: bytes, op: int) -> bytes:
-    """Return `data`, the frame of a message of kind `op`, if it can ever fit into the ring.
-
-    Raises:
-        ValueError: it never can. Waiting for room would silently stop the channel.
-    """
-    if len(data) > LARGEST_FRAME:
-        raise ValueError(f"a message ({op}) of {len(data)} bytes: the largest that fits into the ring has {LARGEST_FRAME}")
-    return data
-
-
 def _unheard(count: int) -> None:
     raise BrokenFrame(f"{count} log records, and nobody is there to read any")
-
-
-class Haste:
-    """A limit on how many peers are rung between two reads of a bell. All channels of a runner share one.
-
-    Ringing wakes a process, which is the most expensive part of sending a message. If no CPU is free to run that process, it is
-    cheaper to wake it once, with all messages that this iteration of the loop sends to it.
-    """
-
-    __slots__ = ("limit", "rung")
-
-    def __init__(self, limit: int) -> None:
-        """`limit` is the number of CPUs."""
-        self.limit = limit
-        self.rung = 0
 
 
 class Channel:
@@ -129,6 +94,7 @@ class Channel:
         self._prompt = prompt
         self._queue: deque[Message] = deque()
         self._heavy = 0
+        """Bytes of the bodies in the queue, or a few less: threads count without the lock."""
         self._frame: bytes | None = None
         self._lock = threading.Lock()
         self._told = 0
@@ -194,7 +160,7 @@ class Channel:
         try:
             data = encode([(op, call_id, body)])
             if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled the ring since the check
-                self._frame = _checked(data, op)
+                self._frame = checked(data, op)
             else:
                 published = tx.write(data)
                 self._rung_at = self.waits_since = monotonic()
@@ -331,7 +297,10 @@ class Channel:
         published = 0
         had_read = self.tx.written == self.tx.acknowledged
         while self._frame is not None or self._queue:
-            frame = self._frame or self._next_frame()
+            frame = self._frame
+            if frame is None:
+                frame, taken = next_frame(self._queue, is_heavy=self._heavy >= HEAVY)
+                self._heavy = max(0, self._heavy - taken) if self._queue else 0
             if self.tx.free() < len(frame) + HEADER_SIZE:
                 self._frame = frame
                 self.full_count += 1
@@ -366,31 +335,6 @@ class Channel:
         if not self._bell_waits:
             self._bell_waits = True
             self.loop.call_soon_threadsafe(self._watch_bell)
-
-    def _next_frame(self) -> bytes:
-        """Take as many queued messages as fit into a frame, and return the frame."""
-        queue = self._queue
-        if self._heavy < _HEAVY:
-            count = min(len(queue), _BATCH)
-        else:
-            # By index: an iterator would raise if a thread appended meanwhile.
-            count, size = 0, 0
-            while count < min(len(queue), _BATCH):
-                body = queue[count][2]
-                size += len(body) if type(body) is bytes else 0
-                if count and size > _HEAVY:
-                    break
-                count += 1
-        messages = [queue.popleft() for _ in range(count)]
-        data = encode(messages)
-        while len(data) > MAX_FRAME and len(messages) > 1:
-            half = len(messages) // 2
-            queue.extendleft(reversed(messages[half:]))
-            messages = messages[:half]
-            data = encode(messages)
-        _checked(data, messages[0][0])
-        self._heavy = 0 if not queue else max(0, self._heavy - sum(len(m[2]) for m in messages if type(m[2]) is bytes))
-        return data
 
     def _watch_bell(self) -> None:
         if self.is_open:

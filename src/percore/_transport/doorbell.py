@@ -216,3 +216,18 @@ def bell_fds() -> tuple[tuple[int, ...], tuple[int, ...]]:
 def bell_of(fds: tuple[int, ...]) -> Bell:
     """Make one side's bell from its descriptors, and take them over."""
     return EventBell(*fds) if HAS_EVENTFD else SocketBell(*fds)
+
+
+class Haste:
+    """A limit on how many peers are rung between two reads of a bell. All channels of a runner share one.
+
+    Ringing wakes a process, which is the most expensive part of sending a message. If no CPU is free to run that process, it is
+    cheaper to wake it once, with all messages that this iteration of the loop sends to it.
+    """
+
+    __slots__ = ("limit", "rung")
+
+    def __init__(self, limit: int) -> None:
+        """`limit` is the number of CPUs."""
+        self.limit = limit
+        self.rung = 0

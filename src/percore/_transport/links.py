@@ -18,8 +18,8 @@ from percore._common.options import RunnerOptions
 from percore._protocol.interfaces import UNBEGUN, Fate
 from percore._protocol.start_marks import MARK_WORDS
 from percore._transport.arena import Arena
-from percore._transport.channel import RING_SIZE
 from percore._transport.doorbell import bell_fds, bell_of
+from percore._transport.frames import RING_SIZE
 from percore._transport.memory import Memory, has_address_space
 from percore._transport.ring import RingReader, RingWriter
 from percore._transport.slots import SLOT_MASK, SlotReader

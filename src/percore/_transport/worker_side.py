@@ -9,9 +9,10 @@ from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._serialization.exceptions import dump_exception
 from percore._serialization.pickler import dump
-from percore._transport.channel import RING_SIZE, Channel
+from percore._transport.channel import Channel
 from percore._transport.codec import is_inline_value, pack_values, unpack_items
 from percore._transport.doorbell import Bell, bell_of
+from percore._transport.frames import RING_SIZE
 from percore._transport.leases import Received
 from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers

@@ -1,8 +1,5 @@
 """Plain functions in a worker: calls and batches on threads.
 
-When the supervisor recalls calls, the worker hands back calls that have not begun: waiting calls first, then parts of batches that
-take too long.
-
 A result is sent as soon as it exists, with one exception. While more than two calls per thread wait, the results of slow calls are
 collected, and a timer of the loop sends them. The supervisor then wakes up once for several results, and so does this loop for the
 calls that the supervisor sends in their place.
@@ -11,7 +8,7 @@ calls that the supervisor sends in their place.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,15 +20,13 @@ from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
 from percore._worker.context import of_id
-from percore._worker.streams import TaskStream, ThreadStream
+from percore._worker.recalls import Item, Recalls, Streams
+from percore._worker.streams import ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
-
-SPLIT_AFTER: Final = 0.002
-"""Seconds that a batch may run before a recall takes items from it. Batches are sized to take one millisecond."""
 
 _KEEP_RESULTS: Final = 0.01
 """Seconds that the result of a slow call may wait for other results. Sent alone, it would cost the supervisor a wake-up."""
@@ -49,8 +44,6 @@ There, if one thread has created an object and another thread drops the last ref
 thread next runs. So a sleeping thread of the pool would keep alive what its calls created: large results, views of shared memory,
 shared objects. A thread that has ended keeps nothing alive.
 """
-
-Item = tuple[WorkerFunction | None, Body, Terms | None]
 
 
 class Ends(Protocol):
@@ -108,7 +101,7 @@ class PlainCalls:
         self._hand_over = hand_over
         self._thread = threading.local()
         self._batches: dict[int, WorkerBatch] = {}
-        self.streams: dict[int, TaskStream | ThreadStream] = {}
+        self.streams: Streams = {}
         """The streams of this worker that have not ended, also those of tasks."""
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
         self._keeps_watch = False
@@ -116,6 +109,7 @@ class PlainCalls:
         self._sent_at = 0
         self._enough = 2 * threads
         self.threads = Threads(threads, self._run, copy_context())
+        self.recalls = Recalls(channel, self.threads, self._batches, self.streams, self._mask)
         self._idles: asyncio.TimerHandle | None = None
         self.families: Ends = NoNested()
         """The nested calls of this worker's calls. The server sets it."""
@@ -235,84 +229,10 @@ class PlainCalls:
             return False
         if wanted == 0 and batch.begun_at is None:
             # An empty batch must not begin: another call will soon have its id and the place of its start mark.
-            self._take_back(call_id)
+            self.recalls.take_back(call_id)
         elif count := batch.give_up(batch.end - wanted):
             self._channel.send(RETURNED, call_id, count)
         return False
-
-    # Handing back
-
-    def withdraw(self, call_id: int) -> None:
-        """Hand back this call if it has not begun."""
-        if call_id in self.threads.waiting:
-            self._take_back(call_id)
-
-    def recall(self, count: int, stay: Collection[int]) -> None:
-        """Hand back about `count` calls that have not begun, except those in the places `stay`, then send RETURNED with id 0."""
-        if self._give_back(count, stay):
-            self._channel.send(RETURNED, 0, None)
-        else:
-            self._split(count)
-
-    def give_back_all(self) -> None:
-        """Hand back all calls and items that have not begun."""
-        for call_id in reversed(list(self.threads.waiting)):
-            self._take_back(call_id)
-        for call_id, batch in list(self._batches.items()):
-            if count := batch.give_up(batch.end):
-                self._channel.send(RETURNED, call_id, count)
-
-    def _give_back(self, most: int, stay: Collection[int] | None) -> int:
-        """Hand back up to `most` waiting calls, except those in the places `stay`. Return how many calls or items that were.
-
-        With `stay=None` hand back batches only: calls that came after the recall may have a key.
-        """
-        given = 0
-        # Leave the calls that free threads are about to begin. The supervisor would only send them back here and recall them again.
-        waiting = [item for item in list(self.threads.waiting.items()) if not self._is_broadcast(item[1])][self.threads.free() :]
-        for call_id, item in reversed(waiting):
-            if given >= most:
-                break
-            if type(item) is WorkerBatch if stay is None else call_id & self._mask not in stay:
-                given += self._take_back(call_id)
-        return given
-
-    def _is_broadcast(self, item: Item | WorkerBatch) -> bool:
-        return type(item) is tuple and item[2] is not None and item[2].is_broadcast
-
-    def _take_back(self, call_id: int) -> int:
-        """Hand back a call, or a whole batch. Return how many calls or items that were: 0 if it has begun."""
-        item = self.threads.take_back(call_id)
-        if item is None:
-            return 0
-        count = None
-        if type(item) is WorkerBatch:
-            count = len(item.items)
-            del self._batches[call_id]
-        self.streams.pop(call_id, None)
-        self._channel.send(RETURNED, call_id, count)
-        return count or 1
-
-    def _split(self, most: int) -> None:
-        """Hand back half of the items that running batches have not begun, once the batches have run for `SPLIT_AFTER`."""
-        now, wait, given = time.perf_counter(), 0.0, 0
-        for call_id, batch in list(self._batches.items()):
-            age = 0.0 if batch.begun_at is None else now - batch.begun_at
-            if batch.items and age < SPLIT_AFTER:
-                wait = max(wait, SPLIT_AFTER - age)
-            elif count := batch.give_up((len(batch.items) + 1) // 2):
-                given += count
-                self._channel.send(RETURNED, call_id, count)
-        if wait and not given:
-            self._loop.call_later(wait, self._split_later, most)
-        else:
-            self._channel.send(RETURNED, 0, None)
-
-    def _split_later(self, most: int) -> None:
-        if self._give_back(most, None):
-            self._channel.send(RETURNED, 0, None)
-        else:
-            self._split(most)
 
     # In a thread
 
@@ -323,18 +243,12 @@ class PlainCalls:
             RuntimeError: another thread is needed and cannot be started.
         """
         if self.threads.step_aside(call_id) and call_id in self._batches:
-            self._loop.call_soon_threadsafe(self._give_rest_back, call_id)
+            self._loop.call_soon_threadsafe(self.recalls.give_rest_back, call_id)
 
     def come_back(self, call_id: int) -> None:
         """Wait until this call may run again."""
         if self.threads.come_back(call_id):
             self._loop.call_soon_threadsafe(self.threads.trim)
-
-    def _give_rest_back(self, call_id: int) -> None:
-        """Hand back the items of a batch that wait behind an item which waits for its nested calls."""
-        batch = self._batches.get(call_id)
-        if batch is not None and (count := batch.give_up(len(batch.items))):
-            self._channel.send(RETURNED, call_id, count)
 
     def _run(self, call_id: int, item: Item | WorkerBatch) -> None:
         """Run a call or a batch in this thread and answer it. Never raises."""

@@ -106,6 +106,7 @@ class Server:
         self.shares = WorkerShares(channel)
         self._answers = Answers(channel) if answers is None else answers
         self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
+        self._recalls = self._plain.recalls
         self._threads = self._plain.threads
         self._threads.on_failure = lambda error: self._loop.call_soon_threadsafe(self._thread_failed, error)
         self._streams = self._plain.streams
@@ -122,7 +123,7 @@ class Server:
             DEFINE_THREAD: lambda number, payload: self._define(number, Kind.THREAD, payload),
             UNDEFINE: lambda number, _: self._functions.pop(number),
             CANCEL: self._cancel,
-            RECALL: lambda count, stay: self._plain.recall(count, frozenset(memoryview(stay).cast("I"))),
+            RECALL: lambda count, stay: self._recalls.recall(count, frozenset(memoryview(stay).cast("I"))),
             FINISH: self._finish,
             ONCE_TASK: lambda call_id, body: self._start_task(call_id, None, body),
             ONCE_THREAD: lambda call_id, body: self._put_on_thread(call_id, None, body),
@@ -130,7 +131,7 @@ class Server:
             TERMS: self._under,
             CREDIT: self._credit,
             BEGIN_BY: lambda _, when: self._limit(when),
-            WITHDRAW: lambda call_id, _: self._plain.withdraw(call_id),
+            WITHDRAW: lambda call_id, _: self._recalls.withdraw(call_id),
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
@@ -282,7 +283,7 @@ class Server:
         # Messages that do not fit into the ring or a slot are sent when the supervisor has read. Look again after each batch.
         self._channel.on_batch = self._look_soon
         self._channel.send(DRAINING, 0, None)
-        self._plain.give_back_all()
+        self._recalls.give_back_all()
         self._threads.when_idle(lambda: self._loop.call_soon_threadsafe(self._look_drained))
         self._look_soon()
 
@@ -292,7 +293,7 @@ class Server:
         The worker does not answer calls that end by this cancellation. The supervisor fails them when the worker ends.
         """
         self._is_draining = self._is_abandoned = True
-        self._plain.give_back_all()
+        self._recalls.give_back_all()
         for stream in list(self._streams.values()):
             stream.abandon()
         for task in list(self._tasks.values()):

@@ -19,7 +19,7 @@ from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._serialization.pickler import MainInfo
-from percore._transport.channel import Haste
+from percore._transport.doorbell import Haste
 from percore._transport.links import Link, Links
 from percore._transport.memory import keep_heap_warm
 from percore._worker_process import multiprocessing_state
