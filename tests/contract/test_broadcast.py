@@ -10,7 +10,7 @@ import pytest
 
 import percore
 from percore._protocol.messages import Kind
-from percore._scheduler.dispatch import MOST_BROADCASTS
+from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log

@@ -13,7 +13,7 @@ import pytest
 
 import percore
 from percore import Runner
-from percore._scheduler.dispatch import MOST_BROADCASTS
+from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, worker_of

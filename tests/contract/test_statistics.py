@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._scheduler.dispatch import BLOCKED
+from percore._scheduler.choice import BLOCKED
 from percore._supervisor.pool_worker import PoolWorker
 from tests import jobs
 from tests.contract.conftest import MakeRunner

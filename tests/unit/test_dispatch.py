@@ -15,19 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from percore._protocol.messages import Kind
 from percore._scheduler import keys as keys_module
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import (
-    AHEAD,
-    BLOCKED,
-    MOST_BROADCASTS,
-    Dispatch,
-    Queue,
-    Recall,
-    places_at_first,
-    places_for,
-    room_of,
-)
+from percore._scheduler.choice import BLOCKED
+from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.keys import weight
 from percore._scheduler.levels import MOST_ASIDE
+from percore._scheduler.places import AHEAD, MOST_BROADCASTS, places_at_first, places_for, room_of
+from percore._scheduler.queues import Queue
+from percore._scheduler.recalls import Recall
 from tests.strikes import Fault, Strike
 
 TASK, THREAD = Kind.TASK, Kind.THREAD
@@ -561,14 +555,16 @@ class DispatchMachine(RuleBasedStateMachine):
         waits = any(line.has_plain() for line in self.lines() if line.kind == THREAD)
         if asked is None:
             candidates = [seat for seat in seats if surplus[seat] > 0]
-            barren = [seat for seat in candidates if self.dispatch._barren.get(seat) == self.dispatch.times_ahead]
+            barren = [seat for seat in candidates if self.dispatch.recalls.barren.get(seat) == self.dispatch.times_ahead]
             assert not free or waits or not self.is_ahead() or candidates == barren
             return
         assert free
         assert not waits
         assert not asked.seat.recalling
-        assert self.dispatch._barren.get(asked.seat) != self.dispatch.times_ahead
-        others = [seat for seat in seats if surplus[seat] > 0 and self.dispatch._barren.get(seat) != self.dispatch.times_ahead]
+        assert self.dispatch.recalls.barren.get(asked.seat) != self.dispatch.times_ahead
+        others = [
+            seat for seat in seats if surplus[seat] > 0 and self.dispatch.recalls.barren.get(seat) != self.dispatch.times_ahead
+        ]
         awake = [seat for seat in others if not seat.silent] or others
         assert asked.seat in awake
         assert asked.seat.items == max(seat.items for seat in awake)
@@ -580,7 +576,7 @@ class DispatchMachine(RuleBasedStateMachine):
         self.pump()
 
     def is_ahead(self) -> bool:
-        return self.dispatch._is_ahead
+        return self.dispatch.recalls.is_ahead
 
     def answer(self, asked: Recall[Seat]) -> None:
         """Hand back the newest that has not begun, and say when that is all. Calls with keys stay."""

@@ -14,7 +14,7 @@ from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import RunnerClosed
 from percore._protocol.messages import BrokenFrame, Kind
 from percore._scheduler.batching import Run
-from percore._scheduler.dispatch import Queue
+from percore._scheduler.queues import Queue
 from percore._transport.codec import pack_items, unpack_items
 
 START = 100

@@ -19,8 +19,9 @@ from percore._map.rows import Rows, Spec
 from percore._protocol import messages as _messages
 from percore._protocol.messages import ID_MASK, ITEM_SHIFT, Body, Kind
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import Dispatch, places_for, room_of
+from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.key_names import Names
+from percore._scheduler.places import places_for, room_of
 from percore._scheduler.windows import MOST_OF_ONE
 from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._transport import codec

@@ -10,7 +10,8 @@ from percore._calls.functions import Function
 from percore._calls.shared_objects import Share, Shares
 from percore._protocol.interfaces import UNBEGUN, Fate, Ticket
 from percore._protocol.messages import DEFINE_TASK, DEFINE_THREAD, FORGET, SHARE, Body, Kind, Message
-from percore._scheduler.dispatch import ROOM_OF_NONE, Dispatch
+from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.places import ROOM_OF_NONE
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.pool_worker import PoolWorker, Turn
 

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -12,10 +12,14 @@ from percore._calls.calls import Awaited
 from percore._calls.items import Batch
 from percore._protocol.messages import Kind
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import Dispatch, Queue, Recall
+from percore._scheduler.queues import Queue
+from percore._scheduler.recalls import Recall
 from percore._scheduler.windows import Cost
 from percore._supervisor import rebalancing as module
 from percore._supervisor.rebalancing import ANSWERS, BRIEF, Rebalancing
+
+if TYPE_CHECKING:
+    from percore._scheduler.dispatch import Dispatch
 
 
 @dataclass

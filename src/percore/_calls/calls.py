@@ -22,7 +22,7 @@ from percore._calls.functions import Function
 from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._protocol.messages import BrokenFrame, Payload
-from percore._scheduler.dispatch import Queue
+from percore._scheduler.queues import Queue
 
 
 class Owner(Protocol):

@@ -14,7 +14,7 @@ from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._protocol.interfaces import Store
 from percore._protocol.messages import Body, BrokenFrame
 from percore._scheduler.batching import Run
-from percore._scheduler.dispatch import Queue
+from percore._scheduler.queues import Queue
 
 
 class RunningMap(Protocol):

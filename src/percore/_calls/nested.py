@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
-from percore._scheduler.dispatch import Queue
+from percore._scheduler.queues import Queue
 
 if TYPE_CHECKING:
     from percore._protocol.messages import Payload

@@ -6,7 +6,7 @@ from percore._calls.context_variables import references
 from percore._common.options import RunnerOptions
 from percore._protocol.interfaces import Store
 from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
-from percore._scheduler.dispatch import places_for, room_of
+from percore._scheduler.places import places_for, room_of
 from percore._serialization.advice import blamed, unsendable, unsendable_function
 from percore._serialization.pickler import CANNOT
 

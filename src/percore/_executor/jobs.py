@@ -27,7 +27,7 @@ from percore._common.errors import RemoteError
 from percore._executor.futures import Held, Request, begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
-from percore._scheduler.dispatch import AHEAD
+from percore._scheduler.places import AHEAD
 from percore._scheduler.windows import Cost
 from percore._worker.executor_worker import ThreadInitializerFailed
 

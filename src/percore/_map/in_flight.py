@@ -13,9 +13,9 @@ from percore._map.results import Failure, Results
 from percore._map.rows import Spec
 from percore._protocol.messages import Kind
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.dispatch import Queue
 from percore._scheduler.key_names import Name
 from percore._scheduler.map_life import MapEvent, MapLife
+from percore._scheduler.queues import Queue
 from percore._scheduler.windows import AHEAD_SECONDS, BATCH_SECONDS, Window, most_of
 from percore._supervisor.supervisor import Supervisor
 

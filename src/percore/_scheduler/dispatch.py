@@ -8,147 +8,25 @@ not queued ahead, since a worker starts a coroutine as soon as it reads the mess
 more only when it has room for as many as it has threads. Every message wakes the worker's loop, which is expensive while its
 threads compete for the interpreter.
 
-A worker that has not read its latest messages is busy or blocked. The longer it reads nothing, the less it is preferred; after a
-while it gets no calls as long as another worker has room. The other workers do not take over its whole share: beyond their own
-share, they get another call only after they have read everything sent to them. Otherwise a burst of CPU-bound coroutines would go
-to one worker.
-
 Each map has a queue, and the single calls of each kind have one. The queues take turns: a queue waits at most for the calls that
 the workers already hold and for one call or batch of every other queue.
 
-When a worker runs out of calls while another still holds some that have not begun, the supervisor asks the other to return them.
+`choice` chooses the worker of a call without a key, `keys` that of a call with one. `recalls` asks workers to return calls that
+were queued ahead.
 """
 
-import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
-from operator import itemgetter
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Generic
 
 from percore._protocol.messages import Kind
-from percore._scheduler.batching import Batches
+from percore._scheduler.choice import Choice
 from percore._scheduler.key_names import Names
 from percore._scheduler.keys import Keys, Lanes, purge
-from percore._scheduler.levels import DEEPEST, MOST_ASIDE, Levels
-
-AHEAD: Final = 4
-"""Plain calls queued ahead in a worker, per thread. With 2, the measured throughput was 0.91 to 0.96 of that with 4."""
-
-MOST_BROADCASTS: Final = 16
-"""Additional room in every worker, for broadcasts."""
-
-BLOCKED: Final = 5
-"""Steps of silence after which a worker counts as blocked instead of busy: 80 ms."""
-
-_AHEAD_LAST: Final = 1 << 32
-"""Added to the weight of a worker without a free place: more than any load and silence together."""
-
-ROOM_OF_NONE: Final = 1 << 40
-"""Added to the load of a worker that may begin no more calls. It then has no free place, even when calls end there."""
-
-_FEW: Final = 4
-"""Up to this many workers, comparing all of them is as fast as remembering the last choice."""
-_NOWHERE: Final = (-1, sys.maxsize, False)
-
-_SHARED: Final = 0.5
-"""Added to the weight of a worker that holds calls of the other kind, which may keep it busy. It decides between equal loads."""
-
-
-class Queued(Protocol):
-    """A call or a batch, as the dispatch sees it."""
-
-    kind: int
-
-    @property
-    def key(self) -> Hashable | None: ...
-
-    def done(self) -> bool:
-        """Whether the call ended while it waited, because it was cancelled."""
-
-    @property
-    def size(self) -> int:
-        """Number of items; 1 for a call."""
-
-
-class Seat(Protocol):
-    """A ready worker, as the dispatch sees it."""
-
-    index: int
-
-    load: list[int]
-    """Places taken, by kind."""
-
-    tickets: int
-    """Calls that the worker may still begin. At 0, `load` includes `ROOM_OF_NONE`."""
-
-    @property
-    def items(self) -> int:
-        """Plain calls sent and not ended. Each item of a batch counts."""
-
-    recalling: bool
-    """Whether the worker was asked to return calls and has not answered yet."""
-
-    def silence(self) -> int:
-        """How long the worker has left messages unread, in coarse steps; 0 if that is too short to matter."""
-
-    def has_read(self) -> bool:
-        """Whether the worker has read every message. If not, the supervisor looks for calls to send once it has."""
-
-
-C = TypeVar("C", bound=Queued)
-S = TypeVar("S", bound=Seat)
-
-
-class Recall(NamedTuple, Generic[S]):
-    """Ask `seat` for up to `wanted` calls that have not begun."""
-
-    seat: S
-    wanted: int
-
-
-class Queue(Lanes[C, S]):
-    """The waiting calls of one map, the single calls of one kind, or the nested calls of one kind and `depth` from 1 on.
-
-    They are calls, calls with keys, and items for batches.
-    """
-
-    __slots__ = ("batches", "calls", "depth", "ended", "is_listed", "kind", "lanes_first")
-
-    def __init__(self, kind: int, batches: Batches[C] | None = None, depth: int = 0) -> None:
-        super().__init__()
-        self.kind = kind
-        self.batches = batches
-        self.depth = depth
-        self.calls: deque[C] = deque()
-        self.ended = 0
-        self.is_listed = False
-        self.lanes_first = False
-
-    def __len__(self) -> int:
-        """Number of waiting calls and items, including cancelled calls without keys."""
-        return len(self.calls) + self.count + (0 if self.batches is None else len(self.batches))
-
-
-def room_of(concurrency: int, threads: int) -> int:
-    """Return how many calls of all kinds one worker may hold at once, without those that are aside."""
-    return concurrency + threads * (1 + AHEAD) + MOST_BROADCASTS
-
-
-def places_for(room: int) -> int:
-    """Return the number of start marks of a worker with this room: a power of two, so that the place follows from a call's id.
-
-    It exceeds the room and the calls that may be aside, which keep their marks.
-    """
-    return 1 << (room + MOST_ASIDE).bit_length()
-
-
-def places_at_first(room: int) -> int:
-    """Return how many start marks of a worker with this room are in use while no call is aside.
-
-    It exceeds the room: a garbage collection between choosing a worker and sending the call may run a `__del__` that takes the
-    place.
-    """
-    return min(1 << room.bit_length(), places_for(room) - MOST_ASIDE)
+from percore._scheduler.levels import DEEPEST, Levels
+from percore._scheduler.places import AHEAD, room_of
+from percore._scheduler.queues import C, Queue, S
+from percore._scheduler.recalls import Recall, Recalls
 
 
 class Dispatch(Generic[C, S]):
@@ -163,25 +41,16 @@ class Dispatch(Generic[C, S]):
         self.singles: tuple[Queue[C, S], Queue[C, S]] = (Queue(Kind.TASK), Queue(Kind.THREAD))
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
         self._maps: dict[Queue[C, S], None] = {}
-        self._is_ahead = False
-        self.times_ahead = 0
-        """How often calls were queued ahead. A recall stores this count to tell whether more were queued ahead since."""
         self.keys: Keys[C, S] = Keys(per_key)
         self.names = Names()
         """Maps users' keys to names, which are the keys of calls here."""
-        self._barren: dict[S, int] = {}
-        """Workers that had no calls to return: the value of `times_ahead` when each was asked."""
         self.seats: list[S] = []
-        self._least = [_NOWHERE, _NOWHERE]
-        """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
-        whether all workers with that load hold calls of the other kind.
-
-        Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
-        self._is_one_behind = False
-        """Whether the last full comparison met a worker that had room and unread messages."""
-        self._beyond: dict[S, int] = {}
-        """Calls that a worker got in place of a blocked one since it last had read everything."""
-        self._pick = self._pick_of_few
+        self._choice = Choice(self.seats, self._places, self._room)
+        self._pick = self._choice.pick()
+        self.lowered = self._choice.lowered
+        """Notes that the load of a worker has fallen."""
+        self.recalls = Recalls(self.seats, threads, self._has_plain)
+        self._note_ahead = self.recalls.note_ahead
         self._levels: Levels[Queue[C, S]] = Levels(self._places)
         self._strained = [False, False]
         """By kind: whether nested calls go first."""
@@ -193,17 +62,12 @@ class Dispatch(Generic[C, S]):
         self.seats.append(seat)
         self._seated()
 
-    def lowered(self) -> None:
-        """Note that the load of a worker has fallen."""
-        least = self._least
-        least[0] = least[1] = _NOWHERE
-
     def unseat(self, seat: S) -> None:
         """Remove a worker, which takes no more calls. Does nothing if the worker was not added or is already removed."""
         if seat in self.seats:
             self.seats.remove(seat)
-            self._beyond.pop(seat, None)
-            self._barren.pop(seat, None)
+            self._choice.forget(seat)
+            self.recalls.barren.pop(seat, None)
             self._seated()
 
     def expel(self, seat: S) -> None:
@@ -214,7 +78,7 @@ class Dispatch(Generic[C, S]):
 
     def _seated(self) -> None:
         self.lowered()
-        self._pick = self._pick_of_many if len(self.seats) > _FEW else self._pick_of_few
+        self._pick = self._choice.pick()
         for queue in self.keys.seated(self.seats):
             self._list(queue)
 
@@ -383,16 +247,16 @@ class Dispatch(Generic[C, S]):
             seat: the worker.
             asked_at: `times_ahead` when it was asked. Its answer does not cover calls queued ahead since then.
         """
-        if seat in self.seats:
-            self._barren[seat] = asked_at
+        self.recalls.gave_nothing(seat, asked_at)
 
-    def _note_ahead(self) -> None:
-        self._is_ahead = True
-        self.times_ahead += 1
+    @property
+    def times_ahead(self) -> int:
+        """How often calls were queued ahead."""
+        return self.recalls.times_ahead
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to decide: no call waits that could be sent, and none is queued ahead."""
-        return not (self._turns[0] or self._turns[1] or self._is_ahead or self.keys.strays)
+        return not (self._turns[0] or self._turns[1] or self.recalls.is_ahead or self.keys.strays)
 
     def fill(self, kind: int) -> Iterator[tuple[C, S]]:
         """Yield the calls of this kind that can be sent now, in order, each with its worker.
@@ -512,12 +376,13 @@ class Dispatch(Generic[C, S]):
                 return call, seat
             queue.ended -= 1
         if queue.batches:
+            recalls = self.recalls
             batch = queue.batches.pop(len(self.seats), seat.tickets)
             if batch is None:
                 return None
             if batch.size > 1:  # as `_note_ahead`, whose error would lose the batch
-                self._is_ahead = True
-                self.times_ahead += 1
+                recalls.is_ahead = True
+                recalls.times_ahead += 1
             return batch, seat
         return None
 
@@ -545,105 +410,14 @@ class Dispatch(Generic[C, S]):
             while queue.batches and (batch := queue.batches.pop(1)) is not None:
                 into.append(batch)
 
+    def _has_plain(self) -> bool:
+        """Whether a plain call waits that any worker may take."""
+        return any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))
+
     def is_dry(self) -> bool:
         """Whether plain calls are queued ahead and none waits here."""
-        return self._is_ahead and not any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))
+        return self.recalls.is_dry()
 
     def recall(self) -> Recall[S] | None:
-        """Decide which worker to ask for plain calls that have not begun.
-
-        None unless a worker has a free thread, no plain call waits here, and a worker may hold surplus calls.
-        """
-        kind = Kind.THREAD
-        if not self._is_ahead or not self.seats or any(queue.calls or queue.batches for queue in tuple(self._turns[kind])):
-            return None
-        threads = self._places[kind]
-        free = sum(threads - seat.load[kind] for seat in self.seats if seat.load[kind] < threads)
-        fullest = self._fullest(threads)
-        if free <= 0 or fullest is None:
-            return None
-        surplus = fullest.items - min(threads, fullest.load[kind])
-        return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
-
-    def _fullest(self, threads: int) -> S | None:
-        """Return the fullest worker that may have calls to return; None if there is none, or if one is about to answer.
-
-        A silent worker does not answer soon, so the others are asked first, even while its answer is outstanding.
-        """
-        loads = [(seat, seat.items) for seat in self.seats]
-        full = [
-            (seat, items)
-            for seat, items in loads
-            if items > min(threads, seat.load[Kind.THREAD]) and self._barren.get(seat) != self.times_ahead
-        ]
-        self._is_ahead = bool(full)
-        awake = [(seat, items) for seat, items in full if not seat.silence()]
-        if any(seat.recalling for seat, _ in awake):
-            return None
-        rest = awake or [(seat, items) for seat, items in full if not seat.recalling]
-        return max(rest, key=itemgetter(1))[0] if rest else None
-
-    def _pick_of_few(self, kind: int) -> S | None:
-        """Return the least loaded worker with a free place, or else with room to queue ahead; None if the call should wait.
-
-        Each step of silence weighs as much as one call. A CPU-bound coroutine keeps its worker silent, so the load is the better
-        measure and silence only adds to it. Of equally loaded workers, one without calls of the other kind is the first choice: a
-        coroutine that was sent in this turn may block the worker's loop.
-        """
-        places, room = self._places[kind], self._room[kind]
-        best: S | None = None
-        least: float = sys.maxsize
-        step = 0
-        is_one_behind = False
-        for seat in self.seats:
-            load = seat.load[kind]
-            if load < room and load < least:
-                weight: float = load
-                silence = seat.silence()
-                if silence:
-                    is_one_behind = True
-                    weight += silence
-                if seat.load[1 - kind]:
-                    weight += _SHARED
-                elif not load and not silence:  # no other worker can be better
-                    return seat
-                if load >= places:
-                    weight += _AHEAD_LAST
-                if weight < least:
-                    best, least, step = seat, weight, silence
-        self._is_one_behind = is_one_behind
-        return best if step < BLOCKED else self._pick_beside(best, kind)
-
-    def _pick_beside(self, blocked: S | None, kind: int) -> S | None:
-        """Return another worker in place of a blocked one, or the blocked one itself if no other has room.
-
-        If the blocked worker has a free place, other workers are considered only for their free places, not for queueing ahead.
-        Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
-        call yet, the call waits: None.
-        """
-        places, room = self._places[kind], self._room[kind]
-        level = places if blocked is not None and blocked.load[kind] < places else room
-        others = [seat for seat in self.seats if seat.load[kind] < level and seat.silence() < BLOCKED]
-        for seat in sorted(others, key=lambda seat: seat.load[kind] + seat.silence()):
-            beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
-            if beyond <= seat.load[kind] // 4:
-                self._beyond[seat] = beyond + 1
-                return seat
-        return None if others else blocked
-
-    def _pick_of_many(self, kind: int) -> S | None:
-        """As `_pick_of_few`, but remember the least load and where the next worker with that load may be."""
-        seats = self.seats
-        least, start, is_shared = self._least[kind]
-        for index in range(start, len(seats)):
-            seat = seats[index]
-            if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
-                if seat.silence():
-                    break
-                self._least[kind] = least, index, is_shared
-                return seat
-        best = self._pick_of_few(kind)
-        # A worker with unread messages may have a smaller load, and may read again at any moment.
-        is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
-        self._least[kind] = (best.load[kind], 0, best.load[1 - kind] > 0) if is_known else _NOWHERE  # type: ignore[union-attr]
-        return best
+        """Decide which worker to ask for plain calls that have not begun; None: none."""
+        return self.recalls.recall()

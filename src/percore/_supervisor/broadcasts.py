@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 
 from percore._calls.calls import PendingCall
 from percore._protocol.messages import Kind
-from percore._scheduler.dispatch import MOST_BROADCASTS
+from percore._scheduler.places import MOST_BROADCASTS
 from percore._supervisor.pool_worker import PoolWorker
 
 

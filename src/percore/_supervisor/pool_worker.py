@@ -16,13 +16,14 @@ from percore._calls.functions import Function
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
-from percore._scheduler.dispatch import ROOM_OF_NONE, Dispatch, places_at_first, places_for
 from percore._scheduler.lifecycle import Deadline, Life, State
+from percore._scheduler.places import ROOM_OF_NONE, places_at_first, places_for
 
 if TYPE_CHECKING:
     from percore._calls.shared_objects import Shares
     from percore._protocol.interfaces import Channel, Worker
     from percore._protocol.messages import Body
+    from percore._scheduler.dispatch import Dispatch
 
 
 _LATE: Final = 0.005

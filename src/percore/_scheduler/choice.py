@@ -1,0 +1,125 @@
+"""The choice of a worker for a call without a key.
+
+A worker that has not read its latest messages is busy or blocked. The longer it reads nothing, the less it is preferred; after a
+while it gets no calls as long as another worker has room. The other workers do not take over its whole share: beyond their own
+share, they get another call only after they have read everything sent to them. Otherwise a burst of CPU-bound coroutines would go
+to one worker.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from percore._scheduler.queues import Seat
+
+BLOCKED: Final = 5
+"""Steps of silence after which a worker counts as blocked instead of busy: 80 ms."""
+
+_AHEAD_LAST: Final = 1 << 32
+"""Added to the weight of a worker without a free place: more than any load and silence together."""
+
+_FEW: Final = 4
+"""Up to this many workers, comparing all of them is as fast as remembering the last choice."""
+_NOWHERE: Final = (-1, sys.maxsize, False)
+
+_SHARED: Final = 0.5
+"""Added to the weight of a worker that holds calls of the other kind, which may keep it busy. It decides between equal loads."""
+
+S = TypeVar("S", bound=Seat)
+
+
+class Choice(Generic[S]):
+    """Chooses among the workers that take calls."""
+
+    def __init__(self, seats: list[S], places: tuple[int, int], room: tuple[int, int]) -> None:
+        """By kind, each worker has so many places, and room for so many calls including those queued ahead."""
+        self._seats = seats
+        self._places = places
+        self._room = room
+        self._least = [_NOWHERE, _NOWHERE]
+        """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
+        whether all workers with that load hold calls of the other kind.
+
+        Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
+        self._is_one_behind = False
+        """Whether the last full comparison met a worker that had room and unread messages."""
+        self._beyond: dict[S, int] = {}
+        """Calls that a worker got in place of a blocked one since it last had read everything."""
+
+    def pick(self) -> Callable[[int], S | None]:
+        """Return the function that chooses a worker for a call of a kind, as long as the number of workers stays."""
+        return self.of_many if len(self._seats) > _FEW else self.of_few
+
+    def lowered(self) -> None:
+        """Note that the load of a worker has fallen."""
+        least = self._least
+        least[0] = least[1] = _NOWHERE
+
+    def forget(self, seat: S) -> None:
+        """Forget a worker that takes no more calls."""
+        self._beyond.pop(seat, None)
+
+    def of_few(self, kind: int) -> S | None:
+        """Return the least loaded worker with a free place, or else with room to queue ahead; None if the call should wait.
+
+        Each step of silence weighs as much as one call. A CPU-bound coroutine keeps its worker silent, so the load is the better
+        measure and silence only adds to it. Of equally loaded workers, one without calls of the other kind is the first choice: a
+        coroutine that was sent in this turn may block the worker's loop.
+        """
+        places, room = self._places[kind], self._room[kind]
+        best: S | None = None
+        least: float = sys.maxsize
+        step = 0
+        is_one_behind = False
+        for seat in self._seats:
+            load = seat.load[kind]
+            if load < room and load < least:
+                weight: float = load
+                silence = seat.silence()
+                if silence:
+                    is_one_behind = True
+                    weight += silence
+                if seat.load[1 - kind]:
+                    weight += _SHARED
+                elif not load and not silence:  # no other worker can be better
+                    return seat
+                if load >= places:
+                    weight += _AHEAD_LAST
+                if weight < least:
+                    best, least, step = seat, weight, silence
+        self._is_one_behind = is_one_behind
+        return best if step < BLOCKED else self._beside(best, kind)
+
+    def _beside(self, blocked: S | None, kind: int) -> S | None:
+        """Return another worker in place of a blocked one, or the blocked one itself if no other has room.
+
+        If the blocked worker has a free place, other workers are considered only for their free places, not for queueing ahead.
+        Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
+        call yet, the call waits: None.
+        """
+        places, room = self._places[kind], self._room[kind]
+        level = places if blocked is not None and blocked.load[kind] < places else room
+        others = [seat for seat in self._seats if seat.load[kind] < level and seat.silence() < BLOCKED]
+        for seat in sorted(others, key=lambda seat: seat.load[kind] + seat.silence()):
+            beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
+            if beyond <= seat.load[kind] // 4:
+                self._beyond[seat] = beyond + 1
+                return seat
+        return None if others else blocked
+
+    def of_many(self, kind: int) -> S | None:
+        """As `of_few`, but remember the least load and where the next worker with that load may be."""
+        seats = self._seats
+        least, start, is_shared = self._least[kind]
+        for index in range(start, len(seats)):
+            seat = seats[index]
+            if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
+                if seat.silence():
+                    break
+                self._least[kind] = least, index, is_shared
+                return seat
+        best = self.of_few(kind)
+        # A worker with unread messages may have a smaller load, and may read again at any moment.
+        is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
+        self._least[kind] = (best.load[kind], 0, best.load[1 - kind] > 0) if is_known else _NOWHERE  # type: ignore[union-attr]
+        return best
