@@ -24,12 +24,13 @@ from aiohttp import client_exceptions, client_reqrep, web
 from aiohttp.http_exceptions import BadStatusLine
 from yarl import URL
 
+from percore._common.callables import qualified_name
 from percore._common.errors import PayloadTooLarge, RemoteError, RemoteTraceback
 from percore._serialization import reducers
 from percore._serialization.advice import unpicklable, unsendable
 from percore._serialization.exception_state import format_traceback
 from percore._serialization.exceptions import dump_exception, load_exception
-from percore._serialization.pickler import MainInfo, dump, is_by_reference, load, main_info, qualified_name
+from percore._serialization.pickler import MainInfo, dump, is_by_reference, load, main_info
 
 
 class Sink:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._calls.policy import DEFAULT, CallPlan, Policy, delay_of
+from percore._calls.policy import DEFAULT, CallPlan, Policy
+from percore._common.call_options import delay_of
 from percore._common.worker_errors import WorkerDied
 from tests.ids import steady
 

@@ -3,7 +3,6 @@
 The arguments of a call are pickled here too, since an error names the function and the argument.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
@@ -11,12 +10,12 @@ from types import MethodType
 from typing import Any, Final, Protocol
 
 from percore._calls.shared_objects import Share, Shares
-from percore._common.options import routines_of
+from percore._common.callables import is_async_stream, is_coroutine_call, qualified_name
 from percore._protocol.interfaces import Store
 from percore._protocol.messages import UNDEFINE, Body, Kind, Payload
 from percore._scheduler.windows import Cost
 from percore._serialization.advice import blamed, unsendable, unsendable_function
-from percore._serialization.pickler import CANNOT, is_by_reference, qualified_name
+from percore._serialization.pickler import CANNOT, is_by_reference
 
 _REMEMBERED: Final = 4096
 """Functions remembered by number. Above this many, the oldest are forgotten; they get a new number when they are called again."""
@@ -51,55 +50,18 @@ def kind_of(fn: object) -> int:
     """Return where calls of `fn` run: `Kind.TASK` for a coroutine function, else `Kind.THREAD`.
 
     Raises:
-        TypeError: `fn` is a coroutine (which is closed first), a generator function, or not callable.
+        TypeError: as `is_coroutine_call`.
     """
-    if inspect.iscoroutine(fn):
-        fn.close()
-        name = getattr(fn, "__qualname__", "fetch")
-        raise TypeError(f"give the function and its arguments: runner.run({name}, ...), not runner.run({name}(...))")
-    if not callable(fn):
-        raise TypeError(f"expected a function, not {fn!r}")
-    inner, call = routines_of(fn)
-    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(call):
-        return Kind.TASK
-    if inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(call) or _makes_async_generator(inner, call):
-        raise TypeError(
-            f"{qualified_name(fn)} is a generator function, and one call gives one result: "
-            f"iterate `runner.stream({_own_name(fn)}, ...)` with `async for`"
-        )
-    return Kind.THREAD
+    return Kind.TASK if is_coroutine_call(fn) else Kind.THREAD
 
 
 def stream_kind_of(fn: object) -> int:
     """Return where a stream of `fn` runs: `Kind.TASK` for an async generator function, `Kind.THREAD` for a plain one.
 
     Raises:
-        TypeError: `fn` is no generator function. A coroutine is closed first.
+        TypeError: as `is_async_stream`.
     """
-    if inspect.iscoroutine(fn):
-        fn.close()
-    if inspect.isgenerator(fn) or inspect.isasyncgen(fn) or inspect.iscoroutine(fn):
-        name = fn.__qualname__
-        raise TypeError(f"give the function and its arguments: runner.stream({name}, ...), not runner.stream({name}(...))")
-    inner, call = routines_of(fn)
-    if _makes_async_generator(inner, call):
-        return Kind.TASK
-    if inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(call):
-        return Kind.THREAD
-    if not callable(fn):
-        raise TypeError(f"expected a generator function, not {fn!r}")
-    raise TypeError(
-        f"{qualified_name(fn)} is not a generator function, so it has one result: "
-        f"`await runner.run({_own_name(fn)}, ...)`, or `runner.map({_own_name(fn)}, ...)` for many calls"
-    )
-
-
-def _makes_async_generator(inner: object, call: object) -> bool:
-    return inspect.isasyncgenfunction(inner) or inspect.isasyncgenfunction(call)
-
-
-def _own_name(fn: object) -> str:
-    return qualified_name(fn).rpartition(".")[2]
+    return Kind.TASK if is_async_stream(fn) else Kind.THREAD
 
 
 class Use(Protocol):

@@ -8,16 +8,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from percore._common.options import PREFETCH, Backoff, RetryOn, check_awaited, check_plain, seconds_of, whole
+from percore._common.call_options import CallOptions, checked, delay_of
+from percore._common.callables import check_awaited
+from percore._common.options import PREFETCH, Backoff, RetryOn
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
     import asyncio
 
-_MOST_RETRIES: Final = 1_000_000
-_LONGEST_DELAY: Final = 1e9
 _NO_TERMS: Final = (None, None, False, 0, None, False)
-_MOST_PREFETCHED: Final = 1_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class Policy:
             self.queue_left = self.queue_timeout
 
     @classmethod
-    def checked(  # noqa: C901, PLR0912, PLR0913  # each is a documented option, and has its check
+    def checked(  # noqa: PLR0913  # each is a documented option
         cls,
         *,
         key: Hashable | None,
@@ -78,49 +77,28 @@ class Policy:
         Raises:
             TypeError, ValueError: an option is invalid; the message says what is valid.
         """
-        # Users may create a view for each call, so this skips the checks of options that were not given.
-        asks_for_retries = bool(retries)
-        if is_silent := retries is None:
-            retries = inherited
         try:
             hash(key)
         except TypeError as error:
             raise TypeError(f"a key must be hashable, such as a string, not {key!r}") from error
         if key is not None and hasattr(type(key), "__await__"):
             raise TypeError(f"a key is a value, such as a string, not {key!r}: await it first")
-        if retries.__class__ is not int or retries:
-            whole("retries", retries, 0, _MOST_RETRIES)
-        if retry_on is None:
-            retry_on = WorkerDied
-        else:
-            _check_retry_on(retry_on)
-            asks_for_retries = True
-        if backoff.__class__ is not float or backoff:
-            backoff = _checked_backoff(backoff)
-        if timeout is not None:
-            timeout = seconds_of("timeout", timeout)
-        if prefetch.__class__ is not int or prefetch != PREFETCH:
-            whole("prefetch", prefetch, 1, _MOST_PREFETCHED)
-        if queue_timeout is not None:
-            queue_timeout = seconds_of("queue_timeout", queue_timeout)
-        if hard_timeout is not None:
-            hard_timeout = seconds_of("hard_timeout", hard_timeout)
-        asks_for_retries = asks_for_retries or bool(backoff)
-        if asks_for_retries and not retries and is_silent:
-            raise TypeError(
-                "retry_on and backoff do nothing without retries, and this runner has none: "
-                "give both, as in runner.options(retries=3, retry_on=ConnectionError)"
-            )
+        given = CallOptions(retries, retry_on, backoff, timeout, prefetch, queue_timeout, hard_timeout)
+        return cls.of(checked(given, inherited), inherited, key)
+
+    @classmethod
+    def of(cls, options: CallOptions, inherited: int = 0, key: Hashable | None = None) -> "Policy":
+        """Return the policy of checked options. `inherited`: the runner's retries, which apply if the options have none."""
         return cls(
             key=key,
-            retries=retries,
-            retry_on=retry_on,
-            backoff=backoff,
-            timeout=timeout,
-            prefetch=prefetch,
-            queue_timeout=queue_timeout,
-            hard_timeout=hard_timeout,
-            asks_for_retries=asks_for_retries,
+            retries=inherited if options.retries is None else options.retries,
+            retry_on=WorkerDied if options.retry_on is None else options.retry_on,
+            backoff=options.backoff,
+            timeout=options.timeout,
+            prefetch=options.prefetch,
+            queue_timeout=options.queue_timeout,
+            hard_timeout=options.hard_timeout,
+            asks_for_retries=options.asks_for_retries,
         )
 
     def for_broadcast(self) -> "Policy | None":
@@ -144,21 +122,13 @@ class Policy:
         Raises:
             TypeError: the options set retries, retry_on, backoff or a time limit.
         """
-        if self.asks_for_retries:
-            raise TypeError(
-                "percore does not retry a stream, since its consumer has seen some of the items: "
-                "retries, retry_on and backoff do not apply to it. Catch the error, and open another stream"
-            )
-        if self.timeout is not None or self.hard_timeout is not None:
-            raise TypeError(
-                "timeout limits a call in its worker, and a stream also waits there for its consumer: "
-                "write `async with asyncio.timeout(...)` around the `async for`, or inside the generator around its awaits"
-            )
-        if self.queue_timeout is not None:
-            raise TypeError(
-                "queue_timeout does not apply to a stream, whose consumer waits for items: "
-                "write `async with asyncio.timeout(...)` around the wait for the first item"
-            )
+        given = CallOptions(
+            int(self.asks_for_retries),
+            timeout=self.timeout,
+            queue_timeout=self.queue_timeout,
+            hard_timeout=self.hard_timeout,
+        )
+        given.check_stream()
         return Policy(key=self.key, prefetch=self.prefetch)
 
     def is_worth_it(self, error: BaseException) -> bool:
@@ -205,40 +175,6 @@ class Policy:
 
 
 DEFAULT: Final = Policy()
-
-
-def _check_retry_on(retry_on: Any) -> None:
-    if isinstance(retry_on, list):
-        raise TypeError("retry_on must be an exception class, a tuple of them or a predicate, not a list")
-    classes = retry_on if isinstance(retry_on, tuple) else (retry_on,) if isinstance(retry_on, type) else None
-    if classes is None:
-        if not callable(retry_on):
-            raise TypeError(f"retry_on must be an exception class, a tuple of them or a predicate, not {retry_on!r}")
-        check_plain("retry_on", retry_on)
-        return
-    for one in classes:
-        if not (isinstance(one, type) and issubclass(one, BaseException)):
-            raise TypeError(f"retry_on must name exception classes, not {one!r}")
-
-
-def _checked_backoff(backoff: Backoff) -> Backoff:
-    if callable(backoff):
-        check_plain("backoff", backoff)
-        return backoff
-    return delay_of(backoff, "backoff")
-
-
-def delay_of(value: object, name: str) -> float:
-    """Return `value` as a float if it is a number of seconds, zero or more.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not value >= 0:  # also catches NaN
-        raise ValueError(f"{name} must be zero or more seconds, not {value!r}")
-    return float(min(value, _LONGEST_DELAY))  # min() first: an int may be too large for a float
 
 
 class CallPlan:

@@ -3,16 +3,16 @@
 The validating functions are also used for the options of calls, of maps and of LoopPoolExecutor.
 """
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
+from percore._common.callables import check_plain
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
 
 if TYPE_CHECKING:
@@ -117,28 +117,6 @@ def grace_of(value: object) -> float | None:
     return None if value > _FOR_EVER else max(0.0, float(value))
 
 
-def routines_of(fn: object) -> tuple[Any, Any]:
-    """Return the functions that a call of `fn` runs: the one inside its partials, and the `__call__` of its class or None."""
-    inner: Any = fn
-    while isinstance(inner, partial):
-        inner = inner.func
-    # The class's __call__ decides how a callable object runs. That of a routine or class says nothing about how it runs.
-    return inner, None if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
-
-
-def check_plain(name: str, fn: Callable[..., object]) -> None:
-    """Check that `fn` is a plain function. percore uses its return value and neither awaits nor iterates it.
-
-    Raises:
-        TypeError: `fn` is a coroutine function or a generator function.
-    """
-    for routine in routines_of(fn):
-        if inspect.iscoroutinefunction(routine):
-            raise TypeError(f"{name} must be a plain function, not an async one: percore calls it and does not await it")
-        if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
-            raise TypeError(f"{name} must be a plain function, not a generator function: percore calls it and does not iterate")
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -165,19 +143,6 @@ def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
         return cast(F, called)
 
     return decorate
-
-
-def check_awaited(name: str, value: object) -> None:
-    """Check that `value`, returned by a function that percore does not await, is not an awaitable.
-
-    Raises:
-        TypeError: it is. A coroutine is closed first.
-    """
-    if hasattr(type(value), "__await__"):
-        text = repr(value)
-        if inspect.iscoroutine(value):
-            value.close()
-        raise TypeError(f"{name} must be a plain function: percore does not await {text}, which it returned")
 
 
 def _callable(name: str, value: object, example: str) -> None:

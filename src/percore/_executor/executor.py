@@ -12,7 +12,8 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
 import percore  # noqa: TC001  # get_type_hints needs it
-from percore._common.options import Lifespan, RunnerOptions, check_plain, usable_cpus, whole
+from percore._common.callables import check_plain
+from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
 from percore._executor.futures import Held
 from percore._executor.portal import Portal
 from percore._protocol.messages import Kind

@@ -6,7 +6,7 @@ from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, cast
 
 from percore._calls.functions import kind_of
-from percore._common.options import check_plain
+from percore._common.callables import check_plain
 from percore._map.inputs import Inputs
 from percore._map.rows import Spec
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from percore._calls.functions import Function, Functions
 from percore._calls.policy import Policy
 from percore._calls.shared_objects import Share
+from percore._common.callables import check_awaited
 from percore._common.errors import as_error
-from percore._common.options import check_awaited
 from percore._scheduler.batching import Run
 from percore._scheduler.key_names import Name, Names
 

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+from percore._common.callables import qualified_name
 from percore._common.errors import RemoteError, with_article
 from percore._serialization.exception_state import format_traceback, text_of, type_name_of
-from percore._serialization.pickler import CANNOT, dump, qualified_name
+from percore._serialization.pickler import CANNOT, dump
 from percore._serialization.reducers import CAREFUL
 
 _PER_WORKER: Final = "make one in each worker, in the lifespan"

@@ -234,19 +234,6 @@ def _is_known_by_name(obj: Any, main_by_value: bool) -> bool:
 # Functions
 
 
-def qualified_name(fn: object) -> str:
-    """Return the `__qualname__` of the function behind partials, or of the class of a callable object. Never raises."""
-    for _ in range(20):
-        if not isinstance(fn, functools.partial):
-            break
-        fn = fn.func
-    try:
-        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        return name if type(name) is str else type(fn).__qualname__
-    except Exception:  # the user's `__getattr__` raised; the class always has a name
-        return type(fn).__qualname__
-
-
 def is_by_reference(fn: object) -> bool:
     """Whether `fn` is pickled as a mere name that workers can import, so that its pickle is the same for each call."""
     if isinstance(fn, MethodType):  # a classmethod is by reference if its class is

@@ -4,11 +4,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from percore._common.callables import qualified_name
 from percore._common.errors import PayloadTooLarge
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
 from percore._serialization.advice import IMPORT_ERRORS, advise_importing, advise_main_thread, unpicklable, unpicklable_item
-from percore._serialization.pickler import load, qualified_name
+from percore._serialization.pickler import load
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
