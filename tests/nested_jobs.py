@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -154,3 +154,11 @@ async def both(log: str, gate: str) -> list[str]:
     """Make two calls, of which only one finds a place."""
     runner = percore.current_runner()
     return list(await asyncio.gather(*(runner.run(aheld, log, gate, str(number)) for number in range(2))))
+
+
+def call_and_say(log: str, fn: Callable[..., Any]) -> None:
+    """Call a function, and say by which TimeoutError the call ends."""
+    try:
+        percore.current_runner().run_sync(fn)
+    except TimeoutError as error:
+        say(log, error)

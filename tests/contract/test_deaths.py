@@ -78,6 +78,7 @@ async def test_k2_every_started_call_of_that_worker_fails_and_no_other(make: Mak
         gate.open()
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(result) for result in results].count(percore.WorkerDied) == 5
+        assert [error.others for error in results if isinstance(error, percore.WorkerDied)] == [{"await_": 4}] * 5
         assert [type(result) for result in results].count(int) == 5
 
 

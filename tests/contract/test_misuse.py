@@ -240,15 +240,6 @@ async def test_x4_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
             await runner.run(jobs.echo, runner)
 
 
-async def test_its_repr_tells_its_state(make: MakeRunner) -> None:
-    runner = make()
-    await runner.start()
-    text = repr(runner)
-    assert "open" in text
-    await runner.aclose()
-    assert "closed" in repr(runner)
-
-
 async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
     for keyword, advice in {"max_workers": "write workers=", "initializer": "lifespan=", "wrokers": "it takes workers, "}.items():
         with pytest.raises(TypeError, match=rf"^Runner\(\) got an unexpected keyword argument '{keyword}': .*{advice}"):

@@ -73,7 +73,7 @@ async def test_a_resize_under_load_fails_no_call(make: MakeRunner) -> None:
             await runner.resize(3)
             assert [worker.state for worker in runner.statistics().workers] == ["ready"] * 3
             assert [where.index for where in await runner.broadcast(jobs.awhere)] == [0, 1, 2]
-            assert repr(runner) == "<percore.Runner workers=3 open>"
+            assert repr(runner).startswith("<percore.Runner open workers=3 ready=3 in_flight=")
             with seats_at_each_change(runner) as seats:
                 await runner.resize(1)
                 assert seats == [2, 1]

@@ -474,6 +474,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "… did not begin within queue_timeout=… s, and never runs": at(
         "tests/contract/test_queue_timeout.py::test_what_waits_too_long_never_runs", "did not begin within queue_timeout"
     ),
+    "… ran for longer than timeout=… s": at(
+        "tests/contract/test_timeouts.py::test_a_plain_function_s_caller_waits_no_longer", "wait ran for longer than timeout="
+    ),
+    "the call that waits for this one has run for longer than its timeout": at(
+        "tests/contract/test_nested.py::test_a_timeout_reaches_the_nested_calls", "has run for longer than its timeout"
+    ),
     "… ran for longer than hard_timeout=… s": at(
         "tests/contract/test_hard_timeout.py::test_a_late_answer_is_a_timeout", "ran for longer than hard_timeout"
     ),

@@ -39,7 +39,7 @@ async def test_a_coroutine_is_cancelled_and_has_cleaned_up(make: MakeRunner, log
         assert await runner.run(jobs.aecho, 1) == 1
         assert not call.done()  # its `finally` still runs
         other_gate.open()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"^clean_up ran for longer than timeout=0\.02 s$"):
             await call
         assert log.rest() == ["clean"]
         statistics = runner.statistics()
@@ -99,7 +99,7 @@ async def test_its_exception_is_in_time(make: MakeRunner) -> None:
 
 async def test_a_plain_function_s_caller_waits_no_longer(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"^wait ran for longer than timeout=0\.02 s$"):
             await runner.options(timeout=TINY).run(jobs.wait, log.path, gate.path, 7)
         assert await log.next() == "7"
         # The thread is busy until it ends, and its loop is not.

@@ -318,7 +318,7 @@ def test_x3_a_runner_left_to_the_end_of_the_interpreter_is_warned_of_and_nothing
     done = python("-W", "always::ResourceWarning", "-c", _LEFT, method, cwd=tmp_path)
     assert done.code == 0
     (line,) = done.err.splitlines()
-    assert "ResourceWarning: unclosed <percore.Runner workers=2 open>" in line
+    assert "ResourceWarning: unclosed <percore.Runner open workers=2 ready=2 in_flight=" in line
     with Watch(map(int, done.out.split())) as workers:
         assert workers.wait_gone(TIMEOUT) == []
 

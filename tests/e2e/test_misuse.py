@@ -39,7 +39,7 @@ def test_x3_a_loop_that_is_closed_under_an_open_runner(loop: str, method: str, h
                 assert program.told("another") == 7
             assert program.end() == 0
             assert workers.wait_gone(HARD) == []
-        assert program.stderr.count("ResourceWarning: unclosed <percore.Runner workers=2 open>") == 1
+        assert program.stderr.count("ResourceWarning: unclosed <percore.Runner open workers=2 ready=2 in_flight=") == 1
         assert "Event loop is closed" not in program.stderr
         assert "Traceback" not in program.stderr
 

@@ -26,6 +26,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(1, 3, "jobs.fetch", 0.5, True, 4),
     WorkerDied(1, -9, "jobs.fetch", 0.5, why="its channel broke"),
     WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node was lost"),
+    WorkerDied(1, -11, "jobs.fetch", 0.5, others={"jobs.parse": 3}),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     StartupFailed("worker 0 died", "Traceback …"),
@@ -125,6 +126,16 @@ def test_a_death_by_signal() -> None:
         "Not retried: it may have had side effects. If repeating is safe, call it again, or, except for streams, "
         "use `runner.options(retries=1)`"
     )
+
+
+def test_a_death_tells_what_else_ran_there() -> None:
+    one = WorkerDied(7, -11, "fetch", 1.5, others={"parse": 1})
+    assert "while it ran fetch for 1.5 s; 1 other call (parse) ran there, too. Not retried" in str(one)
+    many = WorkerDied(7, -11, "fetch", others={"a": 1, "fetch": 40, "b": 2, "c": 1, "d": 1, "e": 1})
+    assert "; 46 other calls (fetch ×40, b ×2, a, c, d, …) ran there, too. " in str(many)
+    assert many.others["fetch"] == 40
+    waiting = WorkerDied(7, -11, "fetch", started=False, attempts=0, others={"parse": 1})
+    assert "before it began fetch; 1 other call (parse) ran there, too. " in str(waiting)
 
 
 def test_a_call_that_was_repeated_says_how_often() -> None:

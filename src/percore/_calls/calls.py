@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._protocol.interfaces import Fate
 from percore._protocol.messages import BrokenFrame, Payload
 from percore._scheduler.queues import Queue
 
@@ -138,6 +139,9 @@ class PendingCall(Outcome, Protocol):
     def left(self) -> None:
         """Note that no worker holds the call any more."""
 
+    def running(self, fate: Fate) -> int:
+        """Return how many items had begun and not ended in a worker that has died: 0 or 1 for a call. `fate`: that of the call."""
+
     def seconds(self) -> float:
         """Return how long the worker will need for it, by measured times; infinity if that is unknown."""
 
@@ -214,6 +218,9 @@ class CallBase:
     def left(self) -> None:
         """Only a map has to know."""
 
+    def running(self, fate: Fate) -> int:
+        return int(fate.begun is not False)
+
     def seconds(self) -> float:
         return inf
 
@@ -237,13 +244,16 @@ class Call(CallBase, asyncio.Future[Any]):
     call_id: int
 
     def __repr__(self) -> str:
-        """Return the repr of a future with the name of the function added.
+        """Return the repr of a future with the name of the function added, and where the call is while it is pending.
 
         asyncio shows it, too, when it reports an exception that was never retrieved.
         """
         text = super().__repr__()
         function = getattr(self, "function", None)  # not set yet while the call is being made
-        return text if function is None else text.replace("<Call ", f"<Call of {function.name} ", 1)
+        if function is None:
+            return text
+        text = text.replace("<Call ", f"<Call of {function.name} ", 1)
+        return text if self.done() else text.replace(" pending", f" pending ({_whereabouts(self)})", 1)
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the future, and withdraw the call or cancel it in its worker. A result that still arrives is dropped."""
@@ -260,6 +270,22 @@ class Call(CallBase, asyncio.Future[Any]):
         """End with RunnerClosed, because the runner is closing. asyncio does not report this error if it is never retrieved."""
         self.set_exception(RunnerClosed(CUT_OFF))
         self.exception()
+
+
+def _whereabouts(call: Call) -> str:
+    """Return in words where a pending call is. Its age counts from the start mark, so no call pays for it."""
+    member = getattr(call, "member", None)
+    if member is None:
+        return "waits for a worker"
+    try:
+        fate = member.fate(call)
+    except ValueError:  # the worker is dead, and its memory closed
+        return f"in worker {member.index}"
+    if fate.begun is None:
+        return f"in worker {member.index}"
+    if not fate.begun:
+        return f"waits in worker {member.index}"
+    return f"runs in worker {member.index}" + ("" if fate.age is None else f", for {fate.age:.3g} s")
 
 
 class Awaited(CallBase):

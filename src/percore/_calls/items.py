@@ -11,7 +11,7 @@ from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
-from percore._protocol.interfaces import Store
+from percore._protocol.interfaces import Fate, Store
 from percore._protocol.messages import Body, BrokenFrame
 from percore._scheduler.batching import Run
 from percore._scheduler.queues import Queue
@@ -189,6 +189,9 @@ class Batch(CallBase):
             self.wanted = wanted
             if self.member is not None:
                 self.map.owner.cancelled(self)
+
+    def running(self, fate: Fate) -> int:
+        return len(self.began(self.size if fate.begun is None else fate.items))
 
     def seconds(self) -> float:
         batches = self.queue.batches

@@ -13,6 +13,12 @@ from percore._protocol.messages import CREDIT, BrokenFrame, Payload
 from percore._scheduler.streaming import Credits, StreamPhase
 
 _UNHEARD: Final = "a generator failed while its stream was closed, and nothing waited for that"
+_STATES: Final = {
+    StreamPhase.NEW: "not used",
+    StreamPhase.OPEN: "running",
+    StreamPhase.ENDING: "closing",
+    StreamPhase.OVER: "ended",
+}
 
 
 def _nothing() -> None:
@@ -121,6 +127,11 @@ class StreamCall(CallBase):
             self._closers -= 1
             if self._failure is not None and not self._closers:  # 1. it has failed  2. the last waiter is cancelled, and resumes
                 self._report()
+
+    @property
+    def state(self) -> str:
+        """Its state, in words."""
+        return _STATES[self._phase]
 
     # For the supervisor
 

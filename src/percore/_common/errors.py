@@ -117,6 +117,11 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.text.rstrip()}\n"""'
 
 
+def overrun(name: str, seconds: float) -> TimeoutError:
+    """Return the error of a call that ran for longer than its `timeout`."""
+    return TimeoutError(f"{name} ran for longer than timeout={seconds:g} s")
+
+
 def shown(error: BaseException) -> str:
     """Return `repr(error)`, or a substitute if its `__repr__` raises."""
     try:

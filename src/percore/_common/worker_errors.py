@@ -22,6 +22,8 @@ _HINTS = {
     "SIGTERM": "terminated while it was starting or draining",
 }
 
+_MOST_NAMES = 5
+
 
 def signal_of(exitcode: int | None) -> str | None:
     """Return the name of the signal in an exit code of subprocess (-9 is "SIGKILL"), or None if no signal ended the process."""
@@ -55,6 +57,15 @@ def frozen_hint() -> str:
     )
 
 
+def _beside(others: dict[str, int]) -> str:
+    """Return in words which calls ran beside another one, the most frequent first: "4 other calls (fetch ×3, parse)"."""
+    names = sorted(others, key=lambda name: -others[name])
+    shown = [name if others[name] == 1 else f"{name} ×{others[name]}" for name in names[:_MOST_NAMES]]
+    more = ["…"] if len(names) > _MOST_NAMES else []
+    total = sum(others.values())
+    return f"{total} other call{'s' * (total > 1)} ({', '.join(shown + more)})"
+
+
 class WorkerDied(PercoreError, BrokenProcessPool):
     """The worker that held this call died.
 
@@ -68,9 +79,11 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
         why: why percore itself killed the worker; empty if it died in another way.
         detail: more about the end where it is known, such as the loss of the worker's machine; empty otherwise.
+        others: which other calls ran in the worker when it died: their number by qualified name of the function. One of them may be
+            what ended it.
     """
 
-    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail")
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail", "others")
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,
@@ -82,6 +95,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         attempts: int = 1,
         why: str = "",
         detail: str = "",
+        others: dict[str, int] | None = None,
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
@@ -92,7 +106,10 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.attempts = attempts
         self.why = why
         self.detail = detail
+        self.others = others or {}
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
+        if self.others:
+            began += f"; {_beside(self.others)} ran there, too"
         if not started:
             advice = "No other worker will run it"
         elif attempts > 1:

@@ -49,6 +49,8 @@ class InFlight:
         self.names = supervisor.dispatch.names
         self.function = function
         self.life = life
+        self.failures = 0
+        """Items that have ended with an error."""
         self.admitted = 0
         """Items of this map that count as pending for `max_pending`."""
         self.given: dict[int, Any] = {}
@@ -259,6 +261,7 @@ class InFlight:
         if life.is_closed:
             return
         self._alive.pop(number, None)
+        self.failures += 1
         if self._spec.return_exceptions and not (isinstance(error, RunnerClosed) and self.owner.phase.is_closing):
             results.put(number, [(self.given.pop(number), error) if self._spec.pairs else error], 0)
         elif results.is_list or not self._spec.ordered:  # raise the error at once

@@ -3,19 +3,36 @@
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
 from types import AsyncGeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 
 from percore._calls.functions import kind_of
-from percore._common.callables import check_plain
+from percore._common.callables import check_plain, qualified_name
 from percore._map.inputs import Inputs
 from percore._map.rows import Spec
 
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Counts(NamedTuple):
+    """How far a map has come.
+
+    Attributes:
+        state: its state, in words.
+        done: items that have ended, including failures.
+        failed: items that have ended with an error.
+        pulled: items that were pulled from the inputs.
+    """
+
+    state: str
+    done: int
+    failed: int
+    pulled: int
+
+
 class Run(Protocol):
     """The run of a map: `percore._map.run.MapRun`."""
 
+    def counts(self) -> Counts: ...
     async def collect(self) -> list[Any]: ...
     def stream(self) -> AsyncGenerator[Any]: ...
     async def close(self) -> None: ...
@@ -59,6 +76,7 @@ class Map(Generic[T_co]):
             raise TypeError(f"window must be a whole number, not {spec.window!r}")
         if spec.window is not None and spec.window < 1:
             raise ValueError(f"window must be at least 1, not {spec.window}")
+        self._fn = fn
         self._check = check
         self._inputs = Inputs(iterables)
         self._run = make_run(self._inputs)
@@ -132,6 +150,17 @@ class Map(Generic[T_co]):
 
     def __bool__(self) -> bool:
         return True
+
+    def __repr__(self) -> str:
+        """Return the function's name, the state, and how many items are done, have failed, were pulled, and there are in all."""
+        counts = self._run.counts()
+        try:
+            total = f" total={len(self._inputs)}"
+        except Exception:  # no input has a length, or the user's `__len__` failed
+            total = ""
+        failed = f" failed={counts.failed}" if counts.failed else ""
+        name = qualified_name(self._fn)
+        return f"<percore.Map of {name} {counts.state} done={counts.done}{failed} pulled={counts.pulled}{total}>"
 
     if not TYPE_CHECKING:  # type checkers should not take a map for a sequence; at run time the error says how to use it
 

@@ -7,12 +7,21 @@ from percore._common.log import Faults
 from percore._map.feeder import Feeder
 from percore._map.in_flight import InFlight
 from percore._map.inputs import Inputs
+from percore._map.map import Counts
 from percore._map.results import Failure, Listed, Ordered, Results
 from percore._map.rows import Spec
-from percore._scheduler.map_life import MapEvent, MapLife
+from percore._scheduler.map_life import MapEvent, MapLife, MapPhase
 from percore._supervisor.supervisor import Supervisor
 
 _STEP: Final = 12
+_STATES: Final = {
+    MapPhase.NEW: "not used",
+    MapPhase.BEGUN: "running",
+    MapPhase.FEEDING: "running",
+    MapPhase.FED: "running",
+    MapPhase.STOPPED: "failed",
+    MapPhase.CLOSED: "ended",
+}
 
 
 class MapRun:
@@ -81,6 +90,14 @@ class MapRun:
                 life.check()
         finally:
             await self.close()
+
+    def counts(self) -> Counts:
+        """Return how far the map has come."""
+        state = _STATES[self._life.now]
+        if self._parts is None:
+            return Counts(state, 0, 0, 0)
+        items, _ = self._parts
+        return Counts(state, items.window.ended, items.failures, items.window.pulled)
 
     def _begin(self, results: Results) -> InFlight | None:
         """Hold the function and start the feeder. Return None if the map is closed.

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+from percore._monitor.tables import Table
+
+_HEAD: Final = ("worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,9 @@ class WorkerStatistics:
 class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
+    `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. The
+    calls that wait in the supervisor are counted in the totals alone. A notebook shows the table.
+
     Attributes:
         running: calls that run in workers.
         queued: calls that wait, in the supervisor or in workers.
@@ -68,3 +76,25 @@ class Statistics:
     retried: int
     restarts: int
     workers: tuple[WorkerStatistics, ...]
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return self._table().html()
+
+    def _table(self) -> Table:
+        rows = [
+            (str(one.index), one.state, "-" if one.pid is None else str(one.pid), *_counts(one), _lag(one.loop_lag))
+            for one in self.workers
+        ]
+        return Table(_HEAD, (*rows, ("total", "", "", *_counts(self), "")), frozenset({0, 1}))
+
+
+def _counts(of: WorkerStatistics | Statistics) -> tuple[str, ...]:
+    return tuple(map(str, (of.running, of.queued, of.done, of.failed, of.retried, of.restarts)))
+
+
+def _lag(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"

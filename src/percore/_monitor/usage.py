@@ -12,12 +12,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from percore._monitor.tables import Table
+
 if TYPE_CHECKING:
     from psutil import Process
 
 
 _LEAST: Final = 1.0
 """Least seconds between two readings of CPU time that are compared. The system counts in steps, which distort shorter intervals."""
+
+_HEAD: Final = ("PID", "process", "RES", "USS", "%CPU", "threads")
 
 _Reading: TypeAlias = tuple[float, float]
 """CPU time used in seconds, and the time of the reading."""
@@ -52,7 +56,8 @@ class Usage:
     """Memory, CPU and threads of the supervisor, the fork server and the workers, process by process.
 
     `str()` of it is a readable table with the columns PID, process, RES, USS, %CPU and threads, and a line of totals. The total of
-    RES counts shared memory once for each process that shares it; the total of USS counts no memory twice.
+    RES counts shared memory once for each process that shares it; the total of USS counts no memory twice. A
+    notebook shows the table.
 
     Attributes:
         processes: the processes that were running, the supervisor first.
@@ -61,11 +66,15 @@ class Usage:
     processes: tuple[ProcessUsage, ...]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("PID", "process", "RES", "USS", "%CPU", "threads")]
-        rows += [(str(one.pid), one.role, *_figures(one.rss, one.uss, one.cpu, one.threads)) for one in self.processes]
-        rows.append(("", "total", *self._totals()))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(_line(row, widths) for row in rows)
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return self._table().html()
+
+    def _table(self) -> Table:
+        rows = [(str(one.pid), one.role, *_figures(one.rss, one.uss, one.cpu, one.threads)) for one in self.processes]
+        return Table(_HEAD, (*rows, ("", "total", *self._totals())), frozenset({1}))
 
     def _totals(self) -> tuple[str, ...]:
         known = [one.uss for one in self.processes if one.uss is not None]
@@ -83,12 +92,6 @@ def _figures(rss: int, uss: int | None, cpu: float, threads: int) -> tuple[str, 
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    """One line of the table, with figures aligned to the right and the role to the left."""
-    pid, role, *figures = (text.rjust(width) for text, width in zip(row, widths, strict=True))
-    return "  ".join((pid, role.strip().ljust(widths[1]), *figures))
 
 
 class UsageMeter:

@@ -249,8 +249,12 @@ class Runner(Verbs):
                 self._assembly.closing.abandon()
 
     def __repr__(self) -> str:
-        workers = self._options.workers if self._assembly is None else len(self._supervisor.slots)
-        return f"<percore.Runner workers={workers} {self._state.value}>"
+        """Return its state, how many workers it has, how many of them are ready, and how many calls are accepted and not done."""
+        state = self._state
+        if self._assembly is None or state is State.CLOSED:
+            return f"<percore.Runner {state.value} workers={self._options.workers}>"
+        workers, ready, in_flight = self._supervisor.figures()
+        return f"<percore.Runner {state.value} workers={workers} ready={ready} in_flight={in_flight}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

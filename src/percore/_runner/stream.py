@@ -11,6 +11,10 @@ T_co = TypeVar("T_co", covariant=True)
 class Call(Protocol):
     """The call of a stream: `percore._calls.streams.StreamCall`."""
 
+    credits: Any
+
+    @property
+    def state(self) -> str: ...
     def items(self, begin: Callable[[Any], Awaitable[None]], /) -> AsyncGenerator[Any]: ...
     def close(self) -> None: ...
     async def gone(self) -> None: ...
@@ -31,11 +35,13 @@ class Stream(Generic[T_co]):
     time may wait for an item; a second one gets RuntimeError.
     """
 
-    def __init__(self, call: Call, check: Callable[[], None], begin: Callable[[Any], Awaitable[None]]) -> None:
-        """`check` raises if the stream cannot be used: from another event loop or thread, or after the runner was closed.
+    def __init__(self, name: str, call: Call, check: Callable[[], None], begin: Callable[[Any], Awaitable[None]]) -> None:
+        """Make a stream. `name` is that of the generator function.
 
-        `begin` submits the call.
+        `check` raises if the stream cannot be used: from another event loop or thread, or after the runner was closed. `begin`
+        submits the call.
         """
+        self._name = name
         self._call = call
         self._check = check
         self._begin = begin
@@ -100,6 +106,11 @@ class Stream(Generic[T_co]):
         if items is not None and not items.ag_running:  # one that runs in another task ends by itself
             await items.aclose()
         await self._call.gone()
+
+    def __repr__(self) -> str:
+        """Return the function's name, the state, and how many items the consumer has taken and the worker has sent."""
+        counts = self._call.credits
+        return f"<percore.Stream of {self._name} {self._call.state} taken={counts.taken} arrived={counts.arrived}>"
 
     def __del__(self) -> None:
         if not getattr(self, "_is_used", True):

@@ -27,6 +27,8 @@ class Deaths:
         Each call is handled separately. If percore fails to handle one, that call ends with WorkerDied, caused by the failure.
         """
         has_begun = False
+        with faults:
+            member.note_running()
         # A call stays with this worker until it is handled, because retry_on and backoff may cancel any of the calls.
         for call in list(member.calls.values()):
             with faults:

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
-from percore._common.errors import RemoteError, shown
+from percore._common.errors import RemoteError, overrun, shown
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     CANCELLED,
@@ -325,7 +325,9 @@ class Outcomes:
         call = member.calls.get(call_id)
         if call is None or call.done() or call.plan is None or call.plan.late is not None:
             return  # the call has ended meanwhile, was cancelled, or has exceeded its hard timeout before
-        delay, error = self._calls.retries.next(call, TimeoutError())
+        seconds = call.plan.policy.timeout
+        assert seconds is not None, "the worker watches only calls that have a timeout"
+        delay, error = self._calls.retries.next(call, overrun(call.function.name, seconds))
         if call.done():
             return
         if delay is None:

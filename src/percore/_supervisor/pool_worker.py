@@ -113,6 +113,8 @@ class PoolWorker:
         self.done = 0
         self.failed = 0
         self.retried = 0
+        self._ran: dict[str, int] = {}
+        """How many calls ran when the worker died, by the name of the function."""
         self._begin_by: float | None = None
         """The body of the last BEGIN_BY."""
         self._left, self._lowered, self._moved = dispatch.left, dispatch.lowered, dispatch.moved
@@ -174,6 +176,11 @@ class PoolWorker:
     def has_read(self) -> bool:
         """Return whether the worker has read all it was sent. If not, the channel calls `Supervisor.advance` once it has."""
         return self.worker.channel.has_read()  # statistics ask, also while `attach` has not succeeded
+
+    @property
+    def pending(self) -> int:
+        """Number of calls sent and not ended. Each item of a batch counts."""
+        return len(self.calls) + self._batched
 
     @property
     def items(self) -> int:
@@ -342,10 +349,21 @@ class PoolWorker:
         """Return how far the call has come. Decide by the answer only after the worker's death (`Worker.fate`)."""
         return self.worker.fate(call.call_id)
 
+    def note_running(self) -> None:
+        """Note which calls the dead worker was running, for the errors of its calls. To be called before any of them is ended."""
+        for call in self.calls.values():
+            running = call.running(self.fate(call))
+            if running:
+                self._ran[call.function.name] = self._ran.get(call.function.name, 0) + running
+
     def death(self, call: PendingCall, age: float | None = None, *, started: bool = True) -> WorkerDied:
         """Return the error of a call that this worker's end has ended. `age`: seconds since it began; None: unknown."""
         attempts, name = started + (0 if call.plan is None else call.plan.failed), call.function.name
-        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why)
+        others = dict(self._ran)
+        if started and others.get(name):
+            others[name] -= 1
+        others = {other: count for other, count in others.items() if count}
+        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why, others)
         death.__cause__ = self.failure
         return death
 

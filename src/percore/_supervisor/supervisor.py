@@ -119,6 +119,12 @@ class Supervisor:
         """Implement `Keeper`."""
         self.closing.fail(error)
 
+    def figures(self) -> tuple[int, int, int]:
+        """Return how many workers there should be, how many are ready, and how many calls are pending. Any thread may call this."""
+        slots = tuple(self.slots)
+        ready = sum(slot.current is not None and slot.current.is_ready for slot in slots)
+        return len(slots), ready, self.calls.waiting() + sum(member.pending for member in tuple(self.members))
+
     def _dispatch(self) -> None:
         send = self.calls.send_waiting
         send(Kind.TASK)

@@ -402,4 +402,8 @@ class PlainCalls:
     def _expired(self, call_id: int) -> None:
         self._timers[call_id] = None
         self._channel.send(TIMED_OUT, call_id, None)
-        self.families.fail(call_id, TimeoutError)
+        self.families.fail(call_id, _caller_overran)
+
+
+def _caller_overran() -> TimeoutError:
+    return TimeoutError("the call that waits for this one has run for longer than its timeout")

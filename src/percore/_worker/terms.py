@@ -8,7 +8,8 @@ from importlib import import_module
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from percore._common.errors import PayloadTooLarge
+from percore._common.callables import qualified_name
+from percore._common.errors import PayloadTooLarge, overrun
 from percore._serialization.pickler import load
 
 if TYPE_CHECKING:
@@ -91,6 +92,16 @@ class Variables:
 
 
 async def within(seconds: float, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call a coroutine function under `asyncio.timeout` and return its result."""
-    async with asyncio.timeout(seconds):
-        return await (fn(*args, **kwargs) if kwargs else fn(*args))
+    """Call a coroutine function under `asyncio.timeout` and return its result.
+
+    Raises:
+        TimeoutError: it ran for too long. asyncio's own has no text.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await (fn(*args, **kwargs) if kwargs else fn(*args))
+    except TimeoutError as error:
+        if limit.expired() and not error.args and isinstance(error.__cause__, asyncio.CancelledError):
+            error.args = overrun(qualified_name(fn), seconds).args
+        raise

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import HAS_SETSIG, uvloop_wanted
+from percore._worker_process.title import set_title
 from percore._worker_process.world import (
     BORN,
     EXITED,
@@ -161,8 +162,11 @@ class ForkServer:
             child.report.close()
 
 
-def main(data: tuple[list[str], list[str]]) -> None:
-    """Run the fork server. Called first there: `python -c BOOT data ctl supervisor lifeline`."""
+def main(data: tuple[list[str], list[str], str]) -> None:
+    """Run the fork server. Called first there: `python -c BOOT data ctl supervisor lifeline`.
+
+    `data`: the search path, the modules to import, and the name of the program.
+    """
     ctl, supervisor, lifeline = map(int, sys.argv[2:])
     for fd in (ctl, supervisor, lifeline):
         os.set_inheritable(fd, False)
@@ -173,6 +177,7 @@ def main(data: tuple[list[str], list[str]]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
     _preload(data[1])
+    set_title("fork server", data[2], "percore-server")
     birth = ForkServer(ctl, supervisor).serve()
     _become_worker(birth)
 

@@ -28,6 +28,7 @@ from percore._worker.executor_worker import logger as executor_logger
 from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
+from percore._worker_process.title import program_name, set_title
 from percore._worker_process.world import lifelines
 
 STACKS_SIGNAL: Final = signal.SIGURG
@@ -70,6 +71,7 @@ def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn
 
 def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     this_is_worker(boot.start.index, boot.start.generation)
+    set_title(f"worker {boot.start.index}", program_name(), f"percore-w{boot.start.index}")
     if POINTS:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
 from percore._engines.processes.launch import exit_code, open_child, search_path, start_python
+from percore._worker_process.title import program_name
 from percore._worker_process.world import REQUEST
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ForkServerProcess:
             given.append(read_end)
             kept.append(self._lifeline)
             fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
-            self.pid = start_python(_MAIN, (search_path(), [preload]), fds, stdout=False)
+            self.pid = start_python(_MAIN, (search_path(), [preload], program_name()), fds, stdout=False)
             self.pidfd = open_child(self.pid)
         except BaseException:
             let_go(*kept)

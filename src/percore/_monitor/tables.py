@@ -1,0 +1,40 @@
+"""Tables of the figures of snapshots, as text for terminals and as HTML for notebooks."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """A table whose last row has the totals.
+
+    Attributes:
+        head: the headings of the columns.
+        rows: the cells of each row, as many as there are headings.
+        left: the columns of words, which are aligned to the left. Figures are aligned to the right.
+    """
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    left: frozenset[int]
+
+    def text(self) -> str:
+        """Return the table as lines of text, with its columns aligned."""
+        lines = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(self._aligned(line, widths)).rstrip() for line in lines)
+
+    def html(self) -> str:
+        """Return the table as HTML. The cells are text: what looks like HTML in them is escaped."""
+        head = "".join(self._cell("th", column, text) for column, text in enumerate(self.head))
+        rows = ["".join(self._cell("td", column, text) for column, text in enumerate(row)) for row in self.rows]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _aligned(self, line: tuple[str, ...], widths: list[int]) -> list[str]:
+        cells = enumerate(zip(line, widths, strict=True))
+        return [text.ljust(width) if column in self.left else text.rjust(width) for column, (text, width) in cells]
+
+    def _cell(self, tag: str, column: int, text: str) -> str:
+        side = "left" if column in self.left else "right"
+        return f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'

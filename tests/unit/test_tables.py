@@ -1,0 +1,29 @@
+"""Tables of figures: columns aligned, and HTML in which nothing of the figures is markup."""
+
+from percore import Statistics, WorkerStatistics
+from percore._monitor.tables import Table
+
+TABLE = Table(("name", "n"), (("a", "1"), ("<b>", "100"), ("total", "101")), frozenset({0}))
+
+
+def test_words_are_aligned_to_the_left_and_figures_to_the_right() -> None:
+    assert TABLE.text().splitlines() == ["name     n", "a        1", "<b>    100", "total  101"]
+
+
+def test_html_escapes_what_it_shows() -> None:
+    html = TABLE.html()
+    assert html.startswith('<table><thead><tr><th style="text-align: left">name</th><th style="text-align: right">n</th></tr>')
+    assert '<td style="text-align: left">&lt;b&gt;</td><td style="text-align: right">100</td>' in html
+
+
+def test_statistics_without_a_worker_show_what_is_not_known() -> None:
+    figures = {"running": 1, "queued": 2, "done": 3, "failed": 4, "retried": 5, "restarts": 6}
+    more = {"blocked_for": 0.0, "bytes_in": 0, "bytes_out": 0, "started_at": None}
+    gone = WorkerStatistics(index=0, generation=1, pid=None, state="gone", loop_lag=None, **more, **figures)  # type: ignore[arg-type]
+    ready = WorkerStatistics(index=1, generation=1, pid=77, state="ready", loop_lag=0.00123, **more, **figures)  # type: ignore[arg-type]
+    assert str(Statistics(workers=(gone, ready), **figures)).splitlines() == [
+        "worker  state  PID  running  queued  done  failed  retried  restarts     lag",
+        "0       gone     -        1       2     3       4        5         6       -",
+        "1       ready   77        1       2     3       4        5         6  1.2 ms",
+        "total                     1       2     3       4        5         6",
+    ]
