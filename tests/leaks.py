@@ -34,8 +34,8 @@ _runner = os.environ.get("PYTEST_XDIST_WORKER", "")
 if not os.environ.get(MARK, "").endswith(_runner or "-"):
     os.environ[MARK] = f"{os.getpid()}-{os.urandom(8).hex()}-{_runner}"
 
-FD_FOLDER = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
-MAPS = Path("/proc/self/maps")
+HAS_PROC = Path("/proc/self/fd").is_dir()
+FD_FOLDER = "/proc/self/fd" if HAS_PROC else "/dev/fd"
 SHM = Path("/dev/shm")
 
 
@@ -64,9 +64,10 @@ def since(before: Snapshot) -> list[str]:
     # First of all: a process that is left is killed, and then holds nothing any more.
     held = names_held((pid for pid in psutil.pids() if _is_ours(pid)), names) if names else []
     left = [*_threads_since(before), *_processes_since(before), *map(str, held)]
-    if _memory_since(before):
-        # Only now: a full collection takes longer than most unit tests, and what is free without one is no leak either.
-        gc.collect()
+    if not _memory_since(before):
+        return left
+    # Only now: a full collection takes longer than most unit tests, and what is free without one is no leak either.
+    gc.collect()
     return [*left, *_memory_since(before)]
 
 
@@ -87,17 +88,21 @@ def _fds() -> frozenset[tuple[int, str]]:
 
 
 def _target(fd: int) -> str:
-    if FD_FOLDER.parent.name == "self":
-        return os.readlink(FD_FOLDER / str(fd))
+    if HAS_PROC:
+        return os.readlink(f"{FD_FOLDER}/{fd}")
     status = os.fstat(fd)
     return f"{stat.filemode(status.st_mode)} {status.st_dev}:{status.st_ino}"
 
 
 def _memfd_mappings() -> frozenset[str]:
     """Mappings of memfds, whose descriptors may be closed already: address range, inode and name."""
-    if not MAPS.exists():
+    if not HAS_PROC:
         return frozenset()
-    fields = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines() if "/memfd:" in line]
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        text = maps.read()
+    if "/memfd:" not in text:
+        return frozenset()
+    fields = [line.split(maxsplit=5) for line in text.splitlines() if "/memfd:" in line]
     return frozenset(f"{addresses} inode {inode} {name}" for addresses, _, _, _, inode, name in fields)
 
 

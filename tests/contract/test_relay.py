@@ -18,7 +18,7 @@ FEW_SLOTS = {"max_message": 1 << 36}
 """The far half has 16 slots, and the near half uses 8 of them at most."""
 
 
-@pytest.mark.warm_fork_server
+@pytest.mark.warm_fork_server(imports="numpy")
 async def test_a_lost_connection_ends_the_workers_and_their_calls(log: Log, gate: Gate) -> None:
     """Nobody knows how far the calls had come. The far half ends by itself."""
     async with RelayRunner(1) as runner:
@@ -33,7 +33,7 @@ async def test_a_lost_connection_ends_the_workers_and_their_calls(log: Log, gate
         await relay_of(runner).far.ended
 
 
-@pytest.mark.warm_fork_server
+@pytest.mark.warm_fork_server(imports="numpy")
 async def test_payloads_that_have_no_room_wait_in_the_near_half(log: Log, gate: Gate) -> None:
     """So a cancellation reaches calls that were sent, although others before it wait."""
     async with RelayRunner(1, concurrency=20, **FEW_SLOTS) as runner:  # type: ignore[arg-type]

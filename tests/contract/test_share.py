@@ -19,6 +19,7 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import arena_of, slots_at_all, supervisor_of
 
 pytestmark = [
+    pytest.mark.warm_fork_server(imports="numpy"),
     pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds", on="fake"),
     pytest.mark.differs(
         "relay", because="an object is sent to the far half once, and leaves it when all of its workers have forgotten it"

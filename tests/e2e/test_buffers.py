@@ -26,6 +26,8 @@ from tests.e2e import buffer_calls as calls  # noqa: E402
 from tests.e2e.test_limits import available  # noqa: E402
 from tests.internals import slots_used  # noqa: E402
 
+pytestmark = pytest.mark.warm_fork_server(imports="numpy")
+
 MEGABYTE = 1 << 20
 GIGABYTE = 1 << 30
 SOME = 64 * MEGABYTE
