@@ -4,6 +4,8 @@ import os
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a process with threads is no fork server; each worker gets the program's environment
 
-import numpy as numpy
+import numpy as np
 
-import percore._worker_process.main as main
+from percore._worker_process import main
+
+__all__ = ["main", "np"]
