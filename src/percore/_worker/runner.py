@@ -6,10 +6,10 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
-from percore._common.options import routines_of, seconds_of
+from percore._common.callables import qualified_name, routines_of
+from percore._common.options import seconds_of
 from percore._protocol.messages import ID_MASK, Kind
 from percore._protocol.nested_calls import NestedRequest, PlainKey, is_plain_key
-from percore._serialization.pickler import qualified_name
 from percore._worker.context import current_context, of_id
 from percore._worker.families import Child, Family
 
