@@ -19,8 +19,10 @@ from aiohttp import web
 
 import percore
 from tests.docs.blocks import DOCS, blocks_of
+from tests.serving import answering, serving
 
 PAGE = DOCS / "how-to" / "aiohttp-web.md"
+PATIENCE = 10.0
 
 
 class Upstream:
@@ -42,23 +44,10 @@ class Upstream:
             await self._asked.get()
 
 
-@asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=10)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 @pytest_asyncio.fixture
 async def upstream() -> AsyncIterator[Upstream]:
     upstream = Upstream()
-    app = web.Application()
-    app.router.add_get("/{size}", upstream.answer)
-    async with serving(app) as upstream.url:
+    async with serving(answering("/{size}", upstream.answer), PATIENCE) as upstream.url:
         yield upstream
 
 
@@ -104,7 +93,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
             del sys.modules[path.stem]
             pages[path.stem] = importlib.import_module(path.stem)
         app = pages["app"].make_app()
-        async with serving(app) as url, aiohttp.ClientSession() as session:
+        async with serving(app, PATIENCE) as url, aiohttp.ClientSession() as session:
             yield Client(session, url, app[pages["app"].RUNNER])
 
     return served

@@ -79,15 +79,27 @@ def check_polite(farm: Farm) -> None:
     assert max(seen.most_at_once for seen in visits.values()) == PER_HOST
 
 
+def check_workers(pages: list[Page], count: int) -> None:
+    """So many workers have fetched these pages, and those of a host are of one worker."""
+    workers: dict[str, set[int]] = {}
+    for page in pages:
+        if not page["error"]:
+            workers.setdefault(urlsplit(page["url"]).netloc, set()).add(page["worker"])
+    assert {len(ones) for ones in workers.values()} == {1}, "a host stays in one worker"
+    assert len(set().union(*workers.values()) - {None}) == count
+
+
 # Politeness
 
 
-def test_a_whole_crawl_is_polite(farm: Farm, mode: Mode, tmp_path: Path) -> None:
+def test_a_whole_crawl_is_polite_and_a_host_stays_in_one_worker(farm: Farm, mode: Mode, tmp_path: Path) -> None:
     farm.forget()
     output = tmp_path / "pages.jsonl"
     summary = scrape(*mode, *farm.starts, *QUICK, "--output", output)
-    check_whole(farm, read_pages(output))
+    pages = read_pages(output)
+    check_whole(farm, pages)
     check_polite(farm)
+    check_workers(pages, 0 if mode == ["--single"] else 2)
     visits = farm.visits()
     for number, seen in enumerate(visits.values()):
         assert next(iter(seen.paths)) == ROBOTS, "before anything else"
@@ -120,17 +132,6 @@ def test_who_has_timed_out_no_longer_counts_and_is_no_more_than_that(farm_that_h
     assert failures(summary) == failed_by_themselves(farm) | {"timeout": slow}
     reasons = {page["url"]: page["error"] for page in read_pages(output)}
     assert [reasons[url] for url in slow] == ["timeout", "timeout"]
-
-
-def test_a_host_stays_in_one_worker(farm: Farm, tmp_path: Path) -> None:
-    output = tmp_path / "pages.jsonl"
-    scrape("--workers", "2", *farm.starts, "--depth", "2", "--retries", "0", "--output", output)
-    workers: dict[str, set[int]] = {}
-    for page in read_pages(output):
-        if not page["error"]:
-            workers.setdefault(urlsplit(page["url"]).netloc, set()).add(page["worker"])
-    assert {len(ones) for ones in workers.values()} == {1}
-    assert len(set().union(*workers.values())) > 1
 
 
 # Workers that die

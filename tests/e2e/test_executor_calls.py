@@ -406,19 +406,17 @@ async def test_a_loop_awaits_its_futures() -> None:
 async def test_a_handler_of_aiohttp_uses_it() -> None:
     from aiohttp import ClientSession, web
 
+    from tests.serving import answering, serving
+
     with LoopPoolExecutor(1) as executor:
 
         async def handle(request: web.Request) -> web.Response:
             total = await asyncio.get_running_loop().run_in_executor(executor, jobs.add, 1, int(request.query["number"]))
             return web.Response(text=str(total))
 
-        app = web.Application()
-        app.router.add_get("/", handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}/?number=4") as response:
+        async with (
+            serving(answering("/", handle)) as url,
+            ClientSession() as session,
+            session.get(f"{url}/?number=4") as response,
+        ):
             assert await response.text() == "5"
-        await runner.cleanup()

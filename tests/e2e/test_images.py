@@ -77,16 +77,16 @@ def test_it_tells_and_saves_what_it_has_developed(folder: Path, tmp_path: Path) 
 
 
 def test_a_worker_that_dies_costs_no_picture(folder: Path) -> None:
-    with started(folder, "40") as program:
+    with started(folder, "16") as program:
         assert program.stdout is not None
-        assert program.stdout.readline() == "making 40 photographs of 640 x 480\n"
+        assert program.stdout.readline() == "making 16 photographs of 640 x 480\n"
         workers = [child for child in psutil.Process(program.pid).children(recursive=True) if not child.children()]
         assert len(workers) == 2
         workers[0].kill()
         printed, complaints = program.communicate(timeout=TIMEOUT)
     assert program.returncode == 0  # which it is only if the pictures are those of one process
     assert re.fullmatch(r"percore: worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
-    assert re.search(r"^  pictures +40 +40$", printed, re.MULTILINE)
+    assert re.search(r"^  pictures +16 +16$", printed, re.MULTILINE)
 
 
 def test_ctrl_c_leaves_nothing(folder: Path) -> None:
@@ -120,17 +120,17 @@ def test_a_bad_command_line_gets_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["1", "--output", "/nonexistent/sheet.png"], "cannot save /nonexistent/sheet.png: "),
-        (["1", "--output", "sheet.words"], "cannot save sheet.words: "),
-    ],
-)
-def test_what_cannot_be_saved_gets_a_sentence(folder: Path, arguments: list[str], sentence: str) -> None:
-    with started(folder, *arguments) as program:
+def test_what_cannot_be_saved_gets_a_sentence(folder: Path) -> None:
+    with started(folder, "1", "--output", "/nonexistent/sheet.png") as program:
         _, complaints = program.communicate(timeout=TIMEOUT)
     assert program.returncode == 1
-    assert sentence in complaints
+    assert "cannot save /nonexistent/sheet.png: " in complaints
     assert "Traceback" not in complaints
     assert list(folder.iterdir()) == []
+
+
+def test_a_format_that_nobody_knows_gets_a_sentence(tmp_path: Path) -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    with pytest.raises(SystemExit) as ended:
+        example["save"](example["Sheet"](1), tmp_path / "sheet.words")
+    assert str(ended.value.code).startswith(f"cannot save {tmp_path}/sheet.words: ")

@@ -26,6 +26,7 @@ import aiohttp
 from aiohttp import web
 
 from tests.faults import LIMIT, Watch
+from tests.serving import answering, serving
 
 SERVICE = Path(__file__).resolve().parents[2] / "examples" / "service.py"
 SUMMARY = ["A worker rings its bell.", "The supervisor hears the bell of a worker.", "Nobody polls the bell of any worker."]
@@ -71,16 +72,8 @@ class Site:
 @pytest_asyncio.fixture
 async def site() -> AsyncIterator[Site]:
     site = Site()
-    app = web.Application()
-    app.router.add_get("/{kind}/{number}", site.answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        site.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serving(answering("/{kind}/{number}", site.answer)) as site.url:
         yield site
-    finally:
-        await runner.cleanup()
 
 
 class Service:
@@ -164,7 +157,7 @@ def start() -> Start:
     return started
 
 
-async def test_each_endpoint_answers(site: Site, start: Start) -> None:
+async def test_each_endpoint_answers_and_a_stream_gives_each_page_as_it_comes(site: Site, start: Start) -> None:
     nobody = "http://127.0.0.1:9/"  # where nobody listens
     async with start() as service:
         workers = {worker["pid"] for worker in (await service.statistics())["workers"]}
@@ -181,10 +174,6 @@ async def test_each_endpoint_answers(site: Site, start: Start) -> None:
         assert {*workers, service.process.pid} <= set(map(int, re.findall(r"^\s*(\d+)\b", text, re.MULTILINE)))
         assert (await service.ask("/stream", text=" "))[0] == 400
         assert (await service.ask("/nothing"))[0] == 404
-
-
-async def test_a_stream_gives_each_page_as_it_comes(site: Site, start: Start) -> None:
-    async with start() as service:
         urls = "\n".join([site.held(5), *(site.page(number) for number in range(1, 4))])
         async with service.client.post(f"{service.url}/stream", data=urls) as response:
             assert response.headers["Transfer-Encoding"] == "chunked"
@@ -196,17 +185,22 @@ async def test_a_stream_gives_each_page_as_it_comes(site: Site, start: Start) ->
             assert await response.content.read() == b""
 
 
-@pytest.mark.parametrize("path", ["/fetch", "/stream"])
-async def test_a_client_that_leaves_cancels_its_calls_in_the_workers(path: str, site: Site, start: Start) -> None:
+async def test_a_client_that_leaves_cancels_its_calls_in_the_workers(site: Site, start: Start, subtests: pytest.Subtests) -> None:
     async with start("--workers", "1") as service:
-        asking = asyncio.create_task(service.ask(path, *map(site.held, range(3))))
-        await site.arrived(3)
-        assert (await service.statistics())["running"] == 3
-        asking.cancel()  # closes the client's connection
-        assert sorted(await site.lost(3)) == [site.held(number) for number in range(3)]
-        # The only worker has ended the three by now, and tells so before it tells what comes of this one.
-        assert (await service.ask("/fetch", site.page(1)))[0] == 200
-        assert (await service.statistics())["running"] == 0
+        for path in ("/fetch", "/stream"):
+            with subtests.test(path):
+                await leaves(path, site, service)
+
+
+async def leaves(path: str, site: Site, service: Service) -> None:
+    asking = asyncio.create_task(service.ask(path, *map(site.held, range(3))))
+    await site.arrived(3)
+    assert (await service.statistics())["running"] == 3
+    asking.cancel()  # closes the client's connection
+    assert sorted(await site.lost(3)) == [site.held(number) for number in range(3)]
+    # The only worker has ended the three by now, and tells so before it tells what comes of this one.
+    assert (await service.ask("/fetch", site.page(1)))[0] == 200
+    assert (await service.statistics())["running"] == 0
     await asyncio.gather(asking, return_exceptions=True)
 
 
