@@ -387,6 +387,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore runs on Linux and macOS, not on Windows, which lacks the file descriptors and signals that percore "
     "needs. On Windows, use WSL 2": at("tests/e2e/test_hosts.py::test_windows_is_told_what_is_supported", "not on Windows"),
     "module … has no attribute …": lambda _: module.Nothing,
+    "percore.opentelemetry needs OpenTelemetry: pip install percore[otel]": at(
+        "tests/unit/test_opentelemetry.py::test_without_opentelemetry_the_import_says_what_to_install", "needs OpenTelemetry"
+    ),
     "percore was first used after the main thread had ended, and Python then refuses to import concurrent.futures. Import percore "
     "earlier: write `from percore import Runner` in code that the main thread runs": at(
         "tests/e2e/test_launch.py::test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_what_to_do",

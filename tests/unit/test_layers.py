@@ -59,6 +59,8 @@ ROOMS: dict[str, set[str]] = {
             "_worker",
         ),
     },
+    # An extra, whose library percore does not need. `_common.tracing` is its seam, so nothing of percore imports it.
+    "opentelemetry": {"_common", "_worker"},
     # For PyInstaller; percore never imports it.
     "_pyinstaller": set(),
     # A program of its own, for examples to fetch from.

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._common.tracing import Span
 from percore._protocol.interfaces import Fate
 from percore._protocol.messages import BrokenFrame, Payload
 from percore._scheduler.queues import Queue
@@ -149,6 +150,10 @@ class PendingCall(Outcome, Protocol):
 class SubmittedCall(PendingCall, Protocol):
     """A call of one outcome whose attributes `Submission.enter` sets."""
 
+    @property
+    def span(self) -> "Span | None":
+        """What is traced of the call; None: nothing."""
+
     owner: Owner
     key: Any
     plan: CallPlan | None
@@ -164,6 +169,7 @@ class CallBase:
     wanted: int | None = None
     forwards: bool = False
     is_short: bool = True
+    span: "Span | None" = None
 
     @property
     def begin_by(self: Outcome) -> float | None:
@@ -286,6 +292,35 @@ def _whereabouts(call: Call) -> str:
     if not fate.begun:
         return f"waits in worker {member.index}"
     return f"runs in worker {member.index}" + ("" if fate.age is None else f", for {fate.age:.3g} s")
+
+
+class TracedCall(Call):
+    """A call whose span ends with it."""
+
+    __slots__ = ("span",)
+
+    span: Span
+
+    def set_result(self, value: Any) -> None:
+        """End with this result."""
+        super().set_result(value)
+        self._ended(None)
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]  # no class
+        """End with this error."""
+        super().set_exception(error)
+        self._ended(error)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """As `Call.cancel`."""
+        is_cancelled = super().cancel(msg)
+        if is_cancelled:
+            self._ended(asyncio.CancelledError())
+        return is_cancelled
+
+    def _ended(self, error: BaseException | None) -> None:
+        plan = getattr(self, "plan", None)  # not set if its arguments could not be pickled
+        self.span.ended(error, 1 if plan is None else plan.failed + 1)
 
 
 class Awaited(CallBase):

@@ -1,4 +1,4 @@
-"""Context variables that are sent with calls: references to them, and their values at the moment of a call."""
+"""What is sent with calls of the context in which they are made: the values of context variables, and the carrier of tracing."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, Final
 
 from percore._common.errors import PayloadTooLarge
+from percore._common.tracing import Span, Tracing
 from percore._protocol.interfaces import Store
 from percore._serialization.advice import unsendable
 from percore._serialization.pickler import CANNOT, main_info
@@ -44,23 +45,28 @@ def _reference(variable: ContextVar[Any]) -> tuple[str, str]:
 class Contexts:
     """The context variables of a runner, and how to read their values."""
 
-    def __init__(self, variables: Sequence[ContextVar[Any]], store: Store) -> None:
+    def __init__(self, variables: Sequence[ContextVar[Any]], store: Store, tracing: Tracing | None = None) -> None:
         self._variables = variables
         self._store = store
+        self.tracing = tracing
 
-    def capture(self) -> dict[int, Any] | bytes | None:
-        """Return the current values by the number of their variable, pickled unless all are scalars; None if no variable is set.
+    def capture(self, span: Span | None = None) -> dict[int | str, Any] | bytes | None:
+        """Return the current values by the number of their variable, pickled unless all are scalars; None if there are none.
+
+        The carrier of tracing is among them: that of `span`, or else of the current context.
 
         Raises:
             PayloadTooLarge: the values take more than 100,000 bytes, which is too much to send with every call.
             BaseException: any error of pickling the values.
         """
         context = copy_context()
-        values = {}
+        values: dict[int | str, Any] = {}
         for number, variable in enumerate(self._variables):
             value = context.get(variable, _UNSET)
             if value is not _UNSET:
                 values[number] = value
+        if self.tracing is not None:
+            values.update(self.tracing.carrier() if span is None else span.carrier)
         if not values:
             return None
         if self._store.passes(tuple(values.values())):
@@ -68,7 +74,8 @@ class Contexts:
         try:
             pickled = self._store.pickled(values)
         except CANNOT as error:
-            number = next((number for number, value in values.items() if not self._store.can_pickle(value)), min(values))
+            numbers = [number for number in values if isinstance(number, int)]
+            number = next((number for number in numbers if not self._store.can_pickle(values[number])), numbers[0])
             failure: Exception = unsendable(f"the context variable {self._variables[number].name!r}", values[number], error)
         else:
             if len(pickled) <= _LIMIT:

@@ -157,6 +157,11 @@ class Policy:
         return delay_of(seconds, "the value that backoff returned")
 
     @property
+    def key_value(self) -> object:
+        """The user's key; None: there is none. `key` itself is its name in the runner."""
+        return getattr(self.key, "value", self.key)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the policy has no key and no time limit. Only then may calls travel in batches."""
         return self.key is None and self.timeout is None and not self.is_limited

@@ -9,6 +9,7 @@ from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._common.tracing import Span
 from percore._protocol.messages import CREDIT, BrokenFrame, Payload
 from percore._scheduler.streaming import Credits, StreamPhase
 
@@ -34,7 +35,7 @@ class StreamCall(CallBase):
 
     __slots__ = (
         *("_closers", "_failure", "_gone", "_loop", "_phase", "_ready", "_waiter"),
-        *("body", "call_id", "credits", "error", "function", "key", "kind", "member", "on_done", "owner", "plan"),
+        *("body", "call_id", "credits", "error", "function", "key", "kind", "member", "on_done", "owner", "plan", "span"),
     )
 
     queue: ClassVar[None] = None
@@ -46,8 +47,16 @@ class StreamCall(CallBase):
     body: tuple[Any, ...] | Payload
     call_id: int
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, prefetch: int, plan: CallPlan, key: Hashable | None = None) -> None:
-        """`prefetch` is in the terms of `plan`, too."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        prefetch: int,
+        plan: CallPlan,
+        key: Hashable | None = None,
+        span: Span | None = None,
+    ) -> None:
+        """`prefetch` is in the terms of `plan`, too. `span` ends when the call is done."""
+        self.span = span
         self.plan = plan
         self.key = key
         self.member: Any = None
@@ -217,6 +226,8 @@ class StreamCall(CallBase):
         self._phase = StreamPhase.OVER
         self.error = error
         self._wake()
+        if self.span is not None:
+            self.span.ended(error)
         self.on_done()
 
     def _report(self) -> None:

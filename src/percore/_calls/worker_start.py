@@ -33,6 +33,7 @@ def start_of(options: RunnerOptions, store: Store, executor: ExecutorSettings | 
         lifespan=pickled_option("lifespan", options.lifespan, store),
         thread_initializer=pickled_option("thread_initializer", options.thread_initializer, store),
         contextvars=references(options.contextvars),
+        tracing=b"" if options.tracing is None else store.pickled(options.tracing),
         executor=executor,
     )
 

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
 from percore._common.callables import check_plain
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
+from percore._common.tracing import Installed, Tracing
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -204,6 +205,8 @@ class RunnerOptions:
     thread_initializer: Callable[[], object] | None
     max_pending: int | None
     blocked_after: float | None
+    tracing: Tracing | None = field(default_factory=lambda: Installed.tracing)
+    """No argument of a runner: the tracing library that is installed when the runner is made."""
 
     @classmethod
     def checked(  # noqa: PLR0913  # each a documented knob; the list is closed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, Ty
 import percore  # noqa: TC001  # get_type_hints needs it
 from percore._common.callables import check_plain
 from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
-from percore._executor.futures import Held
+from percore._executor.futures import Held, traced_future
 from percore._executor.portal import Portal
 from percore._protocol.messages import Kind
 from percore._protocol.worker_start import ExecutorSettings, Given
@@ -125,6 +125,7 @@ class LoopPoolExecutor(Executor):
             max_pending=None,
             blocked_after=None,
         )
+        self._tracing = options.tracing
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
         self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
@@ -163,7 +164,7 @@ class LoopPoolExecutor(Executor):
         portal.check()
         if portal.thread is None:
             context.check_start()
-        future: Future[Any] = Future()
+        future: Future[Any] = Future() if self._tracing is None else traced_future(self._tracing, fn)
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
             # As in the standard library, the processes are forked and the initargs are read before this method returns.

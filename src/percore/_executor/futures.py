@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from percore._common.errors import RemoteTraceback
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from percore._calls.functions import Function
+    from percore._common.tracing import Span, Tracing
 
 logger: Final = logging.getLogger("percore")
 
@@ -37,6 +38,24 @@ class Held:
     def __del__(self) -> None:
         if self.function is not None:
             self._forget(self.function)
+
+
+class TracedFuture(Future[Any]):
+    """The future of a call, with its span."""
+
+    span: Span
+
+
+def traced_future(tracing: Tracing, fn: Callable[..., Any]) -> TracedFuture:
+    """Return a new future for a call of `fn`, whose span ends with the future."""
+    future = TracedFuture()
+    future.span = tracing.begin(fn.fn if type(fn) is Held else fn)
+    future.add_done_callback(_ended)
+    return future
+
+
+def _ended(future: Any) -> None:
+    future.span.ended(CancelledError() if future.cancelled() else future.exception())
 
 
 def begins(future: Future[Any]) -> bool:

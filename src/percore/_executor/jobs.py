@@ -24,6 +24,7 @@ from percore._calls.calls import CallBase
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import RemoteError
+from percore._common.tracing import Span
 from percore._executor.futures import Held, Request, begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
@@ -82,6 +83,10 @@ class Job(CallBase):
         """When it was handed over."""
         self.future: Future[Any] | None = future
         self.is_done = False
+
+    @property
+    def span(self) -> Span | None:  # type: ignore[override]  # only read
+        return getattr(self.future, "span", None)
 
     def done(self) -> bool:
         return self.is_done

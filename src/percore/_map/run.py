@@ -33,7 +33,10 @@ class MapRun:
         self._fn = fn
         self._inputs = inputs
         self._spec = spec
-        self._context = None if supervisor.contexts is None else supervisor.contexts.capture()
+        contexts, self._span = supervisor.contexts, None
+        if contexts is not None and contexts.tracing is not None:
+            self._span = contexts.tracing.begin(fn)
+        self._context = None if contexts is None else contexts.capture(self._span)
         self._life = MapLife()
         self._parts: tuple[InFlight, Feeder] | None = None
 
@@ -52,6 +55,9 @@ class MapRun:
                 await items.wait()
             life.check()
             return results.values if not life.is_closed else []
+        except BaseException as error:
+            self._failed(error)
+            raise
         finally:
             await self.close()
 
@@ -86,8 +92,10 @@ class MapRun:
                     if not life.gives:
                         break
                 items.hand_over(kept, size)
-            if not life.is_closed:
-                life.check()
+            self._check()
+        except BaseException as error:
+            self._failed(error)
+            raise
         finally:
             await self.close()
 
@@ -98,6 +106,14 @@ class MapRun:
             return Counts(state, 0, 0, 0)
         items, _ = self._parts
         return Counts(state, items.window.ended, items.failures, items.window.pulled)
+
+    def _check(self) -> None:
+        if not self._life.is_closed:
+            self._life.check()
+
+    def _failed(self, error: BaseException) -> None:
+        if self._span is not None:
+            self._span.ended(error)
 
     def _begin(self, results: Results) -> InFlight | None:
         """Hold the function and start the feeder. Return None if the map is closed.
@@ -143,3 +159,5 @@ class MapRun:
             faults.finish()
         finally:
             await feeder.close()
+            if self._span is not None:
+                self._span.ended(None)

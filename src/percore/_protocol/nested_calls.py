@@ -50,7 +50,7 @@ class NestedRequest(NamedTuple):
     key: PlainKey
     inherits: bool
     timeout: float | None
-    context: dict[int, Any] | bytes | None
+    context: dict[int | str, Any] | bytes | None
     shares: tuple[int, ...]
     pickle: bytes | None
 

@@ -35,6 +35,7 @@ class WorkerStart:
         lifespan: the pickled factory of the lifespan.
         thread_initializer: the pickled thread initializer.
         contextvars: module and name of each context variable of the runner.
+        tracing: the pickled tracing library.
         executor: how the worker serves an executor; None for a Runner.
     """
 
@@ -44,4 +45,5 @@ class WorkerStart:
     lifespan: bytes
     thread_initializer: bytes
     contextvars: tuple[tuple[str, str], ...]
+    tracing: bytes
     executor: ExecutorSettings | None

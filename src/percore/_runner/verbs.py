@@ -149,7 +149,7 @@ class Verbs(MapVerbs):
         supervisor, check = self._supervisor, self._check_open
         function = supervisor.functions.of(fn, is_stream=True)
         streams = supervisor.streams
-        return Stream(function.name, streams.make(policy), check, partial(streams.begin, check, function, args, kwargs))
+        return Stream(function.name, streams.make(function, policy), check, partial(streams.begin, check, function, args, kwargs))
 
     @overload
     async def broadcast(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...

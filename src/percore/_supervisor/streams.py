@@ -36,16 +36,19 @@ class Streams:
         self._admission = admission
         self._closing = closing
 
-    def make(self, policy: Policy | None) -> StreamCall:
-        """Return a call that is not begun. It gets the values that the context variables have now.
+    def make(self, function: Function, policy: Policy | None) -> StreamCall:
+        """Return a call of this function that is not begun. It gets the values that the context variables have now.
 
         Raises:
             PayloadTooLarge: the values of the context variables are too large.
             BaseException: any error of pickling them.
         """
         policy = DEFAULT if policy is None else policy
-        context = None if self._contexts is None else self._contexts.capture()
-        return StreamCall(self._loop, policy.prefetch, CallPlan(DEFAULT, context, prefetch=policy.prefetch), policy.key)
+        contexts, span = self._contexts, None
+        if contexts is not None and contexts.tracing is not None:
+            span = contexts.tracing.begin(function.fn, policy.key_value)
+        context = None if contexts is None else contexts.capture(span)
+        return StreamCall(self._loop, policy.prefetch, CallPlan(DEFAULT, context, prefetch=policy.prefetch), policy.key, span)
 
     async def begin(
         self, check: Callable[[], None], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], call: StreamCall

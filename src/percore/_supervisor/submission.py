@@ -9,7 +9,7 @@ from asyncio import Future
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from percore._calls.calls import Awaited, Call, PendingCall, Planned, SubmittedCall
+from percore._calls.calls import Awaited, Call, PendingCall, Planned, SubmittedCall, TracedCall
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._calls.shared_objects import Share
@@ -40,6 +40,7 @@ class Submission:
         self._phase = calls.phase
         self._functions = functions
         self._contexts = contexts
+        self._tracing = None if contexts is None else contexts.tracing
         self._shares = calls.shares
         self._is_placed = calls.store.is_placed
         self._passes = calls.store.passes
@@ -53,7 +54,15 @@ class Submission:
         member: "PoolWorker | None" = None,
     ) -> Call:
         """Accept a call and return its future, a new one of this loop. As `enter` otherwise."""
-        return self.enter(Call(loop=self._loop), function, args, kwargs, policy, member)
+        if self._tracing is None:
+            return self.enter(Call(loop=self._loop), function, args, kwargs, policy, member)
+        call = TracedCall(loop=self._loop)
+        call.span = span = self._tracing.begin(function.fn, None if policy is None else policy.key_value)
+        try:
+            return self.enter(call, function, args, kwargs, policy, member)
+        except BaseException as error:
+            span.ended(error)
+            raise
 
     def enter(
         self,
@@ -207,7 +216,7 @@ class Submission:
         if policy is not None:
             call.key = policy.key
         try:
-            context = None if self._contexts is None else self._contexts.capture()
+            context = None if self._contexts is None else self._contexts.capture(call.span)
         except BaseException as error:
             self._calls.release(call)
             _ = self._unpicklable(call, call.function, error)

@@ -65,7 +65,7 @@ class Supervisor:
         """The policy of calls without options of their own; None: the defaults."""
         self.policy_of = Policy.checked
         """Checks call options. Kept here to save an import per view of the runner, since users may make a view for each call."""
-        self.contexts = Contexts(options.contextvars, store) if options.contextvars else None
+        self.contexts = Contexts(options.contextvars, store, options.tracing) if options.contextvars or options.tracing else None
         self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
         self._is_settling = False

@@ -24,6 +24,7 @@ from percore._worker.recalls import Item, Recalls, Streams
 from percore._worker.streams import ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
+from percore._worker.traced import Unpack, traced_batch, traced_plain
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
@@ -93,11 +94,15 @@ class PlainCalls:
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
         self._answers = answers
+        self._unpack: Unpack = answers.unpack
         self._passes = answers.passes
         self._marks = marks
         self._mask = len(marks) // MARK_WORDS - 1
         self._initializer = initializer
         self._variables = variables
+        self._tracing = variables.tracing
+        if self._tracing is not None:
+            self._unpack = traced_plain(self._tracing, answers.unpack)
         self._hand_over = hand_over
         self._thread = threading.local()
         self._batches: dict[int, WorkerBatch] = {}
@@ -300,7 +305,11 @@ class PlainCalls:
             fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
             if POINTS:
                 point("worker.call.running")
-            stream.run(fn, args, kwargs)
+            if self._tracing is None:
+                stream.run(fn, args, kwargs)
+            else:
+                with self._tracing.around(fn):
+                    stream.run(fn, args, kwargs)
         except BaseException as error:
             if self.families.open:
                 self.families.left(call_id)
@@ -351,7 +360,7 @@ class PlainCalls:
             self._loop.call_soon_threadsafe(self._watch, call_id, deadline)
         try:
             self._initialize()
-            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            fn, args, kwargs = self._unpack(call_id, function, body, send)
             if POINTS:
                 point("worker.call.running")
             result = fn(*args, **kwargs) if kwargs else fn(*args)
@@ -387,7 +396,11 @@ class PlainCalls:
         fn = late if function.fn is None or self._initializer is not None else function.fn
         send = self._send_result if batch.end == 1 else self._channel.send_from_thread
         results = BatchResults(call_id, self._answers, send, self._hand_over)
-        batch.run(results, fn, self._marks, word)
+        if self._tracing is None:
+            batch.run(results, fn, self._marks, word)
+        else:
+            with traced_batch(self._tracing, self._answers, function, batch.end, fn) as traced:
+                batch.run(results, traced, self._marks, word)
 
     # Time
 

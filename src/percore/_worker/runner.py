@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, ParamSpec, TypeVar, overload
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
 
 from percore._common.callables import qualified_name, routines_of
 from percore._common.options import seconds_of
@@ -12,6 +13,9 @@ from percore._protocol.messages import ID_MASK, Kind
 from percore._protocol.nested_calls import NestedRequest, PlainKey, is_plain_key
 from percore._worker.context import current_context, of_id
 from percore._worker.families import Child, Family
+
+if TYPE_CHECKING:
+    from percore._common.tracing import Span
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,7 +67,9 @@ class CurrentRunner:
                 "run() and submit() are for coroutines; in a plain function, which runs on a thread, write "
                 "percore.current_runner().run_sync(fn, ...)"
             )
-        return _ChildFuture(self._family, self._request(fn, args, kwargs))
+        span = self._span(fn)
+        with _failing(span):
+            return _ChildFuture(self._family, self._request(fn, args, kwargs, span), span)
 
     @overload
     def run_sync(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -84,13 +90,18 @@ class CurrentRunner:
             )
         gate = threading.Lock()
         gate.acquire()
-        child = self._family.ask(self._request(fn, args, kwargs), lambda _: gate.release())
-        try:
-            self._family.wait(gate)
-        except BaseException:
-            self._family.drop(child)
-            raise
-        return self._family.families.unpack(child)
+        span = self._span(fn)
+        with _failing(span):
+            child = self._family.ask(self._request(fn, args, kwargs, span), lambda _: gate.release())
+            try:
+                self._family.wait(gate)
+            except BaseException:
+                self._family.drop(child)
+                raise
+            result = self._family.families.unpack(child)
+        if span is not None:
+            span.ended(None)
+        return result
 
     def options(self, *, key: PlainKey = _INHERIT, timeout: float | None = None) -> "CurrentRunner":
         """Return a view with these call options, as `Runner.options`.
@@ -110,7 +121,11 @@ class CurrentRunner:
             return CurrentRunner(self._family, self._key, seconds, inherits=self._inherits)
         return CurrentRunner(self._family, key, seconds, inherits=False)
 
-    def _request(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NestedRequest:
+    def _span(self, fn: Callable[..., Any]) -> "Span | None":
+        tracing = self._family.families.variables.tracing
+        return None if tracing is None else tracing.begin(fn, None if self._inherits else self._key)
+
+    def _request(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], span: "Span | None") -> NestedRequest:
         """Pickle a call. Runs user code."""
         families = self._family.families
         kind = _kind_of(fn)
@@ -124,7 +139,7 @@ class CurrentRunner:
             key=self._key,
             inherits=self._inherits,
             timeout=self._timeout,
-            context=families.variables.capture(families.channel),
+            context=families.variables.capture(families.channel, span),
             shares=tuple(shares),
             pickle=pickle,
         )
@@ -141,9 +156,10 @@ class CurrentRunner:
 class _ChildFuture(asyncio.Future[Any]):
     """The future of a nested call. Its cancellation withdraws the call."""
 
-    def __init__(self, family: Family, request: NestedRequest) -> None:
+    def __init__(self, family: Family, request: NestedRequest, span: "Span | None") -> None:
         super().__init__(loop=family.families.channel.loop)
         self._family = family
+        self._span = span
         self._child = family.ask(request, self._told)
 
     def _told(self, child: Child) -> None:
@@ -155,16 +171,34 @@ class _ChildFuture(asyncio.Future[Any]):
         except BaseException as error:
             if not self.done():
                 self.set_exception(error)
+                self._ended(error)
         else:
             if not self.done():
                 self.set_result(result)
+                self._ended(None)
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the future, and withdraw the call."""
         if super().cancel(msg):
             self._family.drop(self._child)
+            self._ended(asyncio.CancelledError())
             return True
         return False
+
+    def _ended(self, error: BaseException | None) -> None:
+        if self._span is not None:
+            self._span.ended(error)
+
+
+@contextmanager
+def _failing(span: "Span | None") -> Iterator[None]:
+    """End the span by an error that the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        if span is not None:
+            span.ended(error)
+        raise
 
 
 def _kind_of(fn: Any) -> int:

@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -57,6 +57,7 @@ from percore._worker.shared_objects import WorkerShares
 from percore._worker.streams import TaskStream
 from percore._worker.terms import Terms, Variables, within
 from percore._worker.threads import Threads
+from percore._worker.traced import traced
 
 if TYPE_CHECKING:
     from contextvars import Context
@@ -81,7 +82,7 @@ class Server:
         *,
         threads: int,
         thread_initializer: Callable[[], Callable[[], object]] | None = None,
-        contextvars: Sequence[tuple[str, str]] = (),
+        variables: Variables | None = None,
         answers: Answers | None = None,
     ) -> None:
         """`marks` has MARK_WORDS words per place; the number of places is a power of two.
@@ -102,7 +103,8 @@ class Server:
         self._limited: Terms | None = None
         """The terms of BEGIN_BY for the calls that have no terms of their own. Then `_terms` has them under 0, the id of no call:
         the fast path of `receive` asks whether there are terms."""
-        self._variables = Variables(contextvars)
+        self._variables = Variables(()) if variables is None else variables
+        self._tracing = self._variables.tracing
         self.shares = WorkerShares(channel)
         self._answers = Answers(channel) if answers is None else answers
         self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
@@ -362,8 +364,11 @@ class Server:
             if terms is not None and terms.values is not None:
                 context = self._variables.context(terms.values)
             fn, args, kwargs = self._answers.unpack(call_id, function, body, self._channel.send_later)
+            called = fn
             if terms is not None and terms.timeout is not None:
                 fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
+            if context is not None and self._tracing is not None and terms is not None and not terms.prefetch:
+                fn, args, kwargs = traced, (self._tracing, called, fn, args, kwargs), None
             if terms is not None and terms.prefetch:
                 run = self._run_stream(call_id, terms.prefetch, fn, args, kwargs)
             else:
@@ -405,7 +410,10 @@ class Server:
         try:
             if POINTS:
                 point("worker.call.running")
-            await stream.run(fn, args, kwargs)
+            if self._tracing is None:
+                await stream.run(fn, args, kwargs)
+            else:
+                await traced(self._tracing, fn, stream.run, (fn, args, kwargs), None)
         except BaseException as error:
             del self._streams[call_id]
             self._end_task(call_id, error.error if type(error) is ItemFailed else error)

@@ -13,7 +13,10 @@ from percore._common.errors import PayloadTooLarge, overrun
 from percore._serialization.pickler import load
 
 if TYPE_CHECKING:
+    from percore._common.tracing import Span, Tracing
     from percore._protocol.interfaces import WorkerChannel
+
+Values = dict[int | str, Any]
 
 _UNSET: Final = object()
 _LIMIT: Final = 100_000
@@ -26,7 +29,8 @@ class Terms(NamedTuple):
 
     Attributes:
         timeout: seconds that the call may run; None means no limit.
-        values: values of context variables, by number: a dict of scalars, or a pickle of such a dict; None if none is set.
+        values: values of context variables, by number, and the carrier of tracing, by name: a dict of scalars, or a pickle of a
+            dict; None if none is set.
         is_broadcast: whether the call is a broadcast. If it needs a thread, it runs in a new one outside the pool.
         prefetch: of a stream: how many items it may send at first; 0: it is no stream.
         begin_by: the monotonic time by which the call must begin; None means no limit.
@@ -34,7 +38,7 @@ class Terms(NamedTuple):
     """
 
     timeout: float | None = None
-    values: dict[int, Any] | bytes | None = None
+    values: "Values | bytes | None" = None
     is_broadcast: bool = False
     prefetch: int = 0
     begin_by: float | None = None
@@ -46,27 +50,38 @@ class Terms(NamedTuple):
 
 
 class Variables:
-    """The context variables of a runner, each imported when its first value arrives."""
+    """The context variables of a runner, each imported when its first value arrives, and its tracing."""
 
-    def __init__(self, references: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, references: Sequence[tuple[str, str]], tracing: "Tracing | None" = None) -> None:
         self._references = references
+        self.tracing = tracing
         self._found: dict[int, ContextVar[Any]] = {}
 
-    def context(self, values: dict[int, Any] | bytes) -> Context:
+    def context(self, values: "Values | bytes") -> Context:
         """Return a copy of the current context with these values set. Runs user code: imports and unpickling."""
         context = copy_context()
         loaded: Any = load(values) if type(values) is bytes else values
+        carrier: dict[str, str] = {}
         for number, value in loaded.items():
-            context.run(self._variable(number).set, value)
+            if type(number) is str:
+                carrier[number] = value
+            else:
+                context.run(self._variable(number).set, value)
+        if carrier and self.tracing is not None:
+            context.run(self.tracing.enter, carrier)
         return context
 
-    def capture(self, channel: "WorkerChannel") -> dict[int, Any] | bytes | None:
+    def capture(self, channel: "WorkerChannel", span: "Span | None" = None) -> "Values | bytes | None":
         """Return the values that are set in the current context, as `context` takes them; None if none is set. Runs user code.
+
+        The carrier of tracing is among them: that of `span`, or else of the current context.
 
         Raises:
             PayloadTooLarge: they take too many bytes.
         """
-        values: dict[int, Any] = {}
+        values: Values = {}
+        if self.tracing is not None:
+            values.update(self.tracing.carrier() if span is None else span.carrier)
         for number, (module, name) in enumerate(self._references):
             variable = getattr(sys.modules.get(module), name, None)  # code that sets a variable has imported its module
             if variable is not None and (value := variable.get(_UNSET)) is not _UNSET:

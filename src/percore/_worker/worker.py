@@ -10,8 +10,10 @@ from percore._worker.context import WorkerContext, context_of_calls
 from percore._worker.executor_worker import ExecutorAnswers
 from percore._worker.lifespan import serve_until_finished
 from percore._worker.server import Server
+from percore._worker.terms import Variables
 
 if TYPE_CHECKING:
+    from percore._common.tracing import Tracing
     from percore._protocol.interfaces import WorkerChannel
     from percore._protocol.worker_start import WorkerStart
 
@@ -34,6 +36,11 @@ class WorkerCore:
         self._failure = failure
         self.calls = context_of_calls()
         """The context in which messages are received, and so calls run."""
+        tracing: Tracing | None = None
+        try:
+            tracing = cast("Tracing", load(start.tracing)) if start.tracing else None
+        except BaseException as error:
+            self._failure = error
         executor, initializer = start.executor, start.thread_initializer
         self.server = self.calls.run(
             Server,
@@ -42,7 +49,7 @@ class WorkerCore:
             threads=start.threads,
             # Unpickled later, where a failure can be reported.
             thread_initializer=(lambda: cast("Callable[[], object]", load(initializer))) if initializer else None,
-            contextvars=start.contextvars,
+            variables=Variables(start.contextvars, tracing),
             answers=None if executor is None else ExecutorAnswers(channel, is_pool=executor.is_pool),
         )
         context.shares = self.server.shares
