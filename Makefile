@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
-WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop
+WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
 .PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 

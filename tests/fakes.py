@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
@@ -43,7 +44,9 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any,
 class FakeWorker:
     """A worker in the loop of its supervisor, and what its engine sees of it."""
 
-    def __init__(self, engine: "FakeEngine", start: WorkerStart, on_exit: Callable[[Exit], None]) -> None:
+    def __init__(
+        self, engine: "FakeEngine", start: WorkerStart, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> None:
         self._loop = engine.loop
         self._on_exit = on_exit
         self.pid = next(_PIDS)
@@ -52,6 +55,9 @@ class FakeWorker:
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
         self._end = WorkerEnd(link.layout, [*map(os.dup, link.fds)])
         link.close_fds()
+        self._sockets = tuple(sock.dup() for sock in sockets)
+        for sock in self._sockets:
+            sock.setblocking(False)
         self.exitcode: int | None = None
         _tasks[self.pid] = WeakSet()
         try:
@@ -60,10 +66,11 @@ class FakeWorker:
             self._end.bell.close()
             self._end.close()
             self.close()
+            self._close_sockets()
             raise
 
     def _begin(self, start: WorkerStart) -> None:
-        context = WorkerContext(CurrentWorker(start.index, start.generation, self.pid))
+        context = WorkerContext(CurrentWorker(start.index, start.generation, self.pid, self._sockets))
         of_task.set(context)
         self._side = self._end.channel(self._loop, main_by_value=False)
         self.core = WorkerCore(self._side, self._end.marks, start, context)
@@ -94,9 +101,14 @@ class FakeWorker:
         if not is_killed:
             self.core.server.join()
             self._end.close()
+        self._close_sockets()
         # Else a call may run on in a thread, where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
         self._loop.call_soon(self._on_exit, Exit(self.exitcode))
+
+    def _close_sockets(self) -> None:
+        for sock in self._sockets:
+            sock.close()
 
     def _die(self, why: BaseException | int) -> None:
         if self.exitcode is None:
@@ -143,8 +155,8 @@ class FakeEngine:
             raise
         loop.set_task_factory(_create_task)  # type: ignore[arg-type]  # typeshed's factory is generic
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> FakeWorker:
-        return self.worker_class(self, replace(self._start, index=index, generation=generation), on_exit)
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]) -> FakeWorker:
+        return self.worker_class(self, replace(self._start, index=index, generation=generation), on_exit, sockets)
 
     def renew(self) -> None:
         """Do nothing: there is one process, and it has its modules."""

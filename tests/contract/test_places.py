@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -27,7 +28,9 @@ class FewPlaces(FakeEngine):
 
     refused: asyncio.Queue[int]
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> FakeWorker | None:  # type: ignore[override]
+    def start(  # type: ignore[override]
+        self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> FakeWorker | None:
         FewPlaces.made = self
         if not self.places:
             self.refused.put_nowait(index)
@@ -39,7 +42,7 @@ class FewPlaces(FakeEngine):
             on_exit(Exit(None, LOST, place_lost=True) if self.loses else end)
 
         self.places -= 1
-        return super().start(index, generation, exited)
+        return super().start(index, generation, exited, sockets)
 
     def add(self) -> None:
         self.places += 1

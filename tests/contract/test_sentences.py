@@ -21,6 +21,7 @@ import pickle
 import re
 import resource
 import signal
+import socket
 import sys
 import textwrap
 import warnings
@@ -151,6 +152,18 @@ async def done(made: Any) -> None:
 
 def options(**given: Any) -> Use:
     return lambda _: Runner(**given)
+
+
+def with_socket(use: Callable[[socket.socket], None] | None, kind: int = socket.SOCK_STREAM) -> Use:
+    """A new runner that is given a new socket."""
+
+    def run(_: Runner) -> None:
+        with socket.socket(type=kind) as sock:
+            if use is not None:
+                use(sock)
+            FakeRunner(listen=[sock])
+
+    return run
 
 
 def view(**given: Any) -> Use:
@@ -458,6 +471,23 @@ SENTENCES: Final[dict[str, Use]] = {
     "give the function itself: lifespan=open_session, not lifespan=open_session()": options(lifespan=session()),
     'start_method must be "forkserver" or "spawn", not ……': options(start_method="fork"),
     "…() got an unexpected keyword argument …: …": options(max_workers=2),
+    'listen must be a list, such as listen=["127.0.0.1:8080"], not …': options(listen="127.0.0.1:8080"),
+    'listen takes addresses, such as "127.0.0.1:8080", and sockets, not …': options(listen=[8080]),
+    "listen may have … addresses, not …": options(listen=["127.0.0.1:0"] * 65),
+    "listen has … twice": options(listen=["127.0.0.1:8080"] * 2),
+    'listen: … has no port: write "127.0.0.1:8080", "[::1]:8080" or "unix:/run/app.sock"': options(listen=["127.0.0.1"]),
+    'listen: … names no address: write "127.0.0.1:…" for this machine alone, or "0.0.0.0:…" for all who can reach it': options(
+        listen=[":8080"]
+    ),
+    'listen: … has no IP address, and percore looks up no names: write "127.0.0.1:…" or "[::1]:…"': options(
+        listen=["localhost:80"]
+    ),
+    'listen: … must have an absolute path of at most … bytes, such as "unix:/run/app.sock"': options(listen=["unix:app.sock"]),
+    "listen has a socket that is closed": with_socket(socket.socket.close),
+    "listen takes stream sockets, not …": with_socket(None, socket.SOCK_DGRAM),
+    "listen takes bound sockets: call bind() of … first": with_socket(None),
+    "percore cannot listen on …: ……": fake(listen=["192.0.2.1:0"]),
+    "a file is there that is no socket": fake(listen=[f"unix:{__file__}"]),
     # Options of calls
     "retry_on must be an exception class, a tuple of them or a predicate, not a list": view(retries=1, retry_on=[OSError]),
     "retry_on must be an exception class, a tuple of them or a predicate, not …": view(retries=1, retry_on=5),

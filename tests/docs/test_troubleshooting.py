@@ -26,6 +26,8 @@ SELF_EXPLAINING: Final = {
     "window must be at least 1, not …",
     "grace must be None or a number of seconds, not …",
     "grace must be None or a number of seconds, not nan",
+    "listen may have … addresses, not …",
+    "listen has … twice",
     'broken must be "worker" or "pool", not …',
     'mp_context must be a context, such as multiprocessing.get_context("spawn"), not …',
     "max_workers must be an integer",

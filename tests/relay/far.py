@@ -97,6 +97,7 @@ class Far:
 
     Attributes:
         ended: done when the engine was closed.
+        sockets: copies of the sockets of the workers that are to be started, by their numbers.
         parcels: the parcel of each payload, by its number in the near half.
     """
 
@@ -105,6 +106,7 @@ class Far:
         self.places = places
         self.ended: asyncio.Future[None] = loop.create_future()
         self.parcels: dict[int, int] = {}
+        self.sockets: dict[int, list[socket.socket]] = {}
         heard: dict[str, Callable[..., None]] = {
             "start": self._start,
             "message": lambda number, *message: self._to(number, lambda station: station.down(*message)),
@@ -125,13 +127,17 @@ class Far:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _start(self, number: int, index: int, generation: int) -> None:
+        sockets = self.sockets.pop(number, [])
         try:
-            worker = self.engine.start(index, generation, lambda end: self._exited(number, end))
+            worker = self.engine.start(index, generation, lambda end: self._exited(number, end), sockets)
         except OSError as error:
             self.wire.send("exit", number, *Exit(None, f"it could not be started: {shown(error)}"), None)
         else:
             assert worker is not None, "processes always have a place"
             self._stations[number] = Station(self, number, worker)
+        finally:
+            for sock in sockets:
+                sock.close()
 
     def _to(self, number: int, step: Callable[[Station], None]) -> None:
         station = self._stations.get(number)

@@ -181,11 +181,13 @@ class RelayEngine:
         self._numbers = count(1)
         self._readings: dict[int, asyncio.Future[list[Any]]] = {}
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> RelayWorker:
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]) -> RelayWorker:
         if self.is_lost:
             raise OSError("the far half is gone")
         number = next(self._numbers)
         worker = self._workers[number] = RelayWorker(number, self._wire, RelayChannel(number, self._wire, self.store), on_exit)
+        if sockets:  # no frame can carry them; both halves are here
+            self.far.sockets[number] = [sock.dup() for sock in sockets]
         self._wire.send("start", number, index, generation)
         return worker
 

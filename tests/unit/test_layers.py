@@ -35,7 +35,9 @@ ROOMS: dict[str, set[str]] = {
     # The program's process.
     "_scheduler": {"_common", "_protocol"},
     "_calls": {"_common", "_protocol", "_scheduler", "_serialization"},
-    "_supervisor": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_serialization"},
+    # The sockets that a pool hands to its workers. They are the program's, and no engine's: they outlive each worker.
+    "_listening": {"_common"},
+    "_supervisor": {"_calls", "_common", "_listening", "_monitor", "_protocol", "_scheduler", "_serialization"},
     # The program's half of an engine knows what it hands to its workers at their start.
     "_engines.processes": {
         *("_calls", "_common", "_monitor", "_protocol", "_serialization", "_transport", "_worker_process"),
@@ -73,7 +75,7 @@ CIRCLES: dict[frozenset[str], str] = {}
 # A worker loads nothing of the parent's rooms. In rooms that both sides share, these modules are the parent's: they are costly to
 # import, or of no use in a worker.
 WORKER = ("_worker", "_worker_process")
-PARENT = ("_monitor", "_scheduler", "_calls", "_supervisor", "_engines", "_map", "_runner", "_executor")
+PARENT = ("_monitor", "_scheduler", "_calls", "_listening", "_supervisor", "_engines", "_map", "_runner", "_executor")
 PARENT_IN_COMMON = {
     # Not `_common.options`: it checks the options of nested calls. A worker loads it on the first use of `current_runner`.
     *("_common.log", "_common.worker_errors", "_protocol.interfaces"),

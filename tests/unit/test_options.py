@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from percore._common import options as _options
+from percore._common.addresses import InternetAddress
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.system import default_start_method
 from tests.ids import steady
@@ -34,6 +36,7 @@ GOOD: dict[str, Any] = {
     "thread_initializer": None,
     "max_pending": None,
     "blocked_after": 1.0,
+    "listen": (),
 }
 BOUNDS = ["max_tasks_per_worker", "per_key", "max_pending"]
 NUMBERS = ["workers", "concurrency", "threads", "max_message", "retries", *BOUNDS]
@@ -84,6 +87,7 @@ def test_what_the_user_gives_is_kept() -> None:
         thread_initializer=test_the_defaults,
         max_pending=1000,
         blocked_after=2,
+        listen=["127.0.0.1:0"],
     )
     assert given == RunnerOptions(
         workers=3,
@@ -102,6 +106,7 @@ def test_what_the_user_gives_is_kept() -> None:
         thread_initializer=test_the_defaults,  # type: ignore[arg-type]
         max_pending=1000,
         blocked_after=2.0,
+        listen=(InternetAddress(socket.AF_INET, ("127.0.0.1", 0)),),
     )
 
 

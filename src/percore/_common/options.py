@@ -10,8 +10,10 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, Asyn
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from socket import socket
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
+from percore._common.addresses import Address, Listen, listen_of
 from percore._common.callables import check_plain
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
 from percore._common.tracing import Installed, Tracing
@@ -178,6 +180,7 @@ RUNNER_ADVICE: Final = (
         "loop_initializer": "write loop_factory=...",
         "mp_context": 'write start_method="forkserver" or "spawn"; percore.LoopPoolExecutor takes an mp_context',
         "timeout": "it is an option of the calls, as in runner.options(timeout=5).run(...)",
+        **dict.fromkeys(("bind", "host", "port", "sockets"), 'write listen=["127.0.0.1:8080"]'),
         "chunksize": "there is no chunk size to tune, percore batches short calls by how long they take",
         "debug": "workers take the debug flag of this program's event loop",
     }
@@ -205,6 +208,7 @@ class RunnerOptions:
     thread_initializer: Callable[[], object] | None
     max_pending: int | None
     blocked_after: float | None
+    listen: tuple[Address | socket, ...]
     tracing: Tracing | None = field(default_factory=lambda: Installed.tracing)
     """No argument of a runner: the tracing library that is installed when the runner is made."""
 
@@ -228,6 +232,7 @@ class RunnerOptions:
         thread_initializer: Callable[[], object] | None,
         max_pending: int | None,
         blocked_after: float | None,
+        listen: Listen,
     ) -> "RunnerOptions":
         """Return the validated options of a user, with defaults filled in.
 
@@ -271,4 +276,5 @@ class RunnerOptions:
             thread_initializer=thread_initializer,
             max_pending=_bound("max_pending", max_pending),
             blocked_after=None if blocked_after is None else seconds_of("blocked_after", blocked_after),
+            listen=listen_of(listen),
         )

@@ -1,7 +1,7 @@
 """The capabilities of the operating system, checked once at import, and how much memory it has left.
 
-PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop" makes percore on Linux behave as on systems that lack these, so that one machine
-can test all of the fallbacks. Workers inherit the environment, so both sides of a channel always agree.
+PERCORE_WITHOUT="memfd,eventfd,pidfd,setsig,uvloop,reuseport" makes percore on Linux behave as on systems that lack these, so that
+one machine can test all of the fallbacks. Workers inherit the environment, so both sides of a channel always agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _without = frozenset(filter(None, os.environ.get("PERCORE_WITHOUT", "").replace(" ", "").split(",")))
-_known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop"})
+_known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop", "reuseport"})
 
 if _without - _known:
     raise ImportError(
@@ -46,6 +46,8 @@ HAS_MEMFD = "memfd" not in _without and _memfd_works()
 HAS_EVENTFD = "eventfd" not in _without and hasattr(os, "eventfd")
 HAS_PIDFD = "pidfd" not in _without and _pidfd_works()
 HAS_SETSIG = "setsig" not in _without and sys.platform == "linux" and hasattr(fcntl, "F_SETSIG")
+HAS_REUSEPORT = "reuseport" not in _without and sys.platform == "linux"
+"""Whether the system divides connections among sockets that share a port. macOS has SO_REUSEPORT, and gives all to one of them."""
 IS_FREE_THREADED = "t" in sys.abiflags
 """Whether this is a free-threaded build of Python. The GIL may be enabled all the same."""
 

@@ -123,6 +123,7 @@ class LoopPoolExecutor(Executor):
             contextvars=(),
             thread_initializer=None if thread_initializer is None else ThreadStart(thread_initializer, tuple(thread_initargs)),
             max_pending=None,
+            listen=(),
             blocked_after=None,
         )
         self._tracing = options.tracing

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
     from collections.abc import Callable, Mapping, Sequence
 
     from percore._monitor.usage import Usage
@@ -420,8 +421,12 @@ class Engine(Protocol):
     @property
     def store(self) -> Store: ...
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Worker | None:
+    def start(
+        self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> Worker | None:
         """Start a worker and return at once. The worker reports that it is ready by a message.
+
+        The worker gets copies of `sockets`, which listen. The caller may close its own after this call.
 
         Return None if there is no place for the worker yet. The pool asks again once the engine has called `on_place`.
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import percore
+from percore._common.addresses import Listen
 from percore._common.errors import RunnerClosed
 from percore._common.options import (
     MOST_WORKERS,
@@ -99,6 +100,12 @@ class Runner(Verbs):
         blocked_after: how many seconds a worker may leave its messages unread before percore logs that its event loop is blocked,
             with the functions that it runs and the stacks of its threads; and again when it goes on. A worker that is stopped or
             gets no CPU is reported as that. None: never.
+        listen: addresses on which the workers serve: "127.0.0.1:8080", "[::1]:8080" (port 0: a free one), "unix:/run/app.sock", or
+            stream sockets that are bound. The runner listens from its start until its workers are asked to end, and each worker
+            gets one socket for each address, `percore.current_worker().sockets`, on which its lifespan starts a server. A
+            replacement gets the sockets of the worker that it replaces, with the connections that wait there. On Linux each worker
+            has a TCP socket of its own (SO_REUSEPORT), and the system divides the connections among the workers that are ready.
+            Otherwise they share one. A socket of yours is shared, stays open and becomes non-blocking.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -127,6 +134,7 @@ class Runner(Verbs):
         start_timeout: float = 60.0,
         kill_after: float = 5.0,
         blocked_after: float | None = 1.0,
+        listen: Listen = (),
     ) -> None:
         self._options = RunnerOptions.checked(
             workers=workers,
@@ -145,6 +153,7 @@ class Runner(Verbs):
             thread_initializer=thread_initializer,
             max_pending=max_pending,
             blocked_after=blocked_after,
+            listen=listen,
         )
         if self._options.contextvars:
             from percore._calls.context_variables import references
@@ -169,7 +178,8 @@ class Runner(Verbs):
             RunnerClosed: another task closed the runner meanwhile.
             RuntimeError: the runner was started before, or was created before a fork; or no asyncio event loop is running (as under
                 trio); or the caller is a worker that is importing the user's script.
-            OSError: there is not enough memory for even one message of `max_message` bytes.
+            OSError: the runner cannot listen on one of its addresses; or there is not enough memory for even one message of
+                `max_message` bytes.
             Exception: any error from pickling `lifespan` or `loop_factory`.
         """
         context.check_start()
@@ -263,6 +273,15 @@ class Runner(Verbs):
         )
 
     # Workers
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses on which the workers serve, in the order of `listen` and written as there, with the ports in use.
+
+        Raises:
+            RunnerClosed: the runner is not started or is closed.
+        """
+        return self._open_assembly().supervisor.pool.listening.addresses
 
     async def reload(self) -> None:
         """Replace every worker in turn, while calls go on: a new worker is ready before the old one takes no more calls.

@@ -175,6 +175,7 @@ class Closing:
 
     async def _release(self) -> None:
         try:
+            self._pool.listening.close()
             self._calls.shares.shut()
             await self._engine.aclose()
         finally:
@@ -238,3 +239,4 @@ class Closing:
     def _abandon(self) -> None:
         self._phase.advance(PhaseEvent.CUT)
         self._pool.kill()
+        self._pool.listening.close()

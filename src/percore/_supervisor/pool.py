@@ -25,6 +25,7 @@ from percore._supervisor.call_registry import CallRegistry, Progress
 from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
+from percore._supervisor.listening import Listening
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
@@ -62,6 +63,7 @@ class Pool:
         """The slots in use, and after them those that were removed and may have workers that drain, by index."""
         self.grow(options.workers)
         self.members = members
+        self.listening = Listening(options.listen, self.slots, members)
         self.low: set[LimitedWorker] = set()
         """Workers near or at their limit of calls that have not been replaced yet."""
         self._engine = engine
@@ -91,9 +93,11 @@ class Pool:
         """Start every worker and wait until all are ready.
 
         Raises:
+            OSError: an address on which the workers should serve cannot be had.
             StartupFailed: a worker could not be started, died, failed, or was not ready in time. The others run on, and the caller
                 must close the runner.
         """
+        self.listening.open()
         with self.first_start as ready:
             for slot in self.slots:
                 self._spawn(slot)
@@ -125,7 +129,8 @@ class Pool:
             point("supervisor.worker.started")
 
     def _launch(self, slot: WorkerSlot, member: PoolWorker) -> None:
-        worker = self._engine.start(slot.index, slot.generation, lambda end: self._burials.exited(slot, member, end))
+        sockets = self.listening.sockets(slot.index)
+        worker = self._engine.start(slot.index, slot.generation, lambda end: self._burials.exited(slot, member, end), sockets)
         if worker is None:
             slot.generation -= 1
             report(logging.INFO, "there is no place for worker %d yet", slot.index)
@@ -234,6 +239,7 @@ class Pool:
         elif act is Act.FAIL_START:
             self.first_start.fail(StartupFailed(self.last_report))
         self.changes.look()
+        self.listening.look()
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
         self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self.first_start.is_on))
@@ -298,6 +304,7 @@ class Pool:
             slot.look_timer()
             for member in retired:
                 self._retire(member)
+        self.listening.look()
         self._keeper.advance()
 
     # Deaths
@@ -372,6 +379,7 @@ class Pool:
 
     def finish(self) -> None:
         """Ask every worker to end, and kill those that are not ready yet. No call may run any more."""
+        self.listening.close()
         Faults("workers were asked to end").run(*(partial(self._finish, member) for member in self.members))
 
     def _finish(self, member: PoolWorker) -> None:

@@ -43,6 +43,11 @@ class WorkerSlot(Replacement[PoolWorker]):
     def is_failed(self) -> bool:
         return self.state is Occupancy.FAILED
 
+    @property
+    def is_served(self) -> bool:
+        """Whether it has a ready worker."""
+        return self.current is not None and self.current.is_ready
+
     def took(self, member: PoolWorker) -> None:
         """Add the counts of a dead worker to those of the earlier ones. Twice is as once."""
         if self.past.generation != member.generation:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from socket import socket
 from typing import Any, Final, TypeVar, overload
 
 T = TypeVar("T")
@@ -16,11 +17,17 @@ class CurrentWorker:
         index: the worker's slot, counted from 0.
         generation: how many workers the slot has had, including this one.
         pid: the process id.
+        sockets: the sockets on which the worker serves, in the order of the runner's `listen`. They listen, and do not block. A
+            copy that was pickled has none.
     """
 
     index: int
     generation: int
     pid: int
+    sockets: tuple[socket, ...] = field(default=(), compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CurrentWorker, (self.index, self.generation, self.pid)
 
 
 class WorkerContext:

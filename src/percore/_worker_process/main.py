@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,7 +50,9 @@ class Boot(NamedTuple):
     authkey: bytes = b""
     """multiprocessing's authentication key in the program."""
     has_tracker: bool = False
-    """Whether the last descriptor is the one of the program's multiprocessing resource tracker."""
+    """Whether there is a descriptor of the program's multiprocessing resource tracker."""
+    sockets: int = 0
+    """How many of the last descriptors are the sockets on which the worker serves."""
 
 
 def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn:
@@ -58,7 +61,8 @@ def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn
     `boot`: a pickled `Boot`. `given`: the initializer of an executor, if it came with the process.
 
     `fds`: the cell; the arena (read-only); the results; this side's bell, two fds; the ring for log records; the pipe telling how
-    much of that ring the supervisor has read; the file for stacks; multiprocessing's resource tracker, if the program has one.
+    much of that ring the supervisor has read; the file for stacks; multiprocessing's resource tracker, if the program has one; the
+    sockets on which the worker serves.
     """
     exitcode = 1
     try:
@@ -75,11 +79,12 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     if POINTS:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
+    fds, sockets = fds[: len(fds) - boot.sockets], [*map(_listening, fds[len(fds) - boot.sockets :])]
     tracker = fds[-1] if boot.has_tracker else None
     *link_fds, log_fd, pipe, stacks_fd = fds if tracker is None else fds[:-1]
     faulthandler.register(STACKS_SIGNAL, stacks_fd)
     reducers.is_worker = True
-    after_fork.withhold([*link_fds[:3], log_fd], [pipe, stacks_fd, *lifelines])
+    after_fork.withhold([*link_fds[:3], log_fd, *map(socket.socket.fileno, sockets)], [pipe, stacks_fd, *lifelines])
     end = WorkerEnd(boot.layout, link_fds)
     _forward_logs(log_fd, end.bell, pipe, boot.levels)  # before any user code runs
     main = MainInfo(*boot.main)
@@ -90,7 +95,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         multiprocessing_state.take_over(boot.parent, boot.start.index, boot.authkey, tracker)
     main_module.leave_unpatched()
     keep_heap_warm()
-    context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid()))
+    context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid(), tuple(sockets)))
     worker_context.of_process = context
     if executor is None or not executor.has_main:
         gc.collect()
@@ -108,6 +113,12 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)
     on_open = main_thread.drain_on_sigterm(loop, worker.server.drain) if drains else None
     return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker.server, _leave)
+
+
+def _listening(fd: int) -> socket.socket:
+    sock = socket.socket(fileno=fd)
+    sock.setblocking(False)  # Python takes any descriptor for one that blocks
+    return sock
 
 
 def _initialize(pickled: bytes, given: Given | None) -> BaseException | None:

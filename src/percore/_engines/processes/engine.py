@@ -4,6 +4,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -110,11 +111,13 @@ class ProcessEngine:
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
 
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> ProcessWorker:
+    def start(
+        self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> ProcessWorker:
         logs = LogReceiver(index)
         try:
             start = replace(self._boot.start, index=index, generation=generation)
-            boot = self._boot._replace(start=start, levels=levels())
+            boot = self._boot._replace(start=start, levels=levels(), sockets=len(sockets))
             # Also if multiprocessing passes it on: otherwise a fork would start a tracker itself.
             tracker = multiprocessing_state.tracker()
             if self._passes_on:
@@ -122,6 +125,7 @@ class ProcessEngine:
                     parent=multiprocessing_state.parent(), authkey=multiprocessing_state.authkey(), has_tracker=tracker is not None
                 )
             more = [tracker] if self._passes_on and tracker is not None else []
+            more += [sock.fileno() for sock in sockets]
             return self._start(boot, more, logs, lambda code: on_exit(_exit(code)))
         except BaseException:
             logs.close()
