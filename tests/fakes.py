@@ -27,6 +27,7 @@ from percore._transport.links import Links
 from percore._transport.worker_side import WorkerEnd
 from percore._worker.context import WorkerContext, of_task
 from percore._worker.worker import WorkerCore
+from tests.jobs import HOARDS
 
 _PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
 _tasks: dict[int, WeakSet[asyncio.Task[Any]]] = {}
@@ -163,6 +164,10 @@ class FakeEngine:
 
     def resize(self, workers: int) -> None:
         self.links.resize(workers)
+
+    async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        hoards = (HOARDS.get(worker.pid or 0, []) for worker in workers)
+        return [2**20 + sum(map(len, hoard)) for hoard in hoards]
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         return await UsageMeter().read({os.getpid(): "supervisor"})

@@ -509,6 +509,30 @@ async def agive_coroutine() -> Any:
 # Busy
 
 
+HOARDS: dict[int, list[bytes]] = {}
+"""What `hoard` keeps, by the pid of the worker. The fake engine reads it too."""
+
+
+def hoard(size: int) -> percore.CurrentWorker:
+    """Take memory and never give it back."""
+    worker = percore.current_worker()
+    HOARDS.setdefault(worker.pid, []).append(b"x" * size)
+    return worker
+
+
+def hoard_and_wait(size: int, log: str, gate: str) -> percore.CurrentWorker:
+    worker = hoard(size)
+    wait(log, gate)
+    return worker
+
+
+@contextmanager
+def hoarding(size: int) -> Iterator[None]:
+    """A lifespan that takes memory."""
+    hoard(size)
+    yield
+
+
 def burn(steps: int) -> None:
     """Hold the GIL for a while, as arithmetic does."""
     total = 0

@@ -48,6 +48,15 @@ async def stays_at_its_start(log: str) -> AsyncIterator[None]:
     yield
 
 
+@asynccontextmanager
+async def second_waits(log: str, gate: str) -> AsyncIterator[None]:
+    """The second worker is ready once the gate is open."""
+    if percore.current_worker().generation == 2:
+        say(log, "enters")
+        await apass_gate(gate)
+    yield
+
+
 # Background work of lifespans
 
 

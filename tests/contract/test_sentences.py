@@ -53,6 +53,7 @@ INTERNAL: Final = {"fault_points.py", "doorbell.py", "main_module.py"}
 
 threads: Any = threaded
 executors: Any = LoopPoolExecutor
+runners: Any = Runner
 module: Any = percore
 
 Use: TypeAlias = "Callable[[Any], Any] | Program | str"
@@ -639,6 +640,22 @@ SENTENCES: Final[dict[str, Use]] = {
     "there is no place for worker %d yet": at(
         "tests/contract/test_places.py::test_a_start_waits_for_the_places_that_are_missing", "no place for worker 2"
     ),
+    "%s has %s of memory, and max_memory_per_worker is %s; its replacement starts": at(
+        "tests/contract/test_max_memory.py::test_a_worker_over_the_limit_is_replaced_behind_a_ready_one", "its replacement starts"
+    ),
+    "%s has %s of memory soon after its start, as the worker before it had, and max_memory_per_worker is %s: replacing workers "
+    "does not help. Raise max_memory_per_worker, or load less in the lifespan, in imports and in each call. From now on percore "
+    "waits up to %g s before it replaces such a worker": at(
+        "tests/contract/test_max_memory.py::test_workers_that_have_too_much_from_their_start_are_told_of_once", "does not help"
+    ),
+    "the memory of the workers could not be read, so max_memory_per_worker has no effect: %r": at(
+        "tests/contract/test_max_memory.py::test_if_nothing_can_be_read_it_says_so_once", "has no effect"
+    ),
+    "max_memory_per_worker must be a whole number of bytes, such as 512 * 2**20, not …": lambda _: runners(
+        max_memory_per_worker=0.5
+    ),
+    "max_memory_per_worker must be at least … bytes, not …: a worker that has run nothing takes nearly that much. Give the number "
+    "of bytes, such as 512 * 2**20": lambda _: runners(max_memory_per_worker=512),
     "%s may begin %d more calls; its replacement starts": fake(calls, max_tasks_per_worker=3),
     "the thread_initializer failed": pool(
         lambda executor: executor.submit(jobs.echo, 1).result(), thread_initializer=refuse_thread
@@ -779,8 +796,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "max_workers must be at most …": lambda _: executors(1_000_000),
     "max_tasks_per_child must be an integer": pool(max_tasks_per_child=1.5),
     "max_tasks_per_child must be >= 1": pool(max_tasks_per_child=0),
-    'max_tasks_per_child cannot be used with the "fork" start method, which would fork a process that runs threads; use another '
-    "mp_context": pool(max_tasks_per_child=1, mp_context=multiprocessing.get_context("fork")),
+    '… cannot be used with the "fork" start method, which would fork a process that runs threads; use another mp_context': pool(
+        max_tasks_per_child=1, mp_context=multiprocessing.get_context("fork")
+    ),
     "chunksize must be >= 1.": pool(lambda executor: executor.map(jobs.echo, [1], chunksize=0)),
     "buffersize must be an integer or None": pool(lambda executor: executor.map(jobs.echo, [1], buffersize=1.5)),
     "buffersize must be None or > 0": pool(lambda executor: executor.map(jobs.echo, [1], buffersize=0)),

@@ -22,6 +22,7 @@ SELF_EXPLAINING: Final = {
     "… must be zero or more seconds, not …",
     "… must be callable, such as …=…, not …",
     "… must be a callable",
+    "max_memory_per_worker must be a whole number of bytes, such as 512 * 2**20, not …",
     "window must be a whole number, not …",
     "window must be at least 1, not …",
     "grace must be None or a number of seconds, not …",

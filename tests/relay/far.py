@@ -117,7 +117,8 @@ class Far:
             "resize": lambda _, workers: self.engine.resize(workers),
             "keep": lambda number: self.parcels.update({number: self.engine.store.keep(bytes(self.wire.parts.pop(number)))}),
             "drop": lambda number: self.engine.store.discard(self.parcels.pop(number)),
-            "usage": lambda number, roles: self._do(self._usage(number, roles)),
+            "usage": lambda number, roles: self._do(self._usage(number, roles), is_reading=True),
+            "memory": lambda number, workers, enough: self._do(self._memory(number, workers, enough), is_reading=True),
             "end": lambda _: self._do(self._end()),
         }
         self.wire = Wire(loop, sock, heard, self._lost)
@@ -125,6 +126,7 @@ class Far:
         self.engine = engine
         self._stations: dict[int, Station] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._readings: set[asyncio.Task[None]] = set()
 
     def _start(self, number: int, index: int, generation: int) -> None:
         sockets = self.sockets.pop(number, [])
@@ -151,15 +153,23 @@ class Far:
             if not self.wire.is_open and not self._stations:
                 self._do(self._end())
 
-    def _do(self, work: Any) -> None:
+    def _do(self, work: Any, *, is_reading: bool = False) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if is_reading:
+            self._readings.add(task)
+            task.add_done_callback(self._readings.discard)
 
     async def _usage(self, number: int, roles: list[tuple[str, int]]) -> None:
         workers = [(role, self._stations[one].worker) for role, one in roles if one in self._stations]
         usage = await self.engine.usage(workers)
         self.wire.send("usage", number, [astuple(process) for process in usage.processes])
+
+    async def _memory(self, number: int, workers: list[int], enough: int) -> None:
+        known = [one for one in workers if one in self._stations]
+        sizes = dict(zip(known, await self.engine.memory([self._stations[one].worker for one in known], enough), strict=True))
+        self.wire.send("memory", number, [sizes.get(one) for one in workers])
 
     def _lost(self) -> None:
         """The near half is gone: nobody needs the workers any more."""
@@ -170,6 +180,7 @@ class Far:
 
     async def _end(self) -> None:
         if not self.ended.done():
+            await asyncio.gather(*self._readings)
             kept = self.engine.store.in_use
             await self.engine.aclose()
             self.wire.close()

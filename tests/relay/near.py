@@ -171,6 +171,7 @@ class RelayEngine:
             "condition": lambda number, *condition: self._workers[number].examined.pop(0)(Condition(*condition)),
             "exit": self._exited,
             "usage": self._measured,
+            "memory": self._measured,
         }
         self._wire: Wire
         self.store.wire = self._wire = Wire(loop, ours, heard, self._lost)
@@ -232,6 +233,14 @@ class RelayEngine:
         reading = self._readings[number] = self._loop.create_future()
         self._wire.send("usage", number, [(role, cast("RelayWorker", worker).number) for role, worker in workers])
         return Usage(tuple(ProcessUsage(*row) for row in await reading))
+
+    async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        if self.is_lost:
+            return [None for _ in workers]
+        number = next(self._numbers)
+        reading = self._readings[number] = self._loop.create_future()
+        self._wire.send("memory", number, [cast("RelayWorker", worker).number for worker in workers], enough)
+        return list(await reading)
 
     def _measured(self, number: int, rows: list[Any]) -> None:
         reading = self._readings.pop(number)

@@ -30,6 +30,7 @@ GOOD: dict[str, Any] = {
     "start_timeout": 60.0,
     "kill_after": 5.0,
     "max_tasks_per_worker": None,
+    "max_memory_per_worker": None,
     "retries": 0,
     "per_key": None,
     "contextvars": (),
@@ -81,6 +82,7 @@ def test_what_the_user_gives_is_kept() -> None:
         start_timeout=1,
         kill_after=0.5,
         max_tasks_per_worker=10,
+        max_memory_per_worker=2**30,
         retries=3,
         per_key=2,
         contextvars=[USER],
@@ -100,6 +102,7 @@ def test_what_the_user_gives_is_kept() -> None:
         start_timeout=1.0,
         kill_after=0.5,
         max_tasks_per_worker=10,
+        max_memory_per_worker=2**30,
         retries=3,
         per_key=2,
         contextvars=(USER,),
@@ -108,6 +111,22 @@ def test_what_the_user_gives_is_kept() -> None:
         blocked_after=2.0,
         listen=(InternetAddress(socket.AF_INET, ("127.0.0.1", 0)),),
     )
+
+
+def test_a_limit_of_memory_is_a_number_of_bytes(subtests: pytest.Subtests) -> None:
+    for value in [0.5e9, 512.0 * 2**20, "512M", True, [1]]:
+        with (
+            subtests.test(steady(value)),
+            pytest.raises(TypeError, match=r"must be a whole number of bytes, such as 512 \* 2\*\*20, not"),
+        ):
+            options(max_memory_per_worker=value)
+    for value in [0, -1, 512, 2**24 - 1]:
+        with (
+            subtests.test(steady(value)),
+            pytest.raises(ValueError, match=f"must be at least 16777216 bytes, not {value}: a worker"),
+        ):
+            options(max_memory_per_worker=value)
+    assert options(max_memory_per_worker=2**24).max_memory_per_worker == 2**24
 
 
 def test_a_count_is_a_whole_number(subtests: pytest.Subtests) -> None:

@@ -30,6 +30,7 @@ _FOR_EVER: Final = 1e9
 MOST_WORKERS: Final = 1024
 _LEAST_MESSAGE: Final = 1024
 _MOST_MESSAGE: Final = 1 << 36
+_LEAST_MEMORY: Final = 1 << 24
 
 PREFETCH: Final = 16
 """Items of a stream that may be produced and not taken, unless the options of the call set another number."""
@@ -157,6 +158,17 @@ def _bound(name: str, value: object) -> int | None:
     return None if value is None else whole(name, value, 1)
 
 
+def _memory(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"max_memory_per_worker must be a whole number of bytes, such as 512 * 2**20, not {value!r}")
+    if value < _LEAST_MEMORY:
+        raise ValueError(
+            f"max_memory_per_worker must be at least {_LEAST_MEMORY} bytes, not {value}: a worker that has run nothing takes "
+            "nearly that much. Give the number of bytes, such as 512 * 2**20"
+        )
+    return value
+
+
 def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
     if isinstance(values, ContextVar):
         raise TypeError(f"contextvars must be a list, such as contextvars=[{values.name}], not one ContextVar")
@@ -173,6 +185,9 @@ _SETUP: Final = "put the setup of a worker in lifespan=..., and that of a thread
 RUNNER_ADVICE: Final = (
     dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
     | dict.fromkeys(("max_tasks_per_child", "maxtasksperchild"), "write max_tasks_per_worker=...")
+    | dict.fromkeys(
+        ("max_memory_per_child", "worker_max_memory_per_child", "memory_limit"), "write max_memory_per_worker=..., in bytes"
+    )
     | dict.fromkeys(("initializer", "initargs"), _SETUP)
     | {
         "max_threads": "write threads=...",
@@ -202,6 +217,7 @@ class RunnerOptions:
     start_timeout: float
     kill_after: float
     max_tasks_per_worker: int | None
+    max_memory_per_worker: int | None
     retries: int
     per_key: int | None
     contextvars: "tuple[ContextVar[Any], ...]"
@@ -226,6 +242,7 @@ class RunnerOptions:
         start_timeout: float,
         kill_after: float,
         max_tasks_per_worker: int | None,
+        max_memory_per_worker: int | None,
         retries: int,
         per_key: int | None,
         contextvars: "Iterable[ContextVar[Any]]",
@@ -270,6 +287,7 @@ class RunnerOptions:
             start_timeout=seconds_of("start_timeout", start_timeout),
             kill_after=seconds_of("kill_after", kill_after),
             max_tasks_per_worker=_bound("max_tasks_per_worker", max_tasks_per_worker),
+            max_memory_per_worker=None if max_memory_per_worker is None else _memory(max_memory_per_worker),
             retries=whole("retries", retries, 0, 1_000_000),
             per_key=_bound("per_key", per_key),
             contextvars=_variables(contextvars),

@@ -47,6 +47,11 @@ def how(exitcode: int | None, detail: str = "") -> str:
     return (f"with exit code {exitcode}" if name is None else f"by {name}") + (f" ({detail})" if detail else "")
 
 
+def mebibytes(size: int) -> str:
+    """Return a size in bytes as a text such as "12.5 MiB"."""
+    return f"{size / 2**20:.1f} MiB"
+
+
 def frozen_hint() -> str:
     """In a frozen program, return a likely reason why a worker died before it was ready; otherwise an empty string."""
     if not getattr(_sys, "frozen", False):

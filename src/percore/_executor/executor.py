@@ -67,6 +67,8 @@ class LoopPoolExecutor(Executor):
         initializer: a plain function that each worker calls once, before its first call. If it raises, the executor is broken.
         initargs: the arguments of `initializer`.
         max_tasks_per_child: how many calls a worker begins before percore replaces it. Not available with the "fork" start method.
+        max_memory_per_worker: how many bytes of memory a worker may have before percore replaces it, as for Runner. Not available
+            with the "fork" start method.
         max_threads: how many plain functions a worker runs at once. Default: min(32, CPUs + 4), as with ThreadPoolExecutor.
         thread_initializer: a plain function that each pool thread calls once, before its first call. If it raises, the executor is
             broken.
@@ -88,6 +90,7 @@ class LoopPoolExecutor(Executor):
         initargs: tuple[Any, ...] = (),
         *,
         max_tasks_per_child: int | None = None,
+        max_memory_per_worker: int | None = None,
         max_threads: int | None = None,
         thread_initializer: Callable[..., object] | None = None,
         thread_initargs: tuple[Any, ...] = (),
@@ -118,6 +121,7 @@ class LoopPoolExecutor(Executor):
             start_timeout=_FOR_EVER,
             kill_after=_KILL_AFTER,
             max_tasks_per_worker=None,
+            max_memory_per_worker=max_memory_per_worker,
             retries=0,
             per_key=None,
             contextvars=(),
@@ -127,6 +131,8 @@ class LoopPoolExecutor(Executor):
             blocked_after=None,
         )
         self._tracing = options.tracing
+        if max_memory_per_worker is not None:
+            _check_replaces("max_memory_per_worker", mp_context)
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
         self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
@@ -408,12 +414,16 @@ def _max_tasks(given: int | None, context: BaseContext | None) -> int:
         raise TypeError("max_tasks_per_child must be an integer")
     if given <= 0:
         raise ValueError("max_tasks_per_child must be >= 1")
+    _check_replaces("max_tasks_per_child", context)
+    return given
+
+
+def _check_replaces(name: str, context: BaseContext | None) -> None:
     if context is not None and context.get_start_method() == "fork":
         raise ValueError(
-            'max_tasks_per_child cannot be used with the "fork" start method, which would fork a process that runs threads; '
+            f'{name} cannot be used with the "fork" start method, which would fork a process that runs threads; '
             "use another mp_context"
         )
-    return given
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:

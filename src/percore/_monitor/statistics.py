@@ -33,6 +33,9 @@ class WorkerStatistics:
         bytes_in: bytes of the frames sent to the current worker.
         bytes_out: bytes of the frames received from the current worker.
         restarts: replacements started in this slot.
+        restarts_for_memory: those of them whose reason was `max_memory_per_worker`.
+        memory: bytes of memory that the current worker had at the last sample, about a second ago, shared memory left out. None
+            without `max_memory_per_worker`, and before the first sample.
     """
 
     index: int
@@ -50,6 +53,8 @@ class WorkerStatistics:
     bytes_in: int
     bytes_out: int
     restarts: int
+    restarts_for_memory: int
+    memory: int | None
 
 
 @dataclass(frozen=True, slots=True)

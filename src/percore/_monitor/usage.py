@@ -3,16 +3,15 @@
 The first reading imports psutil, in its thread. `import percore` and the workers do not import it.
 """
 
-import asyncio
 import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from percore._monitor.tables import Table
+from percore._monitor.threads import in_thread
 
 if TYPE_CHECKING:
     from psutil import Process
@@ -107,19 +106,8 @@ class UsageMeter:
         The result leaves out a process that has ended, ends meanwhile, or may not be inspected. If cancelled, this returns at once.
         The thread then finishes its reading within milliseconds, and the next reading is compared with it.
         """
-        reading: Future[Usage] = Future()
-        # Do not use the loop's executor: the user may have filled it with calls that never end.
-        threading.Thread(target=self._read_into, args=(reading, dict(roles)), name="percore-usage", daemon=True).start()
-        return await asyncio.wrap_future(reading)
-
-    def _read_into(self, reading: "Future[Usage]", roles: Mapping[int, str]) -> None:
-        if reading.set_running_or_notify_cancel():
-            try:
-                usage = self.measure(roles)
-            except BaseException as error:
-                reading.set_exception(error)
-            else:
-                reading.set_result(usage)
+        roles = dict(roles)
+        return await in_thread("percore-usage", lambda: self.measure(roles))
 
     def measure(self, roles: Mapping[int, str]) -> Usage:
         """Return the usage of these processes, as `read` does, in the calling thread."""
@@ -145,7 +133,7 @@ class UsageMeter:
                 pid=pid,
                 role=role,
                 rss=process.memory_info().rss,
-                uss=_uss(process),
+                uss=uss_of(process),
                 cpu=_percent(used - used_then, now - then),
                 threads=process.num_threads(),
             )
@@ -153,7 +141,8 @@ class UsageMeter:
             return None
 
 
-def _uss(process: "Process") -> int | None:
+def uss_of(process: "Process") -> int | None:
+    """Return the unique set size of a process in bytes; None if the system does not report it, or not to this user."""
     import psutil
 
     # psutil 8 renamed memory_full_info to memory_footprint, and warns about the old name.

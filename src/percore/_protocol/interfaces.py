@@ -449,5 +449,15 @@ class Engine(Protocol):
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         """Return what this process, the engine's own processes and these workers use. Each worker comes with its role."""
 
+    async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        """Return how many bytes of memory each of these workers has for itself: what becomes free when it ends.
+
+        A figure of at most `enough` may include memory that workers share. None: the worker has ended, or nobody can tell. Reading
+        must not take the loop's time.
+
+        Raises:
+            Exception: nothing can be read now.
+        """
+
     async def aclose(self) -> None:
         """Release the store and everything that the workers shared. All workers must have ended and been closed."""

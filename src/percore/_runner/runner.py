@@ -88,6 +88,9 @@ class Runner(Verbs):
             it. For a worker that drains, the time counts from the end of its last call.
         max_tasks_per_worker: how many calls a worker begins before percore replaces it. Broadcasts do not count. The replacement
             starts ahead of time; if it is not ready in time, calls wait. Default: no limit.
+        max_memory_per_worker: how many bytes of memory a worker may have before percore replaces it, counted without shared memory.
+            About every second percore reads what the workers have. The new worker takes over as soon as it is ready; the old one
+            finishes the calls that it has begun, however long they take. Default: no limit.
         retries: how many more times to attempt a call whose worker died. See `options` for retries of other errors.
         per_key: how many calls with the same key run at once, over all workers. Default: as many as one worker can run.
         contextvars: module-level ContextVars. A call sees in its worker the values that they had at `submit`; a call of a map
@@ -125,6 +128,7 @@ class Runner(Verbs):
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
         start_method: StartMethod | None = None,
         max_tasks_per_worker: int | None = None,
+        max_memory_per_worker: int | None = None,
         retries: int = 0,
         per_key: int | None = None,
         contextvars: Iterable[ContextVar[Any]] = (),
@@ -147,6 +151,7 @@ class Runner(Verbs):
             start_timeout=start_timeout,
             kill_after=kill_after,
             max_tasks_per_worker=max_tasks_per_worker,
+            max_memory_per_worker=max_memory_per_worker,
             retries=retries,
             per_key=per_key,
             contextvars=contextvars,

@@ -383,6 +383,11 @@ class Replacement(Generic[W]):
         return Decision(Act.START) if is_allowed else _NOTHING
 
     @property
+    def can_renew(self) -> bool:
+        """Whether the slot has a worker, and none that takes over as soon as it is ready is under way or has failed just now."""
+        return self.state is Occupancy.SERVED or (self.state is Occupancy.FOLLOWED and self.renewal is Renewal.NONE)
+
+    @property
     def lacks_place(self) -> bool:
         """Whether a start waits for a place."""
         return self.state in (Occupancy.WAITING, Occupancy.SERVED_WAITING)

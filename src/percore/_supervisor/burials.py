@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from percore._scheduler.replacement import Decision
     from percore._supervisor.blocked_loops import BlockedLoops
     from percore._supervisor.call_registry import CallRegistry, Progress
+    from percore._supervisor.memory_watch import MemoryWatch
     from percore._supervisor.nested import Nested
     from percore._supervisor.pool_changes import PoolChanges
     from percore._supervisor.worker_slot import WorkerSlot
@@ -43,6 +44,7 @@ class BereavedPool(Protocol):
     first_start: FirstStart
     changes: "PoolChanges"
     blocked_loops: "BlockedLoops"
+    memory_watch: "MemoryWatch"
 
     def level(self, member: PoolWorker | None = None) -> int:
         """Return the log level for a death."""
@@ -135,6 +137,7 @@ class Burials:
         if POINTS:
             point("supervisor.worker.buried")
         self._pool.blocked_loops.look_members()
+        self._pool.memory_watch.look_members()
         exitcode, why, _ = member.end
         if state in (State.STARTING, State.READY):
             # `kill_one` has reported it already if percore killed the worker.

@@ -26,6 +26,7 @@ from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.listening import Listening
+from percore._supervisor.memory_watch import MemoryWatch
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
@@ -80,6 +81,7 @@ class Pool:
         self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested)
         self._turn = Turn(calls.loop)
         self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
+        self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)
         self.last_report = ""
         """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
@@ -140,6 +142,7 @@ class Pool:
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
         slot.started(member)
+        self.memory_watch.arm()
         member.attach(member.worker, self._calls.shares)
         if self._calls.limits.is_in_use:
             member.limit()

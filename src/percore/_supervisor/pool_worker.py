@@ -127,6 +127,8 @@ class PoolWorker:
         self._turn = turn
         self.started_at = turn.loop.time()
         self.killed_why = ""
+        self.memory: int | None = None
+        """How many bytes of memory it had at the last sample; None: there was none."""
         self.end = Exit(None)
         """How the worker has ended, once it has."""
         self.was_ready = False

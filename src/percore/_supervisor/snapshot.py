@@ -61,4 +61,6 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
         bytes_in=0 if channel is None else channel.sent,
         bytes_out=0 if channel is None else channel.received,
         restarts=slot.restarts,
+        restarts_for_memory=slot.restarts_for_memory,
+        memory=None if member is None else member.memory,
     )

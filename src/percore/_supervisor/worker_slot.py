@@ -34,6 +34,8 @@ class WorkerSlot(Replacement[PoolWorker]):
         self.timer: asyncio.TimerHandle | None = None
         """The timer of a delayed start; None if no start is delayed."""
         self.past = Past()
+        self.restarts_for_memory = 0
+        """Of the workers replaced so far, those that had more than `max_memory_per_worker`."""
         self.end = Exit(None)
         """How the last dead worker has ended, or that the last start has failed."""
         self.failure: BaseException | None = None

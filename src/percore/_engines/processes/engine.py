@@ -15,6 +15,8 @@ from percore._common.options import RunnerOptions, usable_cpus
 from percore._engines.processes.examination import Examiner
 from percore._engines.processes.launch import Launcher, Process
 from percore._engines.processes.log_receiver import LogReceiver, levels
+from percore._monitor.memory import memory_of
+from percore._monitor.threads import in_thread
 from percore._monitor.usage import Usage, UsageMeter
 from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
@@ -160,6 +162,10 @@ class ProcessEngine:
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         roles = {worker.pid: role for role, worker in workers if worker.pid is not None}
         return await self._meter.read({os.getpid(): "supervisor"} | self._launcher.helpers() | roles)
+
+    async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        pids = [worker.pid for worker in workers]
+        return await in_thread("percore-memory", lambda: [None if pid is None else memory_of(pid, enough) for pid in pids])
 
     async def aclose(self) -> None:
         try:
