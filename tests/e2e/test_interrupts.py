@@ -103,10 +103,14 @@ def rest(program: Program) -> list[str]:
     return words
 
 
-def test_p6_at_idle(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
+def test_p6_p7_at_idle_also_after_a_stop(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int]) -> None:
     with start("idle") as program:
         program.expect("ready")
         with Watch(program.descendants()) as everybody:
+            count = len(everybody)
+            os.killpg(program.pid, signal.SIGSTOP)
+            os.killpg(program.pid, signal.SIGCONT)
+            assert len(everybody.wait_gone(0)) == count, "a program that is stopped and goes on has lost nobody"
             ctrl_c()
             judge(program, everybody, plain)
         assert rest(program) == ["left", "left"], "the lifespans are left in order"
@@ -215,6 +219,12 @@ class Counting:
         self._enough = folder / "enough"
         self.arguments = (str(self._ledger), str(self._enough))
 
+    def judge_so_far(self, program: Program) -> None:
+        """No call has run twice, and nothing was complained of."""
+        numbers = self._ledger.read_text().split("\n")[:-1]  # the last line may be on its way
+        assert len(set(numbers)) == len(numbers)
+        assert program.stderr == ""
+
     def judge(self, program: Program) -> None:
         """Every call has run once and has its result, in the same workers."""
         self._enough.touch()
@@ -227,15 +237,6 @@ class Counting:
 @pytest.fixture
 def counting(tmp_path: Path) -> Counting:
     return Counting(tmp_path)
-
-
-def test_peers_30_an_interrupt_drops_no_call(start: Start, ctrl_c: Callable[[], None], counting: Counting) -> None:
-    with start("counting", *counting.arguments, way="deaf") as program:
-        for _ in range(5):
-            program.expect("at")
-            ctrl_c()
-        counting.judge(program)
-        assert program.end() == 0
 
 
 def test_peers_30_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Callable[[], None]) -> None:
@@ -289,13 +290,43 @@ def test_p6_ctrl_z_under_load_and_going_on(start: Start, keyboard: tuple[int, in
         assert shell.end() == 0
 
 
-@pytest.mark.parametrize("who", ["supervisor", "tree"])
-def test_p7_stopped_for_a_while_under_load(start: Start, who: str, counting: Counting) -> None:
-    with start("counting", *counting.arguments) as program:
-        for _ in range(3):
-            program.expect("at")
-            with Watch([program.pid, *program.descendants()]) as everybody:
-                pause([program.pid] if who == "supervisor" else [program.pid, *program.descendants()], everybody, 0.2)
+def test_p7_stopped_starved_and_interrupted_under_load(
+    start: Start, ctrl_c: Callable[[], None], counting: Counting, subtests: pytest.Subtests
+) -> None:
+    """One program is disturbed in each way. After each it goes on, in the same processes, and no call has run twice."""
+    with start("counting", *counting.arguments, way="deaf") as program:
+        program.expect("at")
+        pids = [program.pid, *program.descendants()]
+        with Watch(pids) as everybody:
+
+            def stopped(whom: list[int]) -> None:
+                for _ in range(3):
+                    program.expect("at")
+                    pause(whom, everybody, 0.2)
+
+            def starved() -> None:
+                """A twentieth of the time, as a container's host gives it: a moment to run, and a stop that is much longer."""
+                for _ in range(20):
+                    pause(pids, everybody, 0.095)
+                    assert len(everybody.wait_gone(0.005)) == len(pids)
+
+            def interrupted() -> None:
+                for _ in range(5):
+                    program.expect("at")
+                    ctrl_c()
+
+            for way, disturb in [
+                ("the supervisor is stopped", lambda: stopped([program.pid])),
+                ("all are stopped", lambda: stopped(pids)),
+                ("hardly any time is no reason to kill", starved),
+                ("peers 30: an interrupt drops no call", interrupted),
+            ]:
+                with subtests.test(way):
+                    disturb()
+                    program.expect("at")
+                    program.expect("at")  # the first one may have been told before
+                    assert [program.pid, *program.descendants()] == pids
+                    counting.judge_so_far(program)
         counting.judge(program)
         assert program.end() == 0
 
@@ -312,19 +343,6 @@ def test_p7_stopped_for_longer_than_a_close_is_given(start: Start, tmp_path: Pat
         assert program.stderr == ""
 
 
-def test_hardly_any_time_is_no_reason_to_kill(start: Start, counting: Counting) -> None:
-    """A twentieth of the time, as a container's host gives it: everybody runs for a moment and is stopped for much longer."""
-    with start("counting", *counting.arguments) as program:
-        program.expect("at")
-        with Watch([program.pid, *program.descendants()]) as everybody:
-            pids = [program.pid, *program.descendants()]
-            for _ in range(20):
-                pause(pids, everybody, 0.095)
-                assert len(everybody.wait_gone(0.005)) == len(pids)
-        counting.judge(program)
-        assert program.end() == 0
-
-
 def pause(pids: list[int], everybody: Watch, seconds: float) -> None:
     """Stop these and let them go on, so much later. Nobody may die of it."""
     for pid in pids:
@@ -334,17 +352,3 @@ def pause(pids: list[int], everybody: Watch, seconds: float) -> None:
     assert len(everybody.wait_gone(seconds)) == len(everybody)
     for pid in pids:
         assert everybody.send(pid, signal.SIGCONT)
-
-
-def test_p7_a_program_that_is_stopped_and_goes_on_has_lost_nobody(
-    start: Start, keyboard: tuple[int, int], plain: tuple[int, int]
-) -> None:
-    with start("idle") as program:
-        program.expect("ready")
-        with Watch(program.descendants()) as everybody:
-            count = len(everybody)
-            os.killpg(program.pid, signal.SIGSTOP)
-            os.killpg(program.pid, signal.SIGCONT)
-            assert len(everybody.wait_gone(0)) == count
-            os.write(keyboard[0], CTRL_C)
-            judge(program, everybody, plain)
