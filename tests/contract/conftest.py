@@ -13,8 +13,10 @@ from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 from tests.internals import current_member
 from tests.relay.near import RelayRunner, RelayWorker
+from tests.rows import engine_of
 
 MakeRunner: TypeAlias = Callable[..., Runner]
+Starts: TypeAlias = Callable[[int], int]
 
 REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
 ENGINES = ["fake", *REAL, "relay"]
@@ -51,6 +53,13 @@ def make(engine: str) -> MakeRunner:
 def make_real(real_engine: str) -> MakeRunner:
     """Makes runners, not started, with processes."""
     return _maker(real_engine)
+
+
+@pytest.fixture
+def starts(request: pytest.FixtureRequest) -> Starts:
+    """How many starts of a worker stand for so many: an interpreter takes as long as ten forks, and tells no more each time."""
+    spawned = engine_of(request.node) == "spawn"
+    return lambda count: -(-count // 3) if spawned else count
 
 
 @pytest.fixture

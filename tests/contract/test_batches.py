@@ -19,11 +19,12 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used, supervisor_of
 
 pytestmark = [
-    pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's"),
+    pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's", on="fake"),
     pytest.mark.differs(
         "relay", because="how many items of a batch had begun arrives with an exit, and results one message at a time"
     ),
 ]
+in_processes = pytest.mark.differs("fallbacks", because="the other end of a bell is another process's, and so is an exit")
 
 BATCH = 16
 COUNT = 4 * BATCH  # as many as the first window holds
@@ -77,6 +78,7 @@ async def test_each_result_has_its_place(make: MakeRunner, sixteen: None, shape:
         assert runner.statistics().failed == 0
 
 
+@in_processes
 async def test_many_batches_of_measured_size(make: MakeRunner) -> None:
     async with make(2) as runner:
         assert await runner.map(jobs.echo, range(20_000)) == list(range(20_000))
@@ -152,6 +154,7 @@ async def test_s2_items_that_cannot_be_read_fail_alone(make: MakeRunner, sixteen
         assert results == [place for place in range(COUNT) if place != 20]
 
 
+@in_processes
 async def test_large_items_among_small_ones(make: MakeRunner, sixteen: None) -> None:
     items = [jobs.pattern({3: 30_000, 20: 300_000}.get(place % 32, place)) for place in range(COUNT)]
     async with make(2) as runner:
@@ -253,6 +256,7 @@ async def test_cancelling_a_map_takes_unbegun_items_of_a_batch_back(make: MakeRu
         assert (statistics.running, statistics.queued) == (0, 0)
 
 
+@in_processes
 async def test_closing_cuts_a_batch_off(make: MakeRunner, sixteen: None, log: Log, gate: Gate) -> None:
     runner = make(threads=1)
     await runner.start()
@@ -330,6 +334,7 @@ def _check_death(results: list[Any], runs: Counter[int], at: int) -> None:
 
 @SHAPES
 @pytest.mark.parametrize("at", [0, 20, 31, COUNT - 1])
+@in_processes
 async def test_a_death_in_a_batch_costs_what_had_begun(make_real: MakeRunner, sixteen: None, log: Log, shape: str, at: int) -> None:
     async with make_real(threads=1) as runner:
         task = await _started(runner, _map(runner, shape, jobs.die_at, (log.path, at), return_exceptions=True))
@@ -342,6 +347,7 @@ async def test_a_death_in_a_batch_costs_what_had_begun(make_real: MakeRunner, si
         assert runner.statistics().queued == 0
 
 
+@in_processes
 async def test_a_death_in_a_batch_of_two_workers(make_real: MakeRunner, sixteen: None, log: Log) -> None:
     async with make_real(2, threads=2) as runner:
         task = await _started(runner, _map(runner, "bare", jobs.die_at, (log.path, 20), return_exceptions=True))
@@ -354,6 +360,7 @@ async def test_a_death_in_a_batch_of_two_workers(make_real: MakeRunner, sixteen:
         assert all(runs[place] == 1 or (place in died and not runs[place]) for place in range(COUNT))
 
 
+@in_processes
 async def test_a_death_in_a_batch_raises(make_real: MakeRunner, sixteen: None, log: Log) -> None:
     async with make_real(threads=1) as runner:
         with pytest.raises(percore.WorkerDied, match="die_at"):
@@ -361,6 +368,7 @@ async def test_a_death_in_a_batch_raises(make_real: MakeRunner, sixteen: None, l
         assert await runner.map(jobs.echo, range(COUNT)) == list(range(COUNT))
 
 
+@in_processes
 async def test_a_death_cancels_what_is_behind_it(make_real: MakeRunner, sixteen: None, log: Log) -> None:
     async with make_real(threads=1) as runner:
         stream = aiter(runner.map(partial(jobs.die_at, log.path, 20), range(COUNT)))
@@ -376,6 +384,7 @@ async def test_a_death_cancels_what_is_behind_it(make_real: MakeRunner, sixteen:
                 pass
 
 
+@in_processes
 async def test_a_stream_over_a_death_in_a_batch(make_real: MakeRunner, sixteen: None, log: Log) -> None:
     async with make_real(threads=1) as runner:
         stream = runner.map_items(partial(jobs.die_at, log.path, 20), range(COUNT), return_exceptions=True)
@@ -411,6 +420,7 @@ async def test_a_killed_worker_with_a_batch_that_waits(make: MakeRunner, sixteen
 
 @pytest.mark.parametrize("workers", [1, 2])
 @SHAPES
+@in_processes
 async def test_sigterm_in_the_middle_of_a_batch_loses_nothing(
     make: MakeRunner, sixteen: None, log: Log, gate: Gate, workers: int, shape: str
 ) -> None:

@@ -15,9 +15,11 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
 
-pytestmark = pytest.mark.differs(
-    "spawn", "fallbacks", because="a fresh interpreter has imported nothing; without uvloop the worker's loop is asyncio's"
-)
+pytestmark = [
+    pytest.mark.differs("spawn", because="a fresh interpreter has imported nothing"),
+    pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake"),
+]
+in_processes = pytest.mark.differs("fallbacks", because="that loop is another process's, and so is the other end of a bell")
 
 
 @pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
@@ -48,6 +50,7 @@ async def test_arguments_are_those_of_the_moment_of_submit(make: MakeRunner, fn:
         assert (await first, await second, items) == ([1, 2], [1, 3], [1, 9])
 
 
+@in_processes
 async def test_each_future_gets_its_own_result(make: MakeRunner) -> None:
     async with make(2) as runner:
         futures = [runner.submit(jobs.aecho if i % 2 else jobs.echo, (i, str(i))) for i in range(300)]
@@ -151,6 +154,7 @@ CALLABLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 }
 
 
+@in_processes
 async def test_callables(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for name, (fn, args, expected) in CALLABLES.items():
@@ -180,6 +184,7 @@ async def test_concurrency_holds(make: MakeRunner, log: Log, gate: Gate) -> None
         assert max(await asyncio.gather(*futures)) == 3
 
 
+@in_processes
 async def test_threads_hold(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=3, lifespan=jobs.counter) as runner:
         futures = [runner.submit(jobs.count, log.path, gate.path) for _ in range(10)]

@@ -14,9 +14,11 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, WorkerLog
 from tests.contract.pipes import Gate, Log
 
-pytestmark = pytest.mark.differs(
-    "spawn", "fallbacks", because="a worker's surroundings are inherited in another way, and without uvloop its loop is asyncio's"
-)
+pytestmark = [
+    pytest.mark.differs("spawn", because="a worker's surroundings are inherited in another way"),
+    pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake"),
+]
+in_processes = pytest.mark.differs("fallbacks", because="a worker that starts or ends is seen in another way")
 
 
 async def test_current_worker(make: MakeRunner) -> None:
@@ -64,6 +66,7 @@ async def test_each_worker_has_a_lifespan_of_its_own(make: MakeRunner, log: Log)
     assert log.rest() == ["exit", "exit"]
 
 
+@in_processes
 async def test_the_lifespan_is_left_after_the_last_call(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         future = runner.submit(jobs.await_, log.path, gate.path, "call")
@@ -136,6 +139,7 @@ async def test_a_lifespan_that_cannot_travel_fails_the_start_and_leaves_nothing(
     await runner.aclose()
 
 
+@in_processes
 async def test_b1_a_worker_that_dies_at_its_start_fails_it(make_real: MakeRunner) -> None:
     with pytest.raises(percore.StartupFailed, match="worker 0 died with exit code 3 before it was ready"):
         await make_real(lifespan=jobs.deadly).start()
@@ -147,6 +151,7 @@ async def test_a_worker_that_is_late_fails_the_start(make: MakeRunner, log: Log,
         await runner.start()
 
 
+@in_processes
 async def test_a_cancelled_start_leaves_nothing(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
     task = asyncio.create_task(runner.start())
@@ -169,6 +174,7 @@ async def test_a_task_left_behind_runs_on_and_is_cancelled_before_the_lifespan_i
     assert log.rest() == ["cancelled left", "exit"]
 
 
+@in_processes
 async def test_the_error_of_a_task_left_behind_is_logged(make: MakeRunner, log: Log, gate: Gate, worker_log: WorkerLog) -> None:
     async with make() as runner:
         await runner.run(jobs.leave_failing_task, log.path, gate.path)
@@ -176,6 +182,7 @@ async def test_the_error_of_a_task_left_behind_is_logged(make: MakeRunner, log: 
     assert "ValueError: raised instead" in worker_log.text()
 
 
+@in_processes
 async def test_a_loop_factory_makes_the_worker_s_loop(make_real: MakeRunner) -> None:
     async with make_real(loop_factory=asyncio.SelectorEventLoop) as runner:
         assert await runner.run(_loop_name) == "_UnixSelectorEventLoop"

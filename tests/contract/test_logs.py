@@ -16,10 +16,10 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate
 from tests.counts import times
 
-pytestmark = pytest.mark.differs(
-    "spawn",
+pytestmark = pytest.mark.differs("spawn", because="a fresh interpreter has other streams and warning filters")
+without_calls = pytest.mark.differs(
     "fallbacks",
-    because="a fresh interpreter has other streams and warning filters; without uvloop the worker logs from asyncio's loop",
+    because="the records' ring is a file, its bell a pipe, the worker's loop asyncio's, and its exit seen in another way",
 )
 
 FLOOD = times(4_000, 100_000)
@@ -57,6 +57,7 @@ def levels() -> Iterator[Callable[..., None]]:
 # What a record says
 
 
+@without_calls
 async def test_a_record_tells_who_logged_it_and_where(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real() as runner:
         pid = await runner.run(log_jobs.fail_and_tell)
@@ -80,6 +81,7 @@ async def test_records_of_threads_are_there_before_the_outcome(make_real: MakeRu
     assert {(record.threadName or "")[:8] for record in of(caplog)} == {"percore-"}
 
 
+@without_calls
 async def test_every_worker_keeps_its_order(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     calls = [(log_jobs.count, "task"), (log_jobs.count_in_thread, "thread")]
     async with make_real(2) as runner, asyncio.TaskGroup() as group:
@@ -160,6 +162,7 @@ async def test_warnings_arrive(make_real: MakeRunner, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("job", [log_jobs.lose_task, log_jobs.lose_task_in_a_cycle])
+@without_calls
 async def test_errors_of_tasks_that_nobody_awaits_arrive(
     job: Callable[[], Any], make_real: MakeRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,6 +195,7 @@ async def test_what_a_lifespan_raises_when_it_is_left_arrives(make_real: MakeRun
 # Beginning and end
 
 
+@without_calls
 async def test_from_the_first_moment_to_the_last(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real(lifespan=log_jobs.talkative, loop_factory=log_jobs.talkative_loop) as runner:
         assert messages(caplog) == ["making a loop", "entering"]
@@ -199,6 +203,7 @@ async def test_from_the_first_moment_to_the_last(make_real: MakeRunner, caplog: 
     assert messages(caplog) == ["making a loop", "entering", "serving", "leaving", "atexit"]
 
 
+@without_calls
 async def test_a_worker_that_ends_in_order_loses_nothing(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     # More than its ring holds, twice: while it leaves its lifespan, and after its loop has ended.
     async with make_real(2, lifespan=log_jobs.very_talkative):
@@ -206,6 +211,7 @@ async def test_a_worker_that_ends_in_order_loses_nothing(make_real: MakeRunner, 
     assert Counter(messages(caplog)) == Counter({f"{when} {i}": 2 for when in ("leaving", "atexit") for i in range(3000)})
 
 
+@without_calls
 async def test_what_was_logged_before_a_death_arrives(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied):
@@ -255,6 +261,7 @@ def count() -> Iterator[Count]:
 @pytest.mark.timeout(180)
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("job", [log_jobs.count_until, log_jobs.count_in_thread_until])
+@without_calls
 async def test_a_worker_that_logs_without_end_slows_itself(
     job: Callable[..., Any], make_real: MakeRunner, count: Count, gate: Gate
 ) -> None:
@@ -271,6 +278,7 @@ async def test_a_worker_that_logs_without_end_slows_itself(
     assert max(count.by_turn) <= LOG_RING_SIZE // 100
 
 
+@without_calls
 async def test_a_loop_that_waits_for_a_thread_that_logs_goes_on(make_real: MakeRunner, count: Count) -> None:
     # 1. a thread holds a lock and waits for room in the ring; 2. the loop waits for the lock. The loop is not needed to go on.
     async with make_real() as runner:
@@ -354,6 +362,7 @@ async def test_basic_config_in_a_worker_does_not_double_records(
         assert (messages(caplog), capfd.readouterr().err) == (["once"], "the worker's own: here\n")
 
 
+@without_calls
 async def test_a_fork_of_a_worker_logs_for_itself(
     make_real: MakeRunner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,6 +378,7 @@ async def test_a_fork_of_a_worker_logs_for_itself(
 # Broken workers
 
 
+@without_calls
 async def test_a_worker_whose_records_are_broken_is_killed(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied):

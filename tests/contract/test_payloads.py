@@ -20,9 +20,10 @@ from tests.fakes import FakeRunner
 from tests.internals import slots_at_all
 
 pytestmark = [
-    pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and bells are pipes"),
+    pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and bells are pipes", on="fake"),
     pytest.mark.differs("relay", because="payloads pass the socket in parts, and wait for room in the far half's store"),
 ]
+in_processes = pytest.mark.differs("fallbacks", because="each process maps the files, and has its end of a bell, for itself")
 
 AROUND = [4096, INLINE_LIMIT, RING_SIZE // 2, RING_SIZE]
 SIZES = [0, 1, 100, *(edge + offset for edge in AROUND for offset in (-40, -1, 0, 1)), 1 << 20, 5_000_000]
@@ -32,6 +33,7 @@ FEW_SLOTS = {"max_message": 1 << 36}
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+@in_processes
 async def test_r1_every_size_there_and_back(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         for size in SIZES:
@@ -66,6 +68,7 @@ async def test_large_things_of_many_parts(make: MakeRunner) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+@in_processes
 async def test_r2_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[..., Any]) -> None:
     base = jobs.pattern(1 << 20)
     async with make(threads=2, **FEW_SLOTS) as runner:
@@ -74,6 +77,7 @@ async def test_r2_both_directions_full_of_megabytes(make: MakeRunner, fn: Callab
             assert await future == b"%04d" % i + base
 
 
+@in_processes
 async def test_r2_both_directions_full_of_frames(make: MakeRunner) -> None:
     base = jobs.pattern(50_000)
     async with make() as runner:
@@ -104,6 +108,7 @@ async def test_c1_cancelled_large_calls_give_their_slots_back(make: MakeRunner) 
 
 
 @pytest.mark.long
+@in_processes
 async def test_r1_frames_end_at_every_place_of_the_ring(make: MakeRunner) -> None:
     """In both directions: however a frame and its header are split where the ring begins anew, what arrives is what was sent."""
     step = RING_SIZE // 5
@@ -116,6 +121,7 @@ async def test_r1_frames_end_at_every_place_of_the_ring(make: MakeRunner) -> Non
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("slots", [1, 2])
+@in_processes
 async def test_r2_echoes_of_a_megabyte_through_hardly_any_slots(
     make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:

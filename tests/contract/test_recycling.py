@@ -18,12 +18,16 @@ from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.pool_worker import Turn
 from tests import jobs
 from tests.contract import life_jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
 from tests.rows import repeats
 
-pytestmark = pytest.mark.differs("spawn", "fallbacks", because="a successor is launched, and a worker's exit seen, in another way")
+pytestmark = [
+    pytest.mark.differs("spawn", because="a successor is launched, and a worker's exit seen, in another way"),
+    pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake"),
+]
+in_processes = pytest.mark.differs("fallbacks", because="a worker's exit is seen in another way")
 
 LIMITS = pytest.mark.parametrize("limit", [3, 1, *repeats(2, 7)])
 
@@ -39,12 +43,13 @@ async def _generation(runner: percore.Runner, generation: int, index: int = 0) -
 
 @LIMITS
 @pytest.mark.parametrize("workers", [*repeats(1), 2])
-async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int) -> None:
+async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int, starts: Starts) -> None:
+    few, many = starts(2) * limit, starts(4) * limit
     async with make(workers, max_tasks_per_worker=limit, concurrency=4, threads=2) as runner:
-        runs = [runner.run(fn, i) for i in range(2 * limit) for fn in (jobs.echo, jobs.aecho)]
-        maps = [runner.map(fn, range(4 * limit)).collect() for fn in (jobs.echo, jobs.aecho)]
+        runs = [runner.run(fn, i) for i in range(few) for fn in (jobs.echo, jobs.aecho)]
+        maps = [runner.map(fn, range(many)).collect() for fn in (jobs.echo, jobs.aecho)]
         results = await asyncio.gather(*runs, *maps)
-        assert results == [*(i for i in range(2 * limit) for _ in range(2)), [*range(4 * limit)], [*range(4 * limit)]]
+        assert results == [*(i for i in range(few) for _ in range(2)), [*range(many)], [*range(many)]]
         await _generation(runner, 3)
         statistics = runner.statistics()
         assert (statistics.failed, statistics.retried) == (0, 0)
@@ -52,21 +57,24 @@ async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int)
 
 
 @LIMITS
-async def test_t3_deaths_in_between(make: MakeRunner, limit: int) -> None:
+@in_processes
+async def test_t3_deaths_in_between(make: MakeRunner, limit: int, starts: Starts) -> None:
+    count = starts(10) * limit
     async with make(2, max_tasks_per_worker=limit, retries=1000, concurrency=4, threads=2) as runner:
-        task = asyncio.create_task(runner.map(jobs.aecho, range(10 * limit), window=8).collect())
-        threads = asyncio.create_task(runner.map(jobs.echo, range(10 * limit), window=8).collect())
-        for i in range(6):
+        task = asyncio.create_task(runner.map(jobs.aecho, range(count), window=8).collect())
+        threads = asyncio.create_task(runner.map(jobs.echo, range(count), window=8).collect())
+        for i in range(starts(6)):
             while runner.statistics().workers[i % 2].state != "ready":  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0)
             await runner.run(jobs.aecho)
             for member in members_of(runner)[: 1 + i % 2]:
                 member.worker.kill(signal.SIGKILL if i % 3 else signal.SIGTERM)
-        assert await task == list(range(10 * limit))
-        assert await threads == list(range(10 * limit))
+        assert await task == list(range(count))
+        assert await threads == list(range(count))
         assert runner.statistics().failed == 0
 
 
+@in_processes
 async def test_t3_its_replacement_starts_ahead_and_takes_over_when_its_last_call_is_sent(
     make: MakeRunner, log: Log, gate: Gate
 ) -> None:
@@ -108,15 +116,18 @@ async def test_t3_calls_wait_for_the_replacement_of_a_worker_that_may_begin_no_m
 
 @LIMITS
 @pytest.mark.parametrize("fn", [life_jobs.generation, life_jobs.ageneration])
-async def test_t3_no_worker_begins_more_calls_than_its_limit(make: MakeRunner, fn: Callable[..., Any], limit: int) -> None:
+async def test_t3_no_worker_begins_more_calls_than_its_limit(
+    make: MakeRunner, fn: Callable[..., Any], limit: int, starts: Starts
+) -> None:
+    count = starts(10) * limit
     async with make(max_tasks_per_worker=limit) as runner:
-        await runner.map(life_jobs.generation, range(4 * limit))  # from now on they travel in batches
+        await runner.map(life_jobs.generation, range(starts(4) * limit))  # from now on they travel in batches
         before = runner.statistics().workers[0].generation
-        begun = await asyncio.gather(*(runner.run(fn, number) for number in range(10)), runner.map(fn, range(10 * limit)).collect())
-        count = Counter([*begun[:-1], *begun[-1]])
-        del count[before]
-        assert max(count.values()) <= limit
-        assert sum(count.values()) >= 10 + 9 * limit
+        begun = await asyncio.gather(*(runner.run(fn, number) for number in range(10)), runner.map(fn, range(count)).collect())
+        calls = Counter([*begun[:-1], *begun[-1]])
+        del calls[before]
+        assert max(calls.values()) <= limit
+        assert sum(calls.values()) >= 10 + count - limit
 
 
 async def test_t3_a_close_runs_what_waits_within_the_limit(make: MakeRunner) -> None:
@@ -129,15 +140,18 @@ async def test_t3_a_close_runs_what_waits_within_the_limit(make: MakeRunner) -> 
 
 @LIMITS
 @pytest.mark.parametrize("workers", [*repeats(1), 3])
-async def test_t3_whenever_a_call_ends_every_slot_has_a_worker_that_is_ready(make: MakeRunner, limit: int, workers: int) -> None:
+@in_processes
+async def test_t3_whenever_a_call_ends_every_slot_has_a_worker_that_is_ready(
+    make: MakeRunner, limit: int, workers: int, starts: Starts
+) -> None:
     async with make(workers, max_tasks_per_worker=limit, concurrency=2, threads=2) as runner:
         states: set[str] = set()
 
         def look(_: object) -> None:
             states.update(worker.state for worker in runner.statistics().workers)
 
-        futures = [runner.submit(jobs.echo if i % 2 else jobs.aecho, i) for i in range(6 * limit)]
-        while min(worker.generation for worker in runner.statistics().workers) < 4:
+        futures = [runner.submit(jobs.echo if i % 2 else jobs.aecho, i) for i in range(starts(6) * limit)]
+        while min(worker.generation for worker in runner.statistics().workers) < 1 + starts(3):
             futures.append(runner.submit(jobs.aecho, len(futures)))
             futures[-1].add_done_callback(look)
             await futures[-1]
@@ -145,6 +159,7 @@ async def test_t3_whenever_a_call_ends_every_slot_has_a_worker_that_is_ready(mak
         assert states == {"ready"}
 
 
+@in_processes
 async def test_a_running_call_finishes_on_the_old_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
     lifespan = functools.partial(jobs.resource, log.path)
     async with make(max_tasks_per_worker=2, threads=1, lifespan=lifespan) as runner:
@@ -211,6 +226,7 @@ def test_a_call_for_which_no_place_is_left_is_taken_back() -> None:
     member._turn.loop.close()
 
 
+@in_processes
 async def test_t3_the_old_worker_dies_while_its_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
@@ -224,6 +240,7 @@ async def test_t3_the_old_worker_dies_while_its_replacement_starts(make: MakeRun
         assert runner.statistics().failed == 0
 
 
+@in_processes
 async def test_t3_the_replacement_dies_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
@@ -238,6 +255,7 @@ async def test_t3_the_replacement_dies_while_it_starts(make: MakeRunner, log: Lo
         assert (await waiting).generation == 3
 
 
+@in_processes
 async def test_t3_closing_while_the_replacement_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"

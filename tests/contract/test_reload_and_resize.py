@@ -16,7 +16,7 @@ from percore import Runner
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract import life_jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import seats_at_each_change, supervisor_of
 
@@ -234,10 +234,10 @@ async def test_a_replacement_that_waits_for_its_turn_takes_over_and_is_replaced(
         assert runner.statistics().failed == 0
 
 
-async def test_a_worker_asked_to_end_while_it_is_reloaded(make: MakeRunner) -> None:
+async def test_a_worker_asked_to_end_while_it_is_reloaded(make: MakeRunner, starts: Starts) -> None:
     async with make(2) as runner:
         async with steady_load(runner):
-            for _ in range(3):
+            for _ in range(starts(3)):
                 reload = asyncio.ensure_future(runner.reload())
                 await asyncio.sleep(0)
                 worker_of(runner).kill(signal.SIGTERM)
