@@ -18,10 +18,13 @@ from percore._common.options import StartMethod
 from percore._engines.processes.engine import ProcessEngine
 from percore._protocol.interfaces import Exit
 from tests.e2e import scripts
-from tests.e2e.scripts import TIMEOUT, output_of, python
+from tests.e2e.scripts import TIMEOUT, python
+from tests.e2e.stories import METHODS, Story, Told, tell
+
+pytestmark = pytest.mark.warm_fork_server
 
 PATIENCE = 15.0  # seconds until an event that should come at once is given up
-both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
+both_methods = pytest.mark.parametrize("method", METHODS)
 
 
 def program(body: str, definitions: str = "", options: str = "2") -> str:
@@ -43,11 +46,30 @@ if __name__ == "__main__":
 """
 
 
-# What calls leave behind
+PARENTS_HALF = (
+    "percore._calls",
+    "percore._common.options",
+    "percore._common.worker_errors",
+    "percore._engines",
+    "percore._executor",
+    "percore._map",
+    "percore._monitor",
+    "percore._runner",
+    "percore._scheduler",
+    "percore._supervisor",
+    "multiprocessing",
+    "psutil",
+    "concurrent.futures.process",
+)
 
 
-def test_tasks_left_behind_run_on_and_are_cancelled_before_the_lifespan_ends(tmp_path: Path) -> None:
-    definitions = """
+# Stories of one program
+
+
+STORIES = {
+    "tasks left behind": Story(
+        "await runner.run(start)\nprint(await runner.run(wake))",
+        """
 left = []
 
 @contextlib.asynccontextmanager
@@ -73,15 +95,12 @@ async def wake():
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return len(left)
-"""
-    text = program("await runner.run(start)\nprint(await runner.run(wake))", definitions, "1, lifespan=session")
-    told = output_of(text, tmp_path).splitlines()
-    told.remove("1")  # the supervisor's own, which keeps its own time
-    assert told == ["ran on", "cancelled with session", "lifespan left"]
-
-
-def test_errors_of_tasks_left_behind_are_logged(tmp_path: Path) -> None:
-    definitions = """
+""",
+        "1, lifespan=session",
+    ),
+    "errors of tasks": Story(
+        "await runner.run(start, fail_when_cancelled)\nawait runner.run(start, fail_at_once)\nprint(await runner.run(abs, -1))",
+        """
 tasks = []
 
 async def fail_when_cancelled():
@@ -98,29 +117,22 @@ async def start(fn):
     if fn is fail_when_cancelled:
         tasks.append(task)
     await asyncio.sleep(0)
-"""
-    body = "await runner.run(start, fail_when_cancelled)\nawait runner.run(start, fail_at_once)\nprint(await runner.run(abs, -1))"
-    (tmp_path / "program.py").write_text(program(body, definitions, "1"))
-    done = python("program.py", cwd=tmp_path)
-    assert (done.code, done.out) == (0, "1\n")
-    assert done.err.count("LookupError: lost on the way out") == 1
-    assert done.err.count("LookupError: lost at once") == 1
-
-
-def test_a_thread_left_behind_holds_nobody_up(tmp_path: Path) -> None:
-    definitions = """
+""",
+        "1",
+    ),
+    "a thread left behind": Story(
+        "print(await runner.run(start))",
+        """
 import threading
 
 def start():
     threading.Thread(target=threading.Event().wait).start()
     return threading.active_count() > 1
-"""
-    assert output_of(program("print(await runner.run(start))", definitions), tmp_path) == "True\n"
-
-
-@both_methods
-def test_atexit_handlers_of_workers_run(method: str, tmp_path: Path) -> None:
-    definitions = """
+""",
+    ),
+    "at exit": Story(
+        "await runner.run(register)",
+        """
 import atexit
 
 @contextlib.contextmanager
@@ -130,30 +142,188 @@ def session():
 
 def register():
     atexit.register(print, "at exit", flush=False)
-"""
-    text = program("await runner.run(register)", definitions, f"1, lifespan=session, start_method={method!r}")
-    assert output_of(text, tmp_path) == "lifespan left\nat exit\n"
-
-
-# Streams
-
-
-@both_methods
-def test_what_workers_print_is_flushed_whole(method: str, tmp_path: Path) -> None:
-    definitions = """
+""",
+        "1, lifespan=session",
+        METHODS,
+    ),
+    "printing": Story(
+        "await runner.map(say, range(200))\nawait runner.run(shout)",
+        """
 def say(n):
     print(f"line {n}")
     print("x" * 1023, file=sys.stderr)
 
 def shout():
     sys.stderr.write("y" * 1_000_000)
-"""
-    body = "await runner.map(say, range(200))\nawait runner.run(shout)"
-    (tmp_path / "program.py").write_text(program(body, definitions, f"2, start_method={method!r}"))
-    done = python("program.py", cwd=tmp_path)
-    assert done.code == 0
-    assert sorted(done.out.splitlines()) == sorted(f"line {n}" for n in range(200))
-    assert (done.err.count("x"), done.err.count("y"), done.err.count("\n")) == (200 * 1023, 1_000_000, 200)
+""",
+        methods=METHODS,
+    ),
+    "standard input": Story(
+        "print(await runner.run(look))\nprint(sys.stdin.read())",
+        """
+def look():
+    return sys.stdin.read(), os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+""",
+        methods=METHODS,
+    ),
+    "modules": Story(
+        "print(json.dumps([await runner.run(look), await runner.run(look_in_thread)]))",
+        """
+import json
+
+async def look():
+    percore.state, percore.current_worker
+    return sorted(sys.modules)
+
+def look_in_thread():
+    return sorted(sys.modules)
+""",
+        "1",
+        METHODS,
+    ),
+    "what a program inherits": Story(
+        # Two workers: each might have got what belongs to the other.
+        "for close_fds in (True, False):\n    print(await runner.run(look, close_fds), await runner.run(look, close_fds))",
+        """
+import subprocess
+
+# The folder's own descriptor is the last one and is gone when its name is looked up.
+LOOK = '''
+import os
+names = [name for name in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd")) if os.path.lexists(name)]
+print([os.readlink(name) for name in names if name > "/proc/self/fd/2"])
+'''
+
+def look(close_fds):
+    command = [sys.executable, "-I", "-S", "-c", LOOK]
+    return subprocess.run(command, close_fds=close_fds, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+""",
+        methods=METHODS,
+    ),
+    "signals to programs": Story(
+        """
+signals = [signal.SIGINT, signal.SIGTERM]
+print(await runner.map(start, signals), await runner.map(start_in_loop, signals))
+print(await runner.run(survive) == await runner.run(os.getpid))
+""",
+        """
+import signal
+import subprocess
+
+def start(signum):
+    command = ["sh", "-c", "echo up; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signum)
+        return process.wait()
+
+async def start_in_loop(signum):
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", "echo up; exec cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    await process.stdout.readline()
+    process.send_signal(signum)
+    return await process.wait()
+
+def survive():
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    return os.getpid()
+""",
+        "1",
+        METHODS,
+    ),
+    "a lifespan and a drain": Story(
+        """
+old = await runner.run(end)
+while await runner.run(os.getpid) == old:
+    pass
+print("replaced")
+""",
+        """
+import signal
+
+@contextlib.asynccontextmanager
+async def session():
+    yield
+    print("left", flush=True)
+
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return os.getpid()
+""",
+        "1, lifespan=session",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
+    return tell(STORIES, tmp_path_factory.mktemp("stories"), given="for the supervisor")
+
+
+def test_tasks_left_behind_run_on_and_are_cancelled_before_the_lifespan_ends(told: dict[str, Told]) -> None:
+    out, err = told["tasks left behind"]
+    lines = out.splitlines()
+    lines.remove("1")  # the supervisor's own, which keeps its own time
+    assert (lines, err) == (["ran on", "cancelled with session", "lifespan left"], "")
+
+
+def test_errors_of_tasks_left_behind_are_logged(told: dict[str, Told]) -> None:
+    out, err = told["errors of tasks"]
+    assert out == "1\n"
+    assert err.count("LookupError: lost on the way out") == 1
+    assert err.count("LookupError: lost at once") == 1
+
+
+def test_a_thread_left_behind_holds_nobody_up(told: dict[str, Told]) -> None:
+    assert told["a thread left behind"] == ("True\n", "")
+
+
+@both_methods
+def test_atexit_handlers_of_workers_run(method: str, told: dict[str, Told]) -> None:
+    assert told[f"at exit, {method}"] == ("lifespan left\nat exit\n", "")
+
+
+@both_methods
+def test_what_workers_print_is_flushed_whole(method: str, told: dict[str, Told]) -> None:
+    out, err = told[f"printing, {method}"]
+    assert sorted(out.splitlines()) == sorted(f"line {n}" for n in range(200))
+    assert (err.count("x"), err.count("y"), err.count("\n")) == (200 * 1023, 1_000_000, 200)
+
+
+@both_methods
+def test_x7_standard_input_of_a_worker_is_the_null_device(method: str, told: dict[str, Told]) -> None:
+    rest = "for the supervisor" if method == METHODS[0] else ""  # which it has read to its end by then
+    assert told[f"standard input, {method}"] == (f"('', True)\n{rest}\n", "")
+
+
+@both_methods
+def test_a_worker_never_loads_the_parents_half(method: str, told: dict[str, Told]) -> None:
+    out, err = told[f"modules, {method}"]
+    assert err == ""
+    for modules in json.loads(out):
+        assert "percore._worker_process.main" in modules
+        assert [name for name in modules if any(name == half or name.startswith(f"{half}.") for half in PARENTS_HALF)] == []
+
+
+@both_methods
+def test_a_program_started_in_a_worker_inherits_streams_only(method: str, told: dict[str, Told]) -> None:
+    assert told[f"what a program inherits, {method}"] == ("[] []\n[] []\n", "")
+
+
+@both_methods
+def test_a_program_started_in_a_worker_obeys_signals(method: str, told: dict[str, Told]) -> None:
+    assert told[f"signals to programs, {method}"] == ("[-2, -15] [-2, -15]\nTrue\n", "")
+
+
+def test_k9_the_lifespan_is_left_by_a_worker_that_drains(told: dict[str, Told]) -> None:
+    out, err = told["a lifespan and a drain"]
+    assert sorted(out.splitlines()) == ["left", "left", "replaced"]
+    assert err == ""
+
+
+# Streams
 
 
 @both_methods
@@ -191,18 +361,6 @@ if __name__ == "__main__":
     # os._exit flushes nothing: what that worker had printed into a pipe is lost as in any process that ends so.
     assert done.out in ("", "to the pipe\nto the pipe, too\n")
     assert (tmp_path / "redirected").read_text() == "to the file\nto the file by a replacement\n"
-
-
-@both_methods
-def test_x7_standard_input_of_a_worker_is_the_null_device(method: str, tmp_path: Path) -> None:
-    definitions = """
-def look():
-    return sys.stdin.read(), os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
-"""
-    body = "print(await runner.run(look))\nprint(sys.stdin.read())"
-    (tmp_path / "program.py").write_text(program(body, definitions, f"2, start_method={method!r}"))
-    done = python("program.py", cwd=tmp_path, given="for the supervisor")
-    assert (done.code, done.out, done.err) == (0, "('', True)\nfor the supervisor\n", "")
 
 
 # The world
@@ -267,105 +425,6 @@ async def test_the_debug_flag_of_the_loop_is_inherited(factory: Callable[[], asy
         loop.set_debug(False)
 
 
-PARENTS_HALF = (
-    "percore._calls",
-    "percore._common.options",
-    "percore._common.worker_errors",
-    "percore._engines",
-    "percore._executor",
-    "percore._map",
-    "percore._monitor",
-    "percore._runner",
-    "percore._scheduler",
-    "percore._supervisor",
-    "multiprocessing",
-    "psutil",
-    "concurrent.futures.process",
-)
-
-
-@both_methods
-def test_a_worker_never_loads_the_parents_half(method: str, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(
-        """\
-import sys
-import percore
-
-async def look():
-    percore.state, percore.current_worker
-    return sorted(sys.modules)
-
-def look_in_thread():
-    return sorted(sys.modules)
-"""
-    )
-    definitions = "import json\nimport work\n"
-    body = "print(json.dumps([await runner.run(work.look), await runner.run(work.look_in_thread)]))"
-    for modules in json.loads(output_of(program(body, definitions, f"1, start_method={method!r}"), tmp_path)):
-        assert "percore._worker_process.main" in modules
-        assert [name for name in modules if any(name == half or name.startswith(f"{half}.") for half in PARENTS_HALF)] == []
-
-
-# Programs that are started inside a worker
-
-
-@both_methods
-@pytest.mark.parametrize("close_fds", [True, False])
-def test_a_program_started_in_a_worker_inherits_streams_only(method: str, close_fds: bool, tmp_path: Path) -> None:
-    definitions = f"""
-import subprocess
-
-# The folder's own descriptor is the last one and is gone when its name is looked up.
-LOOK = '''
-import os
-names = [name for name in map("/proc/self/fd/{{}}".format, os.listdir("/proc/self/fd")) if os.path.lexists(name)]
-print([os.readlink(name) for name in names if name > "/proc/self/fd/2"])
-'''
-
-def look():
-    command = [sys.executable, "-c", LOOK]
-    return subprocess.run(command, close_fds={close_fds}, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
-"""
-    # Two workers: each might have got what belongs to the other.
-    body = "print(await runner.run(look), await runner.run(look))"
-    assert output_of(program(body, definitions, f"2, start_method={method!r}"), tmp_path) == "[] []\n"
-
-
-@both_methods
-def test_a_program_started_in_a_worker_obeys_signals(method: str, tmp_path: Path) -> None:
-    definitions = """
-import signal
-import subprocess
-
-def start(signum):
-    command = ["sh", "-c", "echo up; exec cat"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.send_signal(signum)
-        return process.wait()
-
-async def start_in_loop(signum):
-    process = await asyncio.create_subprocess_exec(
-        "sh", "-c", "echo up; exec cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    await process.stdout.readline()
-    process.send_signal(signum)
-    return await process.wait()
-
-def survive():
-    for _ in range(3):
-        os.kill(os.getpid(), signal.SIGINT)
-    return os.getpid()
-"""
-    body = """
-signals = [signal.SIGINT, signal.SIGTERM]
-print(await runner.map(start, signals), await runner.map(start_in_loop, signals))
-print(await runner.run(survive) == await runner.run(os.getpid))
-"""
-    text = program(body, definitions, f"1, start_method={method!r}")
-    assert output_of(text, tmp_path) == "[-2, -15] [-2, -15]\nTrue\n"
-
-
 # Draining
 
 
@@ -387,12 +446,12 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     exits = Exits()
     original = ProcessEngine.start
 
-    def start(self: ProcessEngine, index: int, generation: int, on_exit: Callable[[Exit], None]) -> Any:
+    def start(self: ProcessEngine, index: int, generation: int, on_exit: Callable[[Exit], None], *more: Any) -> Any:
         def told(end: Exit) -> None:
             exits.of(worker.pid or 0).set_result(end.code)
             on_exit(end)
 
-        worker = original(self, index, generation, told)
+        worker = original(self, index, generation, told, *more)
         return worker
 
     monkeypatch.setattr(ProcessEngine, "start", start)
@@ -524,29 +583,6 @@ async def test_k9_nothing_fails_while_workers_drain_under_load(exits: Exits) -> 
         assert runner.statistics().failed == 0
 
 
-def test_k9_the_lifespan_is_left_by_a_worker_that_drains(tmp_path: Path) -> None:
-    definitions = """
-import signal
-
-@contextlib.asynccontextmanager
-async def session():
-    yield
-    print("left", flush=True)
-
-def end():
-    os.kill(os.getpid(), signal.SIGTERM)
-    return os.getpid()
-"""
-    body = """
-old = await runner.run(end)
-while await runner.run(os.getpid) == old:
-    pass
-print("replaced")
-"""
-    told = output_of(program(body, definitions, "1, lifespan=session"), tmp_path)
-    assert sorted(told.splitlines()) == ["left", "left", "replaced"]
-
-
 @pytest.mark.skipif("pidfd" in os.environ.get("PERCORE_WITHOUT", ""), reason="no fork server")
 async def test_sigterm_to_the_fork_server_does_nothing(exits: Exits) -> None:
     async with percore.Runner(1, start_method="forkserver") as runner:
@@ -566,12 +602,10 @@ async def test_sigterm_to_the_fork_server_does_nothing(exits: Exits) -> None:
 # Coverage
 
 
-@both_methods
-def test_coverage_sees_what_runs_in_workers(method: str, tmp_path: Path) -> None:
+def test_coverage_sees_what_runs_in_workers(tmp_path: Path) -> None:
     pytest.importorskip("coverage")
     (tmp_path / ".coveragerc").write_text("[run]\nparallel = true\npatch = subprocess\nsource = .\n")
-    (tmp_path / "work.py").write_text(
-        """\
+    work = """\
 import asyncio
 
 def plain(n):
@@ -586,15 +620,37 @@ async def task(n):
 def never():
     return None
 """
+    (tmp_path / "program.py").write_text(
+        """\
+import asyncio
+import importlib
+import percore
+
+def mine():
+    one = 1
+    return one
+
+def mine_too():
+    two = 2
+    return two
+
+async def main():
+    for method, function in [("forkserver", mine), ("spawn", mine_too)]:
+        async with percore.Runner(2, start_method=method) as runner:
+            work = importlib.import_module(f"in_{method}")
+            await runner.map(work.plain, range(9))
+            await runner.map(work.task, range(9))
+            await runner.run(function)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
     )
-    text = program(
-        "await runner.map(work.plain, range(9))\nawait runner.map(work.task, range(9))\nawait runner.run(mine)",
-        "import work\ndef mine():\n    one = 1\n    return one\n",
-        f"2, start_method={method!r}",
-    )
-    (tmp_path / "program.py").write_text(text)
+    for method in METHODS:
+        (tmp_path / f"in_{method}.py").write_text(work)
     for arguments in (["run", "program.py"], ["combine", "-q"], ["json", "-q", "-o", "told.json"]):
         done = python("-m", "coverage", *arguments, cwd=tmp_path)
         assert (done.code, done.out, done.err) == (0, "", "")
     files = json.loads((tmp_path / "told.json").read_text())["files"]
-    assert {name: file["missing_lines"] for name, file in files.items()} == {"program.py": [], "work.py": [13]}
+    missing = {name: file["missing_lines"] for name, file in files.items()}
+    assert missing == {"program.py": [], "in_forkserver.py": [13], "in_spawn.py": [13]}
