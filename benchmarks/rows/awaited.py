@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import percore
 from benchmarks.bare import bare_ping_pong
 from benchmarks.calls import page_of, same, same_plainly, text_of
 from benchmarks.contestants import await_all, by_calls, check, percore_call, playing, runner, settings, task_call, timed
@@ -20,7 +21,6 @@ from benchmarks.plots import Plot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import percore
     from benchmarks.harness import Contestant, Settings
     from benchmarks.peers import Call, Function, OpenCall
     from benchmarks.results import Sample
@@ -50,6 +50,9 @@ MANY_AWAITERS = {"loky": 256, "mpire": 256, "wool": 64}
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)
 IN_QUICK = ("ProcessPoolExecutor", "distex")
 """The peers of a quick run: the row awaited_int starts all of them."""
+
+UNREACHED = percore.Rate(10**9, per=1, burst=10**9)
+"""A rate for which no call waits."""
 
 UNTIMED = 20
 """Trips before the timed ones of a round: the processes have just been moved to their CPUs."""
@@ -124,16 +127,17 @@ def _url(number: int) -> str:
 
 @row(rounds=15, seconds=25)
 def options(quick: bool) -> Row:
-    """The cost of `options(key=...)` and `options(retries=3)` for a no-op coroutine: 500 awaiters x 40 calls, 2 workers.
+    """The cost of options of a call, `key`, `rate` and `retries=3`, for a no-op coroutine: 500 awaiters x 40 calls, 2 workers.
 
-    The calls of awaited_int: without options, with a key for each awaiter (500 keys, spread over the workers by percore), and
-    with retries that never have to happen. A view is made once and then called; for comparison, a view is made for every call,
-    as in `runner.options(key=host).run(fetch, url)`.
+    The calls of awaited_int: without options, with a key for each awaiter (500 keys, spread over the workers by percore), with a
+    key and a rate for which no call waits, and with retries that never have to happen. A view is made once and then called; for
+    comparison, a view is made for every call, as in `runner.options(key=host).run(fetch, url)`.
     """
     variants: dict[str, Callable[[percore.Runner, int], Call]] = {
         "plain": lambda runner, _: partial(runner.run, same),
         "key": lambda runner, awaiter: partial(runner.options(key=awaiter).run, same),
         "key, a view for each call": lambda runner, awaiter: lambda number: runner.options(key=awaiter).run(same, number),
+        "key and rate": lambda runner, awaiter: partial(runner.options(key=awaiter, rate=UNREACHED).run, same),
         "retries=3": lambda runner, _: partial(runner.options(retries=3).run, same),
     }
 
@@ -143,7 +147,10 @@ def options(quick: bool) -> Row:
 
     return Row(
         {name: playing(runner(WORKERS), partial(once, variant)) for name, variant in variants.items()},
-        [Target(name, "a call", "plain", at_most=1.1) for name in ("key", "retries=3")],
+        [
+            *(Target(name, "a call", "plain", at_most=1.1) for name in ("key", "retries=3")),
+            Target("key and rate", "a call", "key", at_most=1.1),
+        ],
     )
 
 

@@ -22,6 +22,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
+    from percore._common.rates import Rate
     from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
@@ -45,6 +46,7 @@ __all__ = [
     "PayloadTooLarge",
     "PercoreError",
     "ProcessUsage",
+    "Rate",
     "RemoteError",
     "RemoteTraceback",
     "Runner",
@@ -76,6 +78,7 @@ _HOMES = {
     "PayloadTooLarge": "_common.errors",
     "PercoreError": "_common.errors",
     "ProcessUsage": "_monitor.usage",
+    "Rate": "_common.rates",
     "RemoteError": "_common.errors",
     "RemoteTraceback": "_common.errors",
     "Runner": "_runner.runner",

@@ -501,6 +501,20 @@ SENTENCES: Final[dict[str, Use]] = {
     ),
     "a key must be hashable, such as a string, not …": view(key=[]),
     "a key is a value, such as a string, not …: await it first": lambda runner: runner.options(key=runner.map(jobs.echo, [1])),
+    "a rate counts the calls of one key, and this call has none: give both, as in runner.options(key=host, "
+    "rate=percore.Rate(10, per=1)).run(fetch, url)": lambda runner: runner.options(rate=percore.Rate(1, per=1)).submit(jobs.echo),
+    "a rate counts the calls of one key: give the map a function that returns each call's key, as in "
+    "runner.options(rate=percore.Rate(10, per=1)).map(fetch, urls, key=host_of)": (
+        lambda runner: runner.options(rate=percore.Rate(1, per=1)).map(jobs.echo, [1])
+    ),
+    "a rate counts the calls of one key, and a broadcast goes to each worker once: call it without rate": (
+        lambda runner: runner.options(rate=percore.Rate(1, per=1)).broadcast(jobs.echo)
+    ),
+    "rate must be a percore.Rate, as in percore.Rate(10, per=1), not …": view(key=1, rate=10),
+    "n must be a whole number of calls, not …: for fractions choose another time, as in Rate(1, per=2)": (
+        lambda _: percore.Rate(0.5, per=1)  # type: ignore[arg-type]
+    ),
+    "set_rate is for one key, such as a host: key must not be None": (lambda runner: runner.set_rate(None, percore.Rate(1, per=1))),
     "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: call "
     "runner.broadcast(...), or runner.options(timeout=...).broadcast(...)": (
         lambda runner: runner.options(key=1).broadcast(jobs.echo)

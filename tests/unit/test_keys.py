@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from percore._scheduler import keys as module
-from percore._scheduler.keys import KEPT, PIECE, Keys, Lanes, weight
+from percore._scheduler.keys import KEPT, PIECE, Keys, weight
+from percore._scheduler.lanes import Lanes
 
 KEYS = 10_000
 
@@ -78,7 +79,7 @@ def would_go(keys: Keys[Call, Seat], name: Hashable, queue: Queue) -> Seat | Non
         call.is_done = True
         keys.cancelled(name, queue)
     else:
-        keys.ended(name)
+        keys.ended(Call(key=name))
     return seat
 
 
@@ -162,7 +163,7 @@ def test_idle_keys_are_dropped_and_busy_ones_kept() -> None:
         assert would_go(keys, name + 1, queue) is seat
     assert len(keys) == 5000
     for name in range(0, 10_000, 2):
-        keys.ended(name)
+        keys.ended(Call(key=name))
     for name in range(10_000, 30_000):
         would_go(keys, name, queue)
     assert len(keys._keys) <= 2000
@@ -175,7 +176,7 @@ def test_idle_keys_are_dropped_when_the_last_call_of_many_has_ended() -> None:
     for name in range(20_000):
         assert entered(keys, name, queue) is seat
     for name in range(20_000):
-        keys.ended(name)
+        keys.ended(Call(key=name))
     assert len(keys._keys) == len(queue.lanes) <= KEPT
     assert len(keys._noted) <= KEPT
 
@@ -205,7 +206,7 @@ def test_a_key_that_is_used_again_and_again_is_kept() -> None:
             assert entered(keys, "often", queue) is seat
         would_go(keys, name, queue)
         if name % (KEPT // 2) == KEPT // 4:
-            keys.ended("often")
+            keys.ended(Call(key="often"))
     assert len(keys._keys) <= KEPT + 1
     assert would_go(keys, "often", queue) is seat
 
@@ -256,7 +257,7 @@ def test_a_key_is_not_dropped_between_two_steps_by_what_its_hash_runs(which: int
         assert wait(keys, name, Call(), queue)
         assert keys.take(queue, seat) is not None
         for _ in range(2):
-            assert list(keys.ended(name)) == []
+            assert list(keys.ended(Call(key=name))) == []
     assert hashed > which
     assert len(keys) == 0
 
@@ -311,12 +312,12 @@ def test_an_end_lets_the_next_one_go(limit: int) -> None:
         taken.append(following)
     assert taken == calls[:limit]
     for expected in calls[limit:]:
-        assert list(keys.ended("key")) == [queue]
+        assert list(keys.ended(Call(key="key"))) == [queue]
         assert keys.take(queue, seat) is expected
         assert keys.take(queue, seat) is None
     for _ in range(limit):
         assert len(keys) == 1
-        keys.ended("key")
+        keys.ended(Call(key="key"))
     assert len(keys) == 0
 
 
@@ -340,7 +341,7 @@ def test_one_limit_holds_over_all_queues() -> None:
     assert wait(keys, "key", second, other)
     assert keys.take(one, seat) is first
     assert keys.take(other, seat) is None
-    assert list(keys.ended("key")) == [other]
+    assert list(keys.ended(Call(key="key"))) == [other]
     assert keys.take(other, seat) is second
     assert keys.take(one, seat) is None
 
@@ -366,7 +367,7 @@ def test_cancelled_calls_are_skipped_and_leave_nothing() -> None:
         keys.cancelled("key", queue)
     assert queue.count == 1
     assert keys.take(queue, seat) is calls[1]
-    keys.ended("key")
+    keys.ended(Call(key="key"))
     assert keys.take(queue, seat) is None
     assert len(keys) == 0
     assert queue.by_seat == {}
@@ -424,9 +425,9 @@ def test_a_key_stays_with_a_worker_that_leaves_until_it_has_ended_there() -> Non
     other = Queue()
     assert would_go(keys, "key", other) is None
     assert forgotten(keys, other) == []
-    assert list(keys.ended("key")) == []
+    assert list(keys.ended(Call(key="key"))) == []
     assert keys.take(queue, new) is None
-    assert list(keys.ended("key")) == [queue]
+    assert list(keys.ended(Call(key="key"))) == [queue]
     assert keys.take(queue, old) is None
     assert keys.take(queue, new) is waiting
 
@@ -438,7 +439,7 @@ def test_a_key_under_way_stays_when_a_worker_comes_that_it_would_rather_have() -
     assert entered(keys, name, queue) is seats[0]
     keys.seated(seats)
     assert would_go(keys, name, queue) is seats[0]
-    keys.ended(name)
+    keys.ended(Call(key=name))
     assert would_go(keys, name, queue) is seats[1]
 
 
@@ -453,10 +454,10 @@ def test_a_key_under_way_elsewhere_serves_what_waits_there(limit: int | None) ->
     for call in calls:
         wait(keys, name, call, queue)
     for call in calls:
-        keys.ended(name)
+        keys.ended(Call(key=name))
         assert keys.take(queue, seats[1]) is None
         assert keys.take(queue, seats[0]) is call
-    assert list(keys.ended(name)) == []
+    assert list(keys.ended(Call(key=name))) == []
     assert would_go(keys, name, queue) is seats[1]
 
 
@@ -507,7 +508,7 @@ def test_a_key_that_has_not_moved_yet_is_on_one_worker(monkeypatch: pytest.Monke
     assert entered(keys, name, other) is seats[1]  # another queue: calls there hold it up as little as ever
     assert keys.take(queue, seats[0]) is None
     assert not wait(keys, name, Call(2), queue)
-    assert list(keys.ended(name)) == []
+    assert list(keys.ended(Call(key=name))) == []
     monkeypatch.undo()
     assert list(keys.settle()) == [queue]
     assert [call.number for _ in range(2) if (call := keys.take(queue, seats[1])) is not None] == [1, 2]

@@ -97,8 +97,8 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
 }
 # Decisions touch neither the system nor a place where tests strike.
 DECIDES = {
-    "_scheduler": {"_common.errors", "_common.options", "_protocol.messages"},
-    "_calls.policy": {"_common.call_options", "_common.callables", "_common.options", "_common.worker_errors"},
+    "_scheduler": {"_common.errors", "_common.options", "_common.rates", "_protocol.messages"},
+    "_calls.policy": {"_common.call_options", "_common.callables", "_common.options", "_common.rates", "_common.worker_errors"},
     "_executor.life": {"_scheduler.lifecycle"},
     "_map.results": set(),
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._common.call_options import CallOptions, checked, delay_of
 from percore._common.callables import check_awaited
 from percore._common.options import PREFETCH, Backoff, RetryOn
+from percore._common.rates import Rate
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
@@ -32,11 +33,14 @@ class Policy:
         prefetch: how many items of a stream may be produced and not taken.
         queue_timeout: how many seconds the call may wait until it begins for the first time. None: no limit.
         queue_left: the part of `queue_timeout` that is left when the call is accepted.
+        rate: how many calls of the key begin in how much time. None: no limit.
         asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
             broadcast ignores those.
         hard_timeout: how many seconds one attempt may run, whatever it does. None: no limit.
         is_limited: whether the supervisor keeps a clock for the call.
-        needs_plan: whether the policy has retries or a time limit.
+        needs_plan: whether the policy has retries, a time limit or a rate.
+        has_limits: whether it has a time limit for which the supervisor keeps a clock, or a rate.
+        lacks_key: whether it has a rate and no key.
     """
 
     key: Hashable | None = None
@@ -48,13 +52,18 @@ class Policy:
     queue_timeout: float | None = None
     queue_left: float | None = field(default=None, repr=False, compare=False)
     hard_timeout: float | None = None
+    rate: Rate | None = None
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
     is_limited: bool = field(init=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
+    has_limits: bool = field(init=False, repr=False, compare=False)
+    lacks_key: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.is_limited = self.queue_timeout is not None or self.hard_timeout is not None
-        self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited
+        self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited or self.rate is not None
+        self.has_limits = self.is_limited or self.rate is not None
+        self.lacks_key = self.rate is not None and self.key is None
         if self.queue_left is None:
             self.queue_left = self.queue_timeout
 
@@ -70,6 +79,7 @@ class Policy:
         prefetch: int = PREFETCH,
         queue_timeout: float | None = None,
         hard_timeout: float | None = None,
+        rate: Rate | None = None,
         inherited: int = 0,
     ) -> "Policy":
         """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
@@ -84,10 +94,12 @@ class Policy:
         if key is not None and hasattr(type(key), "__await__"):
             raise TypeError(f"a key is a value, such as a string, not {key!r}: await it first")
         given = CallOptions(retries, retry_on, backoff, timeout, prefetch, queue_timeout, hard_timeout)
-        return cls.of(checked(given, inherited), inherited, key)
+        if rate is not None and not isinstance(rate, Rate):
+            raise TypeError(f"rate must be a percore.Rate, as in percore.Rate(10, per=1), not {rate!r}")
+        return cls.of(checked(given, inherited), inherited, key, rate)
 
     @classmethod
-    def of(cls, options: CallOptions, inherited: int = 0, key: Hashable | None = None) -> "Policy":
+    def of(cls, options: CallOptions, inherited: int = 0, key: Hashable | None = None, rate: Rate | None = None) -> "Policy":
         """Return the policy of checked options. `inherited`: the runner's retries, which apply if the options have none."""
         return cls(
             key=key,
@@ -98,6 +110,7 @@ class Policy:
             prefetch=options.prefetch,
             queue_timeout=options.queue_timeout,
             hard_timeout=options.hard_timeout,
+            rate=rate,
             asks_for_retries=options.asks_for_retries,
         )
 
@@ -105,8 +118,10 @@ class Policy:
         """Return the policy of a broadcast with these options: only its time limits apply. None: it has none.
 
         Raises:
-            TypeError: the options set a key, retries, retry_on or backoff.
+            TypeError: the options set a key, a rate, retries, retry_on or backoff.
         """
+        if self.rate is not None:
+            raise TypeError("a rate counts the calls of one key, and a broadcast goes to each worker once: call it without rate")
         if self.key is not None or self.asks_for_retries:
             raise TypeError(
                 "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
@@ -117,10 +132,10 @@ class Policy:
         return Policy(timeout=self.timeout, queue_timeout=self.queue_timeout, hard_timeout=self.hard_timeout)
 
     def for_stream(self) -> "Policy":
-        """Return the policy of a stream with these options: its key and `prefetch`.
+        """Return the policy of a stream with these options: its key, its rate and `prefetch`.
 
         Raises:
-            TypeError: the options set retries, retry_on, backoff or a time limit.
+            TypeError: the options set retries, retry_on, backoff or a time limit, or a rate without a key.
         """
         given = CallOptions(
             int(self.asks_for_retries),
@@ -129,7 +144,17 @@ class Policy:
             hard_timeout=self.hard_timeout,
         )
         given.check_stream()
-        return Policy(key=self.key, prefetch=self.prefetch)
+        if self.lacks_key:
+            raise self.no_key()
+        return Policy(key=self.key, rate=self.rate, prefetch=self.prefetch)
+
+    @staticmethod
+    def no_key() -> TypeError:
+        """Return the error of a call with a rate and without a key."""
+        return TypeError(
+            "a rate counts the calls of one key, and this call has none: give both, as in "
+            "runner.options(key=host, rate=percore.Rate(10, per=1)).run(fetch, url)"
+        )
 
     def is_worth_it(self, error: BaseException) -> bool:
         """Return whether `retry_on` selects this error. Runs user code, which may raise.
@@ -214,6 +239,11 @@ class CallPlan:
         """Set `begin_by` in the terms."""
         timeout, context, is_broadcast, prefetch, _, announces = self.terms or _NO_TERMS
         self.terms = timeout, context, is_broadcast, prefetch, when, announces
+
+    @property
+    def announces(self) -> bool:
+        """Whether the worker announces the start."""
+        return self.terms is not None and self.terms[5]
 
     def announce(self) -> None:
         """Let the worker announce the start."""

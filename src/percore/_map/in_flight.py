@@ -151,6 +151,8 @@ class InFlight:
             self.owner.shares.hold(item, shares)
         if self._policy is not None and self._policy.is_limited:
             self.owner.limits.limit(item, self._policy)
+        if self._policy is not None and self._policy.rate is not None:
+            self.owner.rates.limit(item, self._policy)
         self.owner.accept(item)
 
     def take_failure(self, error: BaseException) -> None:

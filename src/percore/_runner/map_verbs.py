@@ -322,6 +322,11 @@ class MapVerbs:
             raise TypeError(
                 "options(key=...) is for one call; a map takes a function that gives each call's key: map(..., key=host_of)"
             )
+        if key is None and self._policy is not None and self._policy.rate is not None:
+            raise TypeError(
+                "a rate counts the calls of one key: give the map a function that returns each call's key, as in "
+                "runner.options(rate=percore.Rate(10, per=1)).map(fetch, urls, key=host_of)"
+            )
         self._check_open()
         from percore._map.map import Map
         from percore._map.rows import Spec

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import percore
 from percore._common.addresses import Listen
+from percore._common.call_options import delay_of
 from percore._common.errors import RunnerClosed
 from percore._common.options import (
     MOST_WORKERS,
@@ -341,6 +342,7 @@ class Runner(Verbs):
         prefetch: int = PREFETCH,
         queue_timeout: float | None = None,
         hard_timeout: float | None = None,
+        rate: percore.Rate | None = None,
     ) -> Options:
         """Return a view of this runner with these call options: `runner.options(key=host).run(fetch, url)`.
 
@@ -366,6 +368,9 @@ class Runner(Verbs):
                 it ends with TimeoutError as soon as it has ended in its worker. Its worker gets no more calls meanwhile. If the
                 attempt goes on for another second, or for half of `kill_after`, the worker is replaced. `kill_after` seconds after
                 the cancellation the worker is killed; its other calls have had that long to end.
+            rate: how many calls of the key begin in how much time, such as `percore.Rate(10, per=1)`. A call that has to wait
+                for that holds no place, and `queue_timeout` limits its wait. Each attempt counts. The rate is the key's: all its
+                calls wait for it and count, and the options of a later call may change it. See also `set_rate`.
 
         Raises:
             TypeError, ValueError: an option is invalid.
@@ -383,6 +388,7 @@ class Runner(Verbs):
             prefetch=prefetch,
             queue_timeout=queue_timeout,
             hard_timeout=hard_timeout,
+            rate=rate,
             inherited=supervisor.options.retries,
         )
         if key is not None:
@@ -390,6 +396,33 @@ class Runner(Verbs):
         view = Options(self)
         view._policy = policy
         return view
+
+    def set_rate(self, key: Hashable, rate: percore.Rate | None, *, after: float = 0.0) -> None:
+        """Give a key another rate, from now on, whether it has calls or not.
+
+        This rate goes before those in the `options` of calls, until `set_rate` is called for the key again or the runner closes.
+        The starts that percore still remembers count under the new rate, too. Calls that were sent to a worker are not affected.
+
+            runner.set_rate(host, percore.Rate(1, per=10))                # slower
+            runner.set_rate(host, None, after=float(retry_after))         # a pause, and then as before
+
+        Args:
+            key: a key, as in `options`.
+            rate: the new rate. None: the rate in the options of the key's calls; without one, its calls have no limit.
+            after: seconds, from now, in which no call of the key begins. 0 ends a pause that was set before.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+            Exception: any error from the key's `__hash__` or `__eq__`.
+            RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
+        """
+        self._check_open()
+        supervisor = self._supervisor
+        policy = supervisor.policy_of(key=key, retries=0, retry_on=None, backoff=0.0, timeout=None, rate=rate)
+        if key is None:
+            raise TypeError("set_rate is for one key, such as a host: key must not be None")
+        seconds = delay_of(after, "after")
+        supervisor.rates.set(supervisor.dispatch.names.of(key), policy.rate, seconds)
 
     # Shared objects
 

@@ -16,13 +16,14 @@ were queued ahead.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic
 
 from percore._protocol.messages import Kind
 from percore._scheduler.choice import Choice
 from percore._scheduler.key_names import Names
-from percore._scheduler.keys import Keys, Lanes, purge
+from percore._scheduler.keys import Keys
+from percore._scheduler.lanes import Gate, Lanes, purge
 from percore._scheduler.levels import DEEPEST, Levels
 from percore._scheduler.places import AHEAD, room_of
 from percore._scheduler.queues import C, Queue, S
@@ -216,7 +217,7 @@ class Dispatch(Generic[C, S]):
         """Put back a call that was taken and not sent, because its worker refused it or an error followed."""
         self.returned([(call, queue)])
         if call.key is not None:
-            self.left(call)
+            self.unsent(call)
 
     def ended(self, call: C, queue: Queue[C, S] | None = None) -> None:
         """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
@@ -237,7 +238,21 @@ class Dispatch(Generic[C, S]):
 
     def left(self, call: C) -> None:
         """Note that a call with a key has ended, or left its worker, after it was sent."""
-        for queue in self.keys.ended(call.key):
+        for queue in self.keys.ended(call):
+            self._list(queue)
+
+    def unsent(self, call: C) -> None:
+        """Note that a call with a key was not sent to the worker that it was given."""
+        for queue in self.keys.ended(call, was_sent=False):
+            self._list(queue)
+
+    def guard(self, name: Hashable, gate: Gate[C, S] | None) -> None:
+        """Let the calls of a key pass this gate from now on; None: they have no rate."""
+        self.keys.guard(name, gate)
+
+    def opened(self, name: Hashable) -> None:
+        """Note that the gate of a key is not shut any more."""
+        for queue in self.keys.opened(name):
             self._list(queue)
 
     def gave_nothing(self, seat: S, asked_at: int) -> None:

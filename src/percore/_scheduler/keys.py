@@ -15,43 +15,19 @@ An idle key has no running and no waiting calls. It is kept for its next call, w
 more than a call. At most `KEPT` idle keys are kept, or as many as there are other keys, whichever is more.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic
 
 from percore._scheduler.key_names import Name
+from percore._scheduler.lanes import C, Gate, Key, Lane, Lanes, S, purge
 
 _WORD: Final = (1 << 64) - 1
-_FEW: Final = 64
 KEPT: Final = 1024
 """Number of idle keys that are always kept."""
 
 PIECE: Final = 256
 """Lanes that one call of `settle` lists again: less than a millisecond of work."""
-
-
-class Keyed(Protocol):
-    """A call with a key, as `Keys` sees it."""
-
-    kind: int
-
-    @property
-    def key(self) -> Any: ...
-
-    def done(self) -> bool: ...
-
-
-class Place(Protocol):
-    """A worker, as `Keys` sees it."""
-
-    index: int
-
-    load: list[int]
-    """Places taken, by kind."""
-
-
-C = TypeVar("C", bound=Keyed)
-S = TypeVar("S", bound=Place)
 
 
 def weight(key_hash: int, index: int) -> int:
@@ -63,78 +39,6 @@ def weight(key_hash: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
     return z ^ (z >> 31)
-
-
-class Key(Generic[C, S]):
-    """A key that has, or had, calls waiting or under way."""
-
-    __slots__ = ("is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
-
-    def __init__(self, name: Hashable, seat: S | None, at: int) -> None:
-        self.name = name
-        self.seat = seat
-        self.is_seated = self.is_home = seat is not None
-        """`is_seated`: the key's worker takes calls. `is_home`: that worker is the one the hash assigns. If the key is not at
-        home, its calls under way had begun before the workers changed."""
-        self.round = at
-        """The number of changes of the workers at the time `is_seated` and `is_home` were set."""
-        self.running = 0
-        self.is_noted = False
-        """Whether the key is in the list from which idle keys are dropped."""
-        self.lanes: dict[Any, Lane[C, S]] = {}
-
-    def is_idle(self) -> bool:
-        """Whether no call of this key is under way and none waits."""
-        return not self.running and not any(lane.calls for lane in self.lanes.values())
-
-
-class Waiting(Protocol[C]):
-    """A queue or a lane: its waiting calls, and how many of them are cancelled (`ended`)."""
-
-    calls: deque[C]
-    ended: int
-
-
-def purge(waiting: Waiting[C]) -> None:
-    """Drop the cancelled calls once they are more than half of all waiting calls, and more than 64.
-
-    The deque is changed in place: dropping a call may start a garbage collection, and a `__del__` may submit or cancel calls.
-    """
-    if waiting.ended <= _FEW or waiting.ended * 2 <= len(waiting.calls):
-        return
-    for _ in range(len(waiting.calls)):
-        if not waiting.calls:
-            break
-        call = waiting.calls.popleft()
-        if call.done():
-            waiting.ended -= 1
-        else:
-            waiting.calls.append(call)
-
-
-class Lane(Generic[C, S]):
-    """The waiting calls of one key in one queue."""
-
-    __slots__ = ("calls", "ended", "is_listed", "key", "queue")
-
-    def __init__(self, key: Key[C, S], queue: "Lanes[C, S]") -> None:
-        self.key = key
-        self.queue = queue
-        self.calls: deque[C] = deque()
-        self.ended = 0
-        self.is_listed = False
-
-
-class Lanes(Generic[C, S]):
-    """The lanes of one queue. `by_seat` lists, for each worker, the lanes from which a call may be sent."""
-
-    __slots__ = ("by_seat", "count", "lanes")
-
-    def __init__(self) -> None:
-        self.by_seat: defaultdict[S, deque[Lane[C, S]]] = defaultdict(deque)
-        self.count = 0
-        """Calls in all lanes, listed or not, without cancelled calls."""
-        self.lanes: dict[Hashable, Lane[C, S]] = {}
 
 
 class Keys(Generic[C, S]):
@@ -150,6 +54,8 @@ class Keys(Generic[C, S]):
         self._round = 0
         self._queues: dict[Lanes[C, S], None] = {}
         """The queues that have lanes."""
+        self._gates: dict[Hashable, Gate[C, S]] = {}
+        """The gates of the keys that have a rate, idle or not."""
         self.strays: deque[Lane[C, S]] = deque()
         """Lanes that `settle` has to list again. They count as listed."""
 
@@ -185,6 +91,7 @@ class Keys(Generic[C, S]):
         key = self._keys.get(name)
         if key is None:
             key = self._keys.setdefault(name, Key(name, self._home(name), self._round))
+            key.gate = self._gates.get(name)
         queue.lanes[name] = key.lanes.setdefault(queue, Lane(key, queue))
         self._queues[queue] = None
 
@@ -214,6 +121,29 @@ class Keys(Generic[C, S]):
             key.is_home = self._home(name) is seat
             self._note(key)
 
+    def guard(self, name: Hashable, gate: Gate[C, S] | None) -> None:
+        """Let the calls of a key pass this gate from now on; None: they have no rate."""
+        if gate is None:
+            self._gates.pop(name, None)
+        else:
+            self._gates[name] = gate
+        if (key := self._keys.get(name)) is not None:
+            key.gate = gate
+
+    def opened(self, name: Hashable) -> Iterable[Lanes[C, S]]:
+        """Note that the gate of a key is not shut any more. Return the queues from which a call may be sent now."""
+        key = self._keys.get(name)
+        if key is None:
+            return ()
+        if key.round != self._round:
+            self._place(key)
+        return [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
+
+    def is_idle(self, name: Hashable) -> bool:
+        """Whether no call of this key is under way and none waits."""
+        key = self._keys.get(name)
+        return key is None or key.is_idle()
+
     def submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
         """Take a new call. Return the worker to send it to now, and count the call as under way; None if the call waits.
 
@@ -233,8 +163,11 @@ class Keys(Generic[C, S]):
         calls = lane.calls
         may_go = key.is_seated and key.running < self._limit
         if may_go and (not calls or len(calls) == lane.ended) and key.seat.load[call.kind] < places:  # type: ignore[union-attr]
-            key.running += 1
-            return key.seat
+            if key.gate is None:
+                key.running += 1
+                return key.seat
+            if self._passes(key, call):
+                return key.seat
         calls.append(call)
         queue.count += 1
         if not lane.is_listed:
@@ -255,6 +188,8 @@ class Keys(Generic[C, S]):
         key = lane.key
         if lane.is_listed or key.running >= self._limit:
             return lane.is_listed
+        if key.gate is not None and key.gate.is_shut:
+            return False
         if key.is_seated:
             lane.is_listed = True
             lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # a seated key has a worker
@@ -271,7 +206,8 @@ class Keys(Generic[C, S]):
             lane = lanes.popleft()
             lane.is_listed = False
             key = lane.key
-            if key.running >= self._limit:
+            gate = key.gate
+            if key.running >= self._limit or (gate is not None and gate.is_shut):
                 continue
             calls = lane.calls
             while calls:
@@ -279,8 +215,11 @@ class Keys(Generic[C, S]):
                 if call.done():
                     lane.ended -= 1
                     continue
+                if gate is None:
+                    key.running += 1
+                elif not self._taken(lane, call):
+                    break
                 queue.count -= 1
-                key.running += 1
                 if calls and key.running < self._limit:
                     lane.is_listed = True
                     lanes.append(lane)
@@ -288,6 +227,30 @@ class Keys(Generic[C, S]):
             self._note(key)
         queue.by_seat.pop(seat, None)
         return None
+
+    @staticmethod
+    def _passes(key: Key[C, S], call: C) -> bool:
+        """Count a call as under way, if the gate of its key lets it begin now."""
+        assert key.gate is not None
+        assert key.seat is not None
+        key.running += 1  # first: `take` may run a garbage collection, and user code could drop an idle key
+        may_begin = False
+        try:
+            may_begin = key.gate.take(call, key.seat)
+        finally:
+            if not may_begin:
+                key.running -= 1
+        return may_begin
+
+    def _taken(self, lane: Lane[C, S], call: C) -> bool:
+        """As `_passes`, for a call that was taken from its lane. It is put back unless it may begin."""
+        may_begin = False
+        try:
+            may_begin = self._passes(lane.key, call)
+        finally:
+            if not may_begin:
+                lane.calls.appendleft(call)
+        return may_begin
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
         """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
@@ -306,15 +269,19 @@ class Keys(Generic[C, S]):
             lane.calls.remove(call)
             queue.count -= 1
 
-    def ended(self, name: Hashable) -> Iterable[Lanes[C, S]]:
-        """Note that a call of this key is no longer under way. Return the queues from which a call may be sent now."""
-        key = self._keys[name]
+    def ended(self, call: C, *, was_sent: bool = True) -> Iterable[Lanes[C, S]]:
+        """Note that a call is no longer under way. Return the queues from which a call may be sent now.
+
+        `was_sent`: whether its worker was sent the call.
+        """
+        key = self._keys[call.key]
+        was_shut = key.gate is not None and _came_through(key.gate, call, was_sent=was_sent)
         if key.round != self._round:
             self._place(key)
         running = key.running
         key.running = running - 1
         if key.is_home or (key.is_seated and (running > 1 or not key.is_idle())):
-            if running < self._limit:  # its lanes are listed already
+            if running < self._limit and not was_shut:  # its lanes are listed already
                 if running == 1 and not key.is_noted:
                     self._note(key)
                 return ()
@@ -324,7 +291,7 @@ class Keys(Generic[C, S]):
         elif running > 1:
             return ()
         else:
-            key.seat = self._home(name)
+            key.seat = self._home(key.name)
             key.is_seated = key.is_home = key.seat is not None
         listed = [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
         if running == 1:
@@ -381,3 +348,13 @@ class Keys(Generic[C, S]):
             elif self._list(lane):
                 listed[lane.queue] = None
         return listed
+
+
+def _came_through(gate: Gate[C, S], call: C, *, was_sent: bool) -> bool:
+    """Tell a gate of a call that is no longer under way. Return whether it was shut before."""
+    was_shut = gate.is_shut
+    if was_sent:
+        gate.left(call)
+    else:
+        gate.unsent(call)
+    return was_shut

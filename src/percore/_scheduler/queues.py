@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from typing import Protocol, TypeVar
 
 from percore._scheduler.batching import Batches
-from percore._scheduler.keys import Lanes
+from percore._scheduler.lanes import Lanes
 
 
 class Queued(Protocol):

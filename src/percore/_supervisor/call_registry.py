@@ -7,7 +7,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 
 import asyncio
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
 from percore._calls.items import Batch, RunningMap
@@ -24,6 +24,9 @@ from percore._supervisor.broadcasts import Broadcasts
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.retries import Retries
 from percore._supervisor.time_limits import TimeLimits, is_late, late
+
+if TYPE_CHECKING:
+    from percore._supervisor.rates import Rates
 
 
 class Progress(Protocol):
@@ -66,6 +69,8 @@ class CallRegistry:
         self.retries = Retries(phase)
         self.broadcasts = Broadcasts()
         self.limits = TimeLimits(self, members)
+        self.rates: Rates
+        """The supervisor sets it."""
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self.watch: Watch
@@ -150,6 +155,8 @@ class CallRegistry:
         member, delayed = None, self.retries.delayed
         try:
             delayed.add(call)
+            if call.plan is not None and call.plan.policy.rate is not None:
+                self.rates.limit(call, call.plan.policy)
             member = self.dispatch.submitted(call, call.queue)
             is_wanted = call in delayed
             delayed.discard(call)
@@ -159,7 +166,7 @@ class CallRegistry:
             elif member is None:
                 self.dispatch.ended(call, call.queue)
             elif call.key is not None:
-                self.dispatch.left(call)
+                self.dispatch.unsent(call)
         except BaseException as error:
             self.failed_with(call, error, member)
 
@@ -174,7 +181,7 @@ class CallRegistry:
                     continue
                 call.drop()  # it is cancelled; its task will call `withdraw` soon
                 if call.key is not None:
-                    self.dispatch.left(call)
+                    self.dispatch.unsent(call)
             except BaseException as error:
                 self.failed_with(call, error, member)
 
@@ -192,7 +199,7 @@ class CallRegistry:
         faults.note(error)
         if chosen is not None and call.member is None and call.key is not None and call.kind != Kind.BROADCAST:
             with faults:
-                self.dispatch.left(call)  # the key counts it as sent
+                self.dispatch.unsent(call)  # the key counts it as sent
         if not stays:
             self.give_up(call, error, faults)
         elif not call.done():

@@ -319,6 +319,8 @@ class Outcomes:
         call = member.calls[call_id]
         if call.plan is not None:
             call.plan.started = monotonic()
+        if call.key is not None:
+            self._calls.rates.began(call)
 
     def _timed_out(self, member: PoolWorker, call_id: int) -> None:
         """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""

@@ -48,7 +48,7 @@ class Streams:
         if contexts is not None and contexts.tracing is not None:
             span = contexts.tracing.begin(function.fn, policy.key_value)
         context = None if contexts is None else contexts.capture(span)
-        return StreamCall(self._loop, policy.prefetch, CallPlan(DEFAULT, context, prefetch=policy.prefetch), policy.key, span)
+        return StreamCall(self._loop, policy.prefetch, CallPlan(policy, context, prefetch=policy.prefetch), policy.key, span)
 
     async def begin(
         self, check: Callable[[], None], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], call: StreamCall

@@ -85,10 +85,11 @@ class Submission:
 
         Raises:
             RunnerBroken: no worker can be started any more.
+            TypeError: the options have a rate and no key.
             KeyboardInterrupt: pickling raised it; the call was not accepted.
         """
-        if self._phase.broken is not None:
-            raise self._phase.refusal()
+        if self._phase.broken is not None or (policy is not None and policy.lacks_key):
+            raise self._refusal(policy)
         body: tuple[Any, ...] | Payload = args
         met: Sequence[Share] = ()
         if kwargs or not function.number or not self._passes(args):
@@ -109,12 +110,12 @@ class Submission:
             ended already.
 
         Raises:
-            RunnerBroken, KeyboardInterrupt: as `submit`.
+            RunnerBroken, TypeError, KeyboardInterrupt: as `enter`.
         """
         if self._contexts is not None or not function.number:
             return self.submit(function, args, kwargs, policy)
-        if self._phase.broken is not None:
-            raise self._phase.refusal()
+        if self._phase.broken is not None or (policy is not None and policy.lacks_key):
+            raise self._refusal(policy)
         body: tuple[Any, ...] | Payload = args
         if kwargs or not self._passes(args):
             try:
@@ -132,8 +133,8 @@ class Submission:
             call.key = policy.key
             call.plan = None if policy.timeout is None else CallPlan(policy)
             call.begin_by = None
-            if policy.is_limited:
-                self._limits.limit(call, policy)
+            if policy.has_limits:
+                self._limit(call, policy)
         call.future = Future(loop=self._loop)
         call.function = function
         call.kind = function.kind
@@ -177,6 +178,8 @@ class Submission:
         if POINTS:
             point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
         call.submitted()
+        if call.plan.policy.rate is not None:
+            self._calls.rates.limit(call, call.plan.policy)
         self._calls.accept(call)
 
     def _accept(
@@ -223,8 +226,8 @@ class Submission:
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = CallPlan(policy or DEFAULT, context, is_broadcast=member is not None)
-            if policy is not None and policy.is_limited:
-                self._limits.limit(call, policy)
+            if policy is not None and policy.has_limits:
+                self._limit(call, policy)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
         if not self._phase.accepts:
             self._calls.refuse(call)
@@ -233,6 +236,17 @@ class Submission:
             self._calls.unanswered(member, call)
             return False
         return True
+
+    def _refusal(self, policy: Policy | None) -> BaseException:
+        """Return the error of a call that cannot be accepted: the runner is broken, or the options have a rate and no key."""
+        return self._phase.refusal() if self._phase.broken is not None or policy is None else policy.no_key()
+
+    def _limit(self, call: SubmittedCall | Planned, policy: Policy) -> None:
+        """Start the clocks of a call, and let its key have its rate."""
+        if policy.rate is not None:
+            self._calls.rates.limit(call, policy)
+        if policy.is_limited:
+            self._limits.limit(call, policy)
 
     @staticmethod
     def _unpicklable(call: P, function: Function, error: BaseException) -> P:

@@ -32,6 +32,7 @@ from percore._supervisor.closing import Closing
 from percore._supervisor.hard_limits import HardLimits
 from percore._supervisor.nested import Nested
 from percore._supervisor.pool import Pool
+from percore._supervisor.rates import Rates
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
@@ -74,6 +75,7 @@ class Supervisor:
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
         self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
         self.calls.limits.hard = self._hard
+        self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self._blocked_loops = pool.blocked_loops
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)

@@ -293,6 +293,8 @@ class PlainCalls:
         self._marks[word] = call_id
         if POINTS:
             point("worker.call.marked")
+        if terms.announces:
+            self._channel.send_from_thread(STARTED, call_id, None)
         try:
             self._in_context(call_id, terms, self._run_generator, call_id, stream, function, body)
         finally:
