@@ -147,6 +147,25 @@ async def test_killed_while_its_replacement_starts_it_is_replaced_by_that_one(ma
         assert runner.statistics().restarts == 1
 
 
+async def test_a_death_by_sigkill_tells_the_memory_of_the_last_sample(
+    make_real: MakeRunner, log: Log, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_real(1, max_memory_per_worker=LIMIT) as runner:
+        await Samples(runner).wait(2)
+        call = asyncio.ensure_future(runner.run(jobs.wait, log.path, gate.path))
+        await log.take(1)
+        worker_of(runner).kill()
+        with pytest.raises(percore.WorkerDied) as died:
+            await call
+        found = re.search(
+            r"by SIGKILL \(perhaps out of memory, or killed by an operator; it last had ([0-9.]+) MiB\)", str(died.value)
+        )
+        assert found is not None
+        assert MIB < float(found[1]) * MIB < LIMIT
+        assert (died.value.memory or 0) > MIB
+        assert records(caplog, f"it last had {found[1]} MiB")
+
+
 async def test_a_replacement_that_dies_in_its_start_leaves_the_worker_in_service(make: MakeRunner, log: Log, gate: Gate) -> None:
     lifespan = functools.partial(life_jobs.second_waits, log.path, gate.path)
     async with make(1, max_memory_per_worker=LIMIT, lifespan=lifespan) as runner:

@@ -246,7 +246,7 @@ async def hungry(gate: str) -> None:
     async with opened(2) as runner:
         other = runner.submit(calls.stay, "/dev/null")
         error = await _error(runner, _eat, 1024)
-        say("eaten", [type(error).__name__, getattr(error, "signal", None), str(error)])
+        say("eaten", [type(error).__name__, getattr(error, "signal", None), str(error), getattr(error, "memory", None)])
         say("beside", other.done())
         other.cancel()
 

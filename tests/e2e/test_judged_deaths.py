@@ -212,11 +212,12 @@ def test_k15_a_worker_that_eats_all_memory_dies_and_not_its_supervisor(
         program = start("hungry", loop, gate.path)
         memory_group.add(program.pid)
         gate.give(1)
-        kind, name, text = program.told("eaten")
+        kind, name, text, memory = program.told("eaten")
         assert (kind, name) == ("WorkerDied", "SIGKILL")
-        assert "perhaps out of memory" in text
+        assert "died by SIGKILL (killed by the kernel: out of memory; it had up to 2" in text
+        assert 128 << 20 < memory <= MemoryGroup.LIMIT
         assert program.told("beside") is False
-        ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(perhaps out of memory, .*\)")
+        ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(killed by the kernel: out of memory; it had up to .* MiB\)")
     finally:
         gate.close()
 

@@ -206,11 +206,11 @@ class RelayEngine:
         while self._touched:
             self._touched.popitem()[0].batch()
 
-    def _exited(self, number: int, code: int | None, why: str, place_lost: bool, pid: int | None) -> None:
+    def _exited(self, number: int, code: int | None, why: str, place_lost: bool, peak: int | None, pid: int | None) -> None:
         worker = self._workers.pop(number)
         worker.pid = worker.pid if pid is None else pid
         worker.ended.set()
-        worker.on_exit(Exit(code, why, place_lost))
+        worker.on_exit(Exit(code, why, place_lost, peak))
 
     def _lost(self) -> None:
         self.is_lost = True

@@ -27,6 +27,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(1, -9, "jobs.fetch", 0.5, why="its channel broke"),
     WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node was lost"),
     WorkerDied(1, -11, "jobs.fetch", 0.5, others={"jobs.parse": 3}),
+    WorkerDied(1, -9, "jobs.fetch", 0.5, detail="killed by the kernel: out of memory", memory=2**30),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     StartupFailed("worker 0 died", "Traceback …"),

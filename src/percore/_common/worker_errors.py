@@ -13,8 +13,11 @@ except RuntimeError as error:  # the import registers an exit handler, which Pyt
         "Import percore earlier: write `from percore import Runner` in code that the main thread runs"
     ) from error
 
+KILLED = "perhaps out of memory, or killed by an operator"
+"""A likely reason of SIGKILL, where nothing more is known."""
+
 _HINTS = {
-    "SIGKILL": "perhaps out of memory, or killed by an operator",
+    "SIGKILL": KILLED,
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or a full file system under mapped memory",
     "SIGABRT": "native code called abort()",
@@ -84,11 +87,13 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         attempts: how many times this call has begun, in any worker. With 0 it has never begun, so repeating it is safe.
         why: why percore itself killed the worker; empty if it died in another way.
         detail: more about the end where it is known, such as the loss of the worker's machine; empty otherwise.
+        memory: how many bytes of memory the worker had, as far as percore knows: the most that it had in use at a time, with shared
+            memory, if its fork server could tell; else what it had at the last sample of `max_memory_per_worker`; else None.
         others: which other calls ran in the worker when it died: their number by qualified name of the function. One of them may be
             what ended it.
     """
 
-    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail", "others")
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail", "others", "memory")
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,
@@ -101,6 +106,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         why: str = "",
         detail: str = "",
         others: dict[str, int] | None = None,
+        memory: int | None = None,
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
@@ -112,6 +118,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.why = why
         self.detail = detail
         self.others = others or {}
+        self.memory = memory
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if self.others:
             began += f"; {_beside(self.others)} ran there, too"

@@ -349,11 +349,13 @@ class Exit(NamedTuple):
         code: its exit code, as subprocess defines it; None if unknown.
         why: more about the end, where the engine knows it, as a clause: "its node was lost".
         place_lost: whether the worker ended because the place where it ran was lost. Such an end is no failed start.
+        peak: the most bytes of memory that it had in use at a time, with shared memory; None if unknown.
     """
 
     code: int | None
     why: str = ""
     place_lost: bool = False
+    peak: int | None = None
 
 
 class Condition(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults, report
-from percore._common.worker_errors import how
+from percore._common.worker_errors import KILLED, how, mebibytes, signal_of
 from percore._protocol.interfaces import Exit
 from percore._scheduler.lifecycle import Event, State
 from percore._supervisor.deaths import Deaths
@@ -88,7 +88,7 @@ class Burials:
 
     def _bury(self, slot: "WorkerSlot", member: PoolWorker, end: Exit, faults: Faults) -> None:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        slot.end = member.end = end
+        slot.end = member.end = end = _with_memory(end, member)
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
@@ -138,7 +138,7 @@ class Burials:
             point("supervisor.worker.buried")
         self._pool.blocked_loops.look_members()
         self._pool.memory_watch.look_members()
-        exitcode, why, _ = member.end
+        exitcode, why, *_ = member.end
         if state in (State.STARTING, State.READY):
             # `kill_one` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._pool.level(member)
@@ -146,3 +146,10 @@ class Burials:
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if self._observer is not None and not self._phase.is_closing and not is_asked_for:
             self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
+
+
+def _with_memory(end: Exit, member: PoolWorker) -> Exit:
+    """Return the end of a worker that was killed with its memory at the last sample, if there was one and the end does not tell."""
+    if member.memory is None or signal_of(end.code) != "SIGKILL" or (end.why and end.peak is not None):
+        return end
+    return end._replace(why=f"{end.why or KILLED}; it last had {mebibytes(member.memory)}")

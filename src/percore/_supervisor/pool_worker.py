@@ -365,7 +365,8 @@ class PoolWorker:
         if started and others.get(name):
             others[name] -= 1
         others = {other: count for other, count in others.items() if count}
-        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why, others)
+        memory = self.memory if self.end.peak is None else self.end.peak
+        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why, others, memory)
         death.__cause__ = self.failure
         return death
 

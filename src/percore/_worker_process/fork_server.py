@@ -141,10 +141,10 @@ class ForkServer:
     def _on_exit(self, pidfd: int) -> None:
         self._poller.unregister(pidfd)
         child = self._children.pop(pidfd)
-        _, status = os.waitpid(child.pid, 0)
+        _, status, used = os.wait4(child.pid, 0)
         if POINTS:
             point("forkserver.reaped")
-        _tell(child.report, EXITED, os.waitstatus_to_exitcode(status))
+        _tell(child.report, EXITED, os.waitstatus_to_exitcode(status), peak=used.ru_maxrss * 1024)
         child.report.close()
         _close((pidfd, child.lifeline))
 
@@ -251,10 +251,10 @@ def _fork_process() -> int:
         return os.fork()
 
 
-def _tell(report: socket.socket, kind: int, value: int, fds: Collection[int] = ()) -> bool:
+def _tell(report: socket.socket, kind: int, value: int, fds: Collection[int] = (), peak: int = 0) -> bool:
     """Send a report. Return False if the supervisor has closed its end. It never blocks: a report gets at most two messages."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        socket.send_fds(report, [REPORT.pack(kind, value)], list(fds))
+        socket.send_fds(report, [REPORT.pack(kind, value, peak)], list(fds))
         return True
     return False
 

@@ -34,7 +34,7 @@ from percore._common.system import HAS_SETSIG
 
 # Requests to a fork server and its reports, apart from the fds that travel with them.
 REQUEST = struct.Struct("<I")  # number of fds: report, world, cwd, stdout, stderr, lifeline, then the worker's own
-REPORT = struct.Struct("<Bi")  # kind, value
+REPORT = struct.Struct("<BiQ")  # kind, value, and in EXITED the most bytes of memory that the worker had in use
 BORN, EXITED, FAILED = 1, 2, 3  # value: pid (with its pidfd), exit code, errno (no worker was started)
 MAX_FDS = 253  # per message (SCM_MAX_FD)
 

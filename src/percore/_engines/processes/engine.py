@@ -12,9 +12,11 @@ from typing import Final, cast
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
+from percore._common.worker_errors import mebibytes
 from percore._engines.processes.examination import Examiner
 from percore._engines.processes.launch import Launcher, Process
 from percore._engines.processes.log_receiver import LogReceiver, levels
+from percore._engines.processes.oom_kills import Counts, OomKills, counts
 from percore._monitor.memory import memory_of
 from percore._monitor.threads import in_thread
 from percore._monitor.usage import Usage, UsageMeter
@@ -31,10 +33,6 @@ from percore._worker_process.main import Boot
 _UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
 
 
-def _exit(code: int | None) -> Exit:
-    return Exit(code, _UNKNOWN if code is None else "")
-
-
 class ProcessWorker:
     """A worker in a process of its own."""
 
@@ -46,6 +44,7 @@ class ProcessWorker:
         self._logs = logs
         self._process = process
         self._examiner = examiner
+        self._is_killed = False
 
     @property
     def pid(self) -> int | None:
@@ -57,11 +56,21 @@ class ProcessWorker:
         self._process.spoke()
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
+        self._is_killed |= signum == signal.SIGKILL
         self._process.kill(signum)
 
     def examine(self, told: Callable[[Condition], None]) -> None:
         if self.pid is not None:
             self._examiner.examine(self.pid, self._process, told)
+
+    def end(self, code: int | None, kills: OomKills, before: Counts) -> Exit:
+        """Return how the process has ended. `before`: the counts of the kernel's kills at its start."""
+        why, peak = _UNKNOWN if code is None else "", self._process.peak
+        if code == -signal.SIGKILL and not self._is_killed:
+            why = kills.explain(before)
+            if why and peak is not None:
+                why += f"; it had up to {mebibytes(peak)}"
+        return Exit(code, why, peak=peak)
 
     def close(self) -> None:
         self._examiner.forget(self._process)
@@ -110,6 +119,7 @@ class ProcessEngine:
         self._passes_on = executor_settings is None or not executor_settings.has_main
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
         self._meter = UsageMeter()
+        self._kills = OomKills()
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
 
@@ -128,7 +138,9 @@ class ProcessEngine:
                 )
             more = [tracker] if self._passes_on and tracker is not None else []
             more += [sock.fileno() for sock in sockets]
-            return self._start(boot, more, logs, lambda code: on_exit(_exit(code)))
+            before = counts()
+            worker = self._start(boot, more, logs, lambda code: on_exit(worker.end(code, self._kills, before)))
+            return worker
         except BaseException:
             logs.close()
             raise

@@ -270,7 +270,8 @@ class ForkedProcess(Watched):
         except BlockingIOError:
             return _NOTHING_YET, 0, []
         if data:
-            kind, value = REPORT.unpack(data)
+            kind, value, peak = REPORT.unpack(data)
+            self.peak = peak or None
             return kind, value, fds
         self._close_report()
         servers.lost(self._server)

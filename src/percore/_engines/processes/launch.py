@@ -51,6 +51,9 @@ class Process(Protocol):
     pid: int | None
     """The process id. None until known: a fork server answers a moment after the launch."""
 
+    peak: int | None
+    """Once it has ended: the most bytes of memory that it had in use at a time, with shared memory. None: unknown."""
+
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal, and never to a pid that another process may have got.
 
@@ -251,6 +254,7 @@ class Watched:
     """A process known by its pidfd and watched by one loop. Use it only in that loop's thread."""
 
     pid: int | None = None
+    peak: int | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int | None], None]) -> None:
         self._loop = loop

@@ -85,6 +85,8 @@ class ThreadWatchedProcess:
     pid is free for a moment before the mark is set. A signal goes wrong only if the system reuses the pid at once.)
     """
 
+    peak: int | None = None  # the system's figure includes what the program had before its child became another program
+
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         self.pid: int | None = pid
         self._loop = loop
