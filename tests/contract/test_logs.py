@@ -29,7 +29,7 @@ APP = "app.jobs"
 
 def of(caplog: pytest.LogCaptureFixture, name: str = APP) -> list[logging.LogRecord]:
     """What this logger has got from workers."""
-    return [record for record in caplog.records if record.name == name and hasattr(record, "worker")]
+    return [record for record in caplog.records if record.name == name and getattr(record, "worker", None) is not None]
 
 
 def messages(caplog: pytest.LogCaptureFixture, name: str = APP) -> list[str]:

@@ -531,6 +531,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "… ran for longer than hard_timeout=… s": at(
         "tests/contract/test_hard_timeout.py::test_a_late_answer_is_a_timeout", "ran for longer than hard_timeout"
     ),
+    "%d workers are ready, after %s s": fake(),
+    "%s is ready after %s s, as number %d of its slot": fake(),
+    "%s has ended after %s s: %d calls done, %d failed": fake(),
+    "the workers have ended after %s s: %d calls done, %d failed, %d retried, %d workers replaced": fake(),
     "a call does not end in %s; its replacement starts": at(
         "tests/contract/test_hard_timeout.py::test_what_does_not_end_is_killed", "a call does not end in worker 0"
     ),
@@ -578,7 +582,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "reading the input was interrupted by …": interrupted,
     "threaded() takes a sync iterable; an async one needs no thread: give the map … itself": lambda _: threads(jobs.anumbers()),
     "threaded() takes an iterable, not …": lambda _: threads(5),
-    "percore: closing the input %r failed in its thread": input_closes_badly,
+    "closing the input %r failed in its thread": input_closes_badly,
     # What cannot be sent
     "… of … works within one event loop: the other process would get an independent copy…. What the calls of one "
     "worker are to have in common is made in the lifespan": lambda runner: runner.run(jobs.aecho, asyncio.Lock()),
@@ -818,7 +822,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "buffersize must be None or > 0": pool(lambda executor: executor.map(jobs.echo, [1], buffersize=0)),
     "a LoopPoolExecutor cannot be pickled: it belongs to the process that made it. Instead of giving it to a call, make the calls "
     "here, and give the results of one to the next": pool(pickle.dumps),
-    "percore: a callback of %r raised": pool(executor_callback),
+    "a callback of %r raised": pool(executor_callback),
     "usage() waits for the executor's own thread, which runs this code: a callback of a future, or code that is run while an "
     "object is pickled. Call it in another thread": pool(usage_in_callback),
     "cannot schedule new futures after shutdown": pool(lambda executor: (executor.shutdown(), executor.submit(abs, -1))),
@@ -838,7 +842,7 @@ SENTENCES: Final[dict[str, Use]] = {
 UNSAID: Final = {
     "… is left to the careful pickler": "percore catches it",
     "… objects cannot be pickled here: nothing is registered with multiprocessing": "a program removed what the library registers",
-    "percore: the thread of an executor failed": "a mistake of percore's own",
+    "the thread of an executor failed": "a mistake of percore's own",
     "more than … calls of this worker wait for calls that they have made: make fewer calls at once": "thousands of waiting calls",
     "the values of the context variables take more than … bytes when they are pickled": "as in the program",
 }

@@ -1,23 +1,46 @@
 """percore's log messages, and the isolation of internal errors (of percore or of the system) in steps that must all run."""
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 _logger: Final = logging.getLogger("percore")
 _reporter: Final = logging.NullHandler()
 
 
-def report(level: int, text: str, *args: object, exc_info: BaseException | None = None) -> None:
-    """Log a message. An Exception from the user's handlers or filters is not raised, since supervision must go on.
+class Subject(Protocol):
+    """A worker that a message is about."""
 
-    It is reported in the way `logging` reports errors of handlers.
+    index: int
+
+    @property
+    def pid(self) -> int | None: ...
+
+
+def report(
+    level: int, text: str, *args: object, of: Subject | None = None, exc_info: BaseException | None = None, stacklevel: int = 2
+) -> None:
+    """Log a message of the program's process. Its record has the attributes `worker` (an index, or None) and `pid`.
+
+    An Exception from the user's handlers or filters is not raised, since supervision must go on. It is reported in the way
+    `logging` reports errors of handlers.
+
+    Args:
+        level: the level.
+        text: the message.
+        args: for the placeholders in `text`.
+        of: the worker that the message is about. None: it is about the program.
+        exc_info: an exception to log with its traceback.
+        stacklevel: 2 for the caller of this function, as `logging` counts.
     """
     text = "percore: " + text  # without configuration, `logging` writes only the text, which must name its source
     try:
-        _logger.log(level, text, *args, exc_info=exc_info, stacklevel=2)
+        if _logger.isEnabledFor(level):
+            about = {"worker": None, "pid": os.getpid()} if of is None else {"worker": of.index, "pid": of.pid}
+            _logger.log(level, text, *args, exc_info=exc_info, extra=about, stacklevel=stacklevel)
     except Exception:
         _reporter.handleError(logging.LogRecord(_logger.name, level, __file__, 0, text, args, None))
 

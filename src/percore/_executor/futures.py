@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from percore._common.errors import RemoteTraceback
+from percore._common.log import report
 from percore._serialization.exception_state import CAUSE
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from percore._calls.functions import Function
     from percore._common.tracing import Span, Tracing
 
-logger: Final = logging.getLogger("percore")
 
 Request: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]"
 
@@ -76,8 +76,8 @@ def resolve(future: Future[Any], value: Any, error: BaseException | None) -> Non
             future.set_exception(error)
     except InvalidStateError:  # the user has ended it
         pass
-    except BaseException:  # a callback raised it; the standard library itself logs only Exceptions
-        logger.exception("percore: a callback of %r raised", future)
+    except BaseException as raised:  # a callback raised it; the standard library itself logs only Exceptions
+        report(logging.ERROR, "a callback of %r raised", future, exc_info=raised)
 
 
 def _end_as_theirs(error: BaseException) -> None:

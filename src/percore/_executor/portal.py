@@ -35,6 +35,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from percore._common.log import report
 from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from percore._supervisor.burials import WorkerObserver
     from percore._supervisor.pool_worker import PoolWorker
 
-logger: Final = logging.getLogger("percore")
 
 _portals: Final[set[Portal]] = set()
 """The portals whose threads start or run."""
@@ -281,7 +281,7 @@ class Portal:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(self._readings.settle())
         except BaseException as error:  # a bug in percore: every future must end all the same
-            logger.exception("percore: the thread of an executor failed")
+            report(logging.ERROR, "the thread of an executor failed", exc_info=error)
             self.life.break_off(f"its thread failed: {error!r}", error)
         finally:
             asyncio.set_event_loop(None)

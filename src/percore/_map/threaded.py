@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 from contextvars import copy_context
 from inspect import isgenerator
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
+from percore._common.log import report
 from percore._common.options import whole
 
 T = TypeVar("T")
-
-logger: Final = logging.getLogger("percore")
 
 
 def threaded(iterable: Iterable[T], /, *, ahead: int = 16) -> AsyncGenerator[T]:
@@ -143,5 +142,5 @@ class _Puller:
     def _close(self, generator: Any) -> None:
         try:
             generator.close()
-        except Exception:
-            logger.exception("percore: closing the input %r failed in its thread", generator)
+        except Exception as error:
+            report(logging.ERROR, "closing the input %r failed in its thread", generator, exc_info=error)

@@ -88,7 +88,7 @@ class BlockedLoops:
             member.worker.examine(lambda condition: self._examined(member, watch, condition))
         elif step is Step.TELL_END:
             self.told.discard(member)
-            report(logging.WARNING, "worker %d (pid %s) goes on, after %s s", member.index, member.pid, f"{seconds:.1f}")
+            report(logging.WARNING, "worker %d (pid %s) goes on, after %s s", member.index, member.pid, f"{seconds:.1f}", of=member)
 
     def _examined(self, member: "PoolWorker", watch: LoopWatch, condition: "Condition") -> None:
         now, obstacle = monotonic(), condition.obstacle
@@ -97,11 +97,17 @@ class BlockedLoops:
         self.told.add(member)
         index, pid, seconds = member.index, member.pid, f"{watch.silence(now):.1f}"
         if obstacle:
-            report(logging.WARNING, "worker %d (pid %s) has read nothing for %s s: %s", index, pid, seconds, obstacle)
+            report(logging.WARNING, "worker %d (pid %s) has read nothing for %s s: %s", index, pid, seconds, obstacle, of=member)
             return
         more = _begun(member) + (f". The stacks of its threads:\n{condition.stacks}" if condition.stacks else "")
         report(
-            logging.WARNING, "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s", index, pid, seconds, more
+            logging.WARNING,
+            "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s",
+            index,
+            pid,
+            seconds,
+            more,
+            of=member,
         )
 
 

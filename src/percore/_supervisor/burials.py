@@ -14,6 +14,7 @@ from percore._scheduler.lifecycle import Event, State
 from percore._supervisor.deaths import Deaths
 from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
+from percore._supervisor.pool_reports import worker_has_ended
 from percore._supervisor.pool_worker import PoolWorker
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class BereavedPool(Protocol):
     changes: "PoolChanges"
     blocked_loops: "BlockedLoops"
     memory_watch: "MemoryWatch"
+
+    def age(self, member: PoolWorker) -> float:
+        """Return how many seconds ago the worker was started."""
 
     def level(self, member: PoolWorker | None = None) -> int:
         """Return the log level for a death."""
@@ -142,7 +146,9 @@ class Burials:
         if state in (State.STARTING, State.READY):
             # `kill_one` has reported it already if percore killed the worker.
             level = logging.DEBUG if member.killed_why else self._pool.level(member)
-            report(level, "%s died %s", member.name, how(exitcode, why))
+            report(level, "%s died %s", member.name, how(exitcode, why), of=member)
+        else:
+            worker_has_ended(member, self._pool.age(member))
         is_asked_for = state is State.DRAINING and (not exitcode or bool(member.killed_why))
         if self._observer is not None and not self._phase.is_closing and not is_asked_for:
             self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)

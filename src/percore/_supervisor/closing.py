@@ -179,6 +179,7 @@ class Closing:
             self._pool.listening.close()
             self._calls.shares.shut()
             await self._engine.aclose()
+            self._pool.say_ended()
         finally:
             self.is_over = True
 

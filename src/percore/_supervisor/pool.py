@@ -30,6 +30,7 @@ from percore._supervisor.memory_watch import MemoryWatch
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
+from percore._supervisor.pool_reports import worker_is_ready, workers_are_ready, workers_have_ended
 from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._supervisor.stream_items import StreamItems
 from percore._supervisor.worker_reports import WorkerReports
@@ -86,6 +87,8 @@ class Pool:
         self.last_report = ""
         """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
         self.changes = PoolChanges(self, engine, calls.phase)
+        self._opened_at: float | None = None
+        """When all workers were ready for the first time, as a time of the loop."""
         self._burials = Burials(self, calls, nested, keeper, observer)
         engine.on_place = self._has_place
 
@@ -100,10 +103,13 @@ class Pool:
                 must close the runner.
         """
         self.listening.open()
+        began = self._loop.time()
         with self.first_start as ready:
             for slot in self.slots:
                 self._spawn(slot)
             await ready()
+        self._opened_at = self._loop.time()
+        workers_are_ready(len(self.slots), self._opened_at - began)
 
     def _spawn(self, slot: WorkerSlot) -> None:
         """Start a worker for the slot."""
@@ -125,7 +131,7 @@ class Pool:
                 is_awaited = False
             if not isinstance(error, Exception):
                 raise
-            report(logging.DEBUG if is_awaited else self.level(), "%s", self.last_report)
+            report(logging.DEBUG if is_awaited else self.level(), "%s", self.last_report, of=slot)
             return
         if POINTS:
             point("supervisor.worker.started")
@@ -135,7 +141,7 @@ class Pool:
         worker = self._engine.start(slot.index, slot.generation, lambda end: self._burials.exited(slot, member, end), sockets)
         if worker is None:
             slot.generation -= 1
-            report(logging.INFO, "there is no place for worker %d yet", slot.index)
+            report(logging.INFO, "there is no place for worker %d yet", slot.index, of=slot)
             self._carry_out(slot, slot.no_place())
             self.first_start.look_place()
             return
@@ -177,6 +183,8 @@ class Pool:
         if self.lifecycles.advance(member, Event.READY) is not State.READY:
             return
         member.was_ready = True
+        replaces_dead = member.generation > 1 and not any(m.index == member.index and m is not member for m in self.members)
+        worker_is_ready(member, self.age(member), replaces_dead=replaces_dead)
         slot = self.all_slots[member.index]
         decision = slot.ready(member)
         self._seat(slot)
@@ -185,12 +193,16 @@ class Pool:
         self._carry_out(slot, decision)
         self.first_start.look_ready()
 
+    def age(self, member: PoolWorker) -> float:
+        """Return how many seconds ago the worker was started."""
+        return self._loop.time() - member.started_at
+
     def unready(self, member: PoolWorker, error: BaseException, text: str) -> None:
         self.lifecycles.advance(member, Event.FAIL)
         self.last_report, member.failure = text, error
         is_told = self.first_start.fail(unready(member)) or self.changes.awaits(self.all_slots[member.index], member.generation)
         if not is_told:  # otherwise `start`, `reload` or `resize` raises the error
-            report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error))
+            report(logging.WARNING, "worker %d could not start: %s", member.index, text or shown(error), of=member)
 
     def failing(self, member: PoolWorker) -> None:
         self.lifecycles.advance(member, Event.FAIL)
@@ -198,7 +210,7 @@ class Pool:
 
     def failed(self, member: PoolWorker, error: BaseException, text: str) -> None:
         self.last_report, member.failure = text, error
-        report(self.level(member), "the lifespan of %s failed while it served: %s", member.name, text or error)
+        report(self.level(member), "the lifespan of %s failed while it served: %s", member.name, text or error, of=member)
 
     # Taking over
 
@@ -220,7 +232,7 @@ class Pool:
                 continue
             decision = slot.low(rule, has_waiting=rule is Replaces.SPENT and self._calls.waiting() > 0)
             if decision.act is Act.START:
-                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", member.name, member.tickets)
+                report(logging.DEBUG, "%s may begin %d more calls; its replacement starts", member.name, member.tickets, of=member)
             self._carry_out(slot, decision)
 
     def _carry_out(self, slot: WorkerSlot, decision: Decision[PoolWorker]) -> None:
@@ -271,7 +283,7 @@ class Pool:
         decision = slot.asked_to_end(member, self._phase.replaces)
         self._retire(member)
         if decision.act is Act.START:
-            report(logging.INFO, "a call does not end in %s; its replacement starts", member.name)
+            report(logging.INFO, "a call does not end in %s; its replacement starts", member.name, of=member)
         self._carry_out(slot, decision)
 
     def draining(self, member: PoolWorker) -> None:
@@ -282,7 +294,7 @@ class Pool:
         slot = self.all_slots[member.index]
         decision = slot.asked_to_end(member, self._phase.replaces)
         if decision.act is Act.START:
-            report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid)
+            report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid, of=member)
         self._carry_out(slot, decision)
 
     # Changes: reload and resize
@@ -322,7 +334,7 @@ class Pool:
             text = f"{member.name} was killed: {why}"
             if member.life.state is State.STARTING:  # otherwise the last report may be the traceback of its lifespan
                 self.last_report = text
-            report(self.level(member), "%s", text)
+            report(self.level(member), "%s", text, of=member)
             member.worker.kill()
 
     def succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision[PoolWorker]) -> None:
@@ -352,6 +364,7 @@ class Pool:
                 slot.index,
                 LIMIT,
                 f". The last report:\n{self.last_report}" if self.last_report else "",
+                of=slot,
             )
         elif self._phase.broken is None:
             error = RunnerBroken(LIMIT, slot.end.code, self.last_report or slot.end.why)
@@ -391,6 +404,11 @@ class Pool:
         elif member.life.state not in (State.FINISHING, State.FAILED):
             member.worker.channel.send(FINISH, 0, None)
         self.lifecycles.advance(member, Event.FINISH)
+
+    def say_ended(self) -> None:
+        """Log what the workers have done, unless their start has failed, which raised. To be called when none is left."""
+        if self._opened_at is not None:
+            workers_have_ended(self.all_slots, self._loop.time() - self._opened_at)
 
     def stop_timers(self) -> None:
         """Cancel all starts that are delayed or wait for a place."""

@@ -42,6 +42,11 @@ class WorkerSlot(Replacement[PoolWorker]):
         """The error that the last dead worker reported, if it reported one."""
 
     @property
+    def pid(self) -> int | None:
+        """The process id of its current worker; None if it has none."""
+        return None if self.current is None else self.current.pid
+
+    @property
     def is_failed(self) -> bool:
         return self.state is Occupancy.FAILED
 

@@ -107,6 +107,7 @@ class LogReceiver:
         try:
             record = unpack(data)
             record.__dict__["worker"] = self._index
+            record.__dict__.setdefault("pid", record.process)
             if record.name.startswith(MAIN_THERE):
                 record.name = _name_here(record.name)
             logger = logging.getLogger(record.name)

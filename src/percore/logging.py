@@ -1,0 +1,59 @@
+"""A formatter for log records of the program, of percore and of workers, which have different attributes.
+
+"formatters": {"all": {"class": "percore.logging.Formatter", "format": "%(levelname)s %(origin)s: %(message)s"}}
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, Final, Literal
+
+__all__ = ["Formatter"]
+
+_DEFAULTS: Final = {
+    "%": "%(asctime)s %(levelname)s %(name)s [%(origin)s] %(message)s",
+    "{": "{asctime} {levelname} {name} [{origin}] {message}",
+    "$": "$asctime $levelname $name [$origin] $message",
+}
+
+
+class Formatter(logging.Formatter):
+    """A `logging.Formatter` whose format may name a worker, for records with and without one.
+
+    Each record gets these attributes, if it does not have them:
+
+    worker: the index of the worker that has logged the record or that the record is about; "-" if there is none.
+    pid: the process id of that worker, or of the program.
+    origin: "worker 0", or "program".
+
+    The record itself stays as it is, so that other handlers see what they would see without this formatter.
+    """
+
+    def __init__(
+        self,
+        fmt: str | None = None,
+        datefmt: str | None = None,
+        style: Literal["%", "{", "$"] = "%",
+        validate: bool = True,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As for `logging.Formatter`. Default of `fmt`: time, level, logger, origin and message.
+
+        Raises:
+            ValueError: `style` is unknown, or `fmt` is not a format of this style.
+        """
+        super().__init__(_DEFAULTS.get(style) if fmt is None else fmt, datefmt, style, validate, defaults=defaults)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        worker = getattr(record, "worker", None)
+        shown = copy(record)  # its attributes are for this formatter alone
+        shown.worker = "-" if worker is None else worker
+        shown.origin = "program" if worker is None else f"worker {worker}"
+        if getattr(record, "pid", None) is None:
+            shown.pid = record.process or os.getpid()
+        text = super().format(shown)
+        record.exc_text = shown.exc_text  # the text of the traceback, which logging keeps for the next formatter
+        return text

@@ -1,0 +1,73 @@
+"""percore.logging.Formatter: one format for the records of the program, of percore and of workers."""
+
+import logging
+import logging.config
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from percore.logging import Formatter
+
+SHOWN = "%(levelname)s %(origin)s %(worker)s %(pid)s %(message)s"
+
+
+def record(**attributes: Any) -> logging.LogRecord:
+    made = logging.LogRecord("crawler", logging.INFO, __file__, 1, "fetched %d", (3,), None)
+    made.__dict__.update(attributes)
+    return made
+
+
+def test_one_format_fits_every_record() -> None:
+    shown = Formatter(SHOWN).format
+    assert shown(record()) == f"INFO program - {os.getpid()} fetched 3"
+    assert shown(record(worker=None, pid=os.getpid())) == f"INFO program - {os.getpid()} fetched 3"
+    assert shown(record(worker=2, pid=77)) == "INFO worker 2 2 77 fetched 3"
+    assert shown(record(worker=2, pid=None, process=88)) == "INFO worker 2 2 88 fetched 3"
+    assert shown(record(process=None)) == f"INFO program - {os.getpid()} fetched 3"
+
+
+def test_other_handlers_see_the_record_as_it_was() -> None:
+    one = record()
+    before = vars(one).copy()
+    Formatter(SHOWN).format(one)
+    assert vars(one) == before
+
+
+def test_a_traceback_is_formatted_once() -> None:
+    try:
+        raise ValueError("no such page")
+    except ValueError:
+        one = record(exc_info=sys.exc_info())
+    text = Formatter(SHOWN).format(one)
+    assert text.endswith("ValueError: no such page")
+    assert one.exc_text in text  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("style", ["%", "{", "$"])
+def test_without_a_format_it_shows_the_origin(style: Any) -> None:
+    assert "INFO crawler [worker 2] fetched 3" in Formatter(style=style).format(record(worker=2))
+
+
+def test_a_wrong_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="Style must be one of"):
+        Formatter("x", style="?")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid format"):
+        Formatter("no field at all")
+
+
+def test_a_dict_names_it() -> None:
+    name = "tests.formatter"
+    configuration = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"all": {"class": "percore.logging.Formatter", "format": SHOWN}},
+        "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "all"}},
+        "loggers": {name: {"handlers": ["out"]}},
+    }
+    logging.config.dictConfig(configuration)
+    (made,) = logging.getLogger(name).handlers
+    logging.getLogger(name).handlers.clear()
+    assert isinstance(made.formatter, Formatter)
+    assert made.formatter.format(record(worker=2, pid=77)) == "INFO worker 2 2 77 fetched 3"
