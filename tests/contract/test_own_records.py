@@ -18,7 +18,7 @@ def said(caplog: pytest.LogCaptureFixture, level: int) -> list[tuple[int | None,
 
 
 READY = "percore: worker # (pid #) is ready after # s, as number # of its slot"
-ENDED = "percore: worker # (pid #) has ended after # s: # calls done, # failed"
+ENDED = "percore: worker # (pid #) has ended after # s; calls done: #, failed: #"
 
 
 async def test_a_life_is_told_with_figures(make: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -27,9 +27,9 @@ async def test_a_life_is_told_with_figures(make: MakeRunner, caplog: pytest.LogC
         await runner.map(jobs.fail, [ValueError, KeyError, OSError], return_exceptions=True)
         pids = {worker.index: worker.pid for worker in runner.statistics().workers}
     opened, closed = said(caplog, logging.INFO)
-    assert opened == (None, "percore: # workers are ready, after # s")
-    assert closed == (None, "percore: the workers have ended after # s: # calls done, # failed, # retried, # workers replaced")
-    assert ": 3 calls done, 3 failed, 0 retried, 0 workers replaced" in caplog.records[-1].getMessage()
+    assert opened == (None, "percore: the workers (#) are ready after # s")
+    assert closed == (None, "percore: the workers have ended after # s; calls done: #, failed: #, retried: #; workers replaced: #")
+    assert "; calls done: 3, failed: 3, retried: 0; workers replaced: 0" in caplog.records[-1].getMessage()
     assert sorted(said(caplog, logging.DEBUG)) == sorted([(index, text) for index in (0, 1) for text in (READY, ENDED)])
     for record in caplog.records:
         about = record.worker  # type: ignore[attr-defined]
@@ -51,8 +51,8 @@ async def test_the_replacement_of_a_dead_worker_is_told(make: MakeRunner, caplog
     (ready,) = [record for record in caplog.records if "is ready after" in record.getMessage()]
     assert ready.pid == following  # type: ignore[attr-defined]
     assert ready.getMessage().endswith("as number 2 of its slot")
-    assert closed[1].endswith("# workers replaced")
-    assert caplog.records[-1].getMessage().endswith(", 1 workers replaced")
+    assert closed[1].endswith("; workers replaced: #")
+    assert caplog.records[-1].getMessage().endswith("; workers replaced: 1")
 
 
 async def test_a_recycled_worker_is_told_at_debug_alone(make: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,7 +60,7 @@ async def test_a_recycled_worker_is_told_at_debug_alone(make: MakeRunner, caplog
     async with make(1, max_tasks_per_worker=1) as runner:
         for place in range(3):
             assert await runner.run(jobs.echo, place) == place
-    assert said(caplog, logging.INFO)[0][1] == "percore: # workers are ready, after # s"
+    assert said(caplog, logging.INFO)[0][1] == "percore: the workers (#) are ready after # s"
     assert len(said(caplog, logging.INFO)) == 2
     assert (0, READY) in said(caplog, logging.DEBUG)
     assert (0, "percore: worker # (pid #) may begin # more calls; its replacement starts") in said(caplog, logging.DEBUG)

@@ -77,7 +77,7 @@ async def test_a_start_waits_for_the_places_that_are_missing(caplog: pytest.LogC
     caplog.set_level(logging.INFO, "percore")
     runner, _ = await started(3)
     async with aclosing(runner):
-        assert caplog.messages[-1] == "percore: there is no place for worker 2 yet"
+        assert caplog.messages[-2] == "percore: there is no place for worker 2 yet"
         assert [worker.generation for worker in runner.statistics().workers] == [1, 1, 1]
         assert await runner.broadcast(jobs.echo, 4) == [4, 4, 4]
 

@@ -531,10 +531,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "… ran for longer than hard_timeout=… s": at(
         "tests/contract/test_hard_timeout.py::test_a_late_answer_is_a_timeout", "ran for longer than hard_timeout"
     ),
-    "%d workers are ready, after %s s": fake(),
+    "the workers (%d) are ready after %s s": fake(),
     "%s is ready after %s s, as number %d of its slot": fake(),
-    "%s has ended after %s s: %d calls done, %d failed": fake(),
-    "the workers have ended after %s s: %d calls done, %d failed, %d retried, %d workers replaced": fake(),
+    "%s has ended after %s s; calls done: %d, failed: %d": fake(),
+    "the workers have ended after %s s; calls done: %d, failed: %d, retried: %d; workers replaced: %d": fake(),
     "a call does not end in %s; its replacement starts": at(
         "tests/contract/test_hard_timeout.py::test_what_does_not_end_is_killed", "a call does not end in worker 0"
     ),

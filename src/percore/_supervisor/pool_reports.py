@@ -18,12 +18,12 @@ def worker_is_ready(member: PoolWorker, seconds: float, *, replaces_dead: bool) 
 def worker_has_ended(member: PoolWorker, seconds: float) -> None:
     """Log that a worker that was asked to end has ended, `seconds` after its start."""
     figures = f"{seconds:.1f}", member.done, member.failed
-    report(logging.DEBUG, "%s has ended after %s s: %d calls done, %d failed", member.name, *figures, of=member)
+    report(logging.DEBUG, "%s has ended after %s s; calls done: %d, failed: %d", member.name, *figures, of=member)
 
 
 def workers_are_ready(workers: int, seconds: float) -> None:
     """Log that a runner is open, `seconds` after its start began."""
-    report(logging.INFO, "%d workers are ready, after %s s", workers, f"{seconds:.2f}")
+    report(logging.INFO, "the workers (%d) are ready after %s s", workers, f"{seconds:.2f}")
 
 
 def workers_have_ended(slots: Sequence[WorkerSlot], seconds: float) -> None:
@@ -32,7 +32,7 @@ def workers_have_ended(slots: Sequence[WorkerSlot], seconds: float) -> None:
     restarts = sum(slot.restarts for slot in slots)
     report(
         logging.INFO,
-        "the workers have ended after %s s: %d calls done, %d failed, %d retried, %d workers replaced",
+        "the workers have ended after %s s; calls done: %d, failed: %d, retried: %d; workers replaced: %d",
         f"{seconds:.1f}",
         done,
         failed,
