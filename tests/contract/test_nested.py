@@ -10,6 +10,7 @@ from percore import RunnerClosed, WorkerDied
 from tests import nested_jobs as jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
 from tests.internals import members_of, slots_used
 
 pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
