@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.scripts import output_of
 
 SCRIPT = """
@@ -22,24 +20,23 @@ async def awho():
 def who_for(place):
     return f"{place} {user.get()}"
 
-async def main():
-    async with percore.Runner(2, contextvars=[user], start_method=sys.argv[1]) as runner:
+async def main(method):
+    async with percore.Runner(2, contextvars=[user], start_method=method) as runner:
+        print(method)
         print(await runner.run(who), await runner.run(awho))
-        user.set("ada")
+        token = user.set("ada")
         print(await runner.run(who), await runner.run(awho))
         print(await runner.map(who_for, range(3)))
         print(await runner.broadcast(awho))
+        user.reset(token)
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    for method in sys.argv[1:]:
+        asyncio.run(main(method))
 """
+METHODS = ("forkserver", "spawn")
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_variables_of_the_script(tmp_path: Path, start_method: str) -> None:
-    assert output_of(SCRIPT, tmp_path, start_method).splitlines() == [
-        "nobody nobody",
-        "ada ada",
-        "['0 ada', '1 ada', '2 ada']",
-        "['ada', 'ada']",
-    ]
+def test_variables_of_the_script(tmp_path: Path) -> None:
+    expected = ["nobody nobody", "ada ada", "['0 ada', '1 ada', '2 ada']", "['ada', 'ada']"]
+    assert output_of(SCRIPT, tmp_path, *METHODS).splitlines() == [line for method in METHODS for line in (method, *expected)]

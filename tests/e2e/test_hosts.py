@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -56,57 +57,51 @@ async def main():
 """
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("print(asyncio.run(main()))", "asyncio"),
-        ("print(asyncio.run(main(), debug=True))", "asyncio"),
-        ("import uvloop; print(uvloop.run(main()))", "uvloop"),
-        ("with asyncio.Runner() as host: print(host.run(main())); assert host.run(main())", "asyncio"),
-        (
-            "import uvloop; host = asyncio.Runner(loop_factory=uvloop.new_event_loop); print(host.run(main())); host.close()",
-            "uvloop",
-        ),
-        ("loop = asyncio.new_event_loop(); print(loop.run_until_complete(main())); loop.close()", "asyncio"),
-    ],
-    ids=[
-        "asyncio.run",
-        "asyncio.run in debug mode",
-        "uvloop.run",
-        "asyncio.Runner twice",
-        "asyncio.Runner with uvloop",
-        "a bare loop",
-    ],
-)
-def test_a_host_of_the_main_thread(host: str, expected: str, tmp_path: Path) -> None:
-    assert output_of(f'{MAIN}if __name__ == "__main__":\n    {host}\n', tmp_path) == f"{expected}\n"
+HOSTS = {
+    "asyncio.run": ("print(asyncio.run(main()))", "asyncio"),
+    "asyncio.run in debug mode": ("print(asyncio.run(main(), debug=True))", "asyncio"),
+    "uvloop.run": ("import uvloop; print(uvloop.run(main()))", "uvloop"),
+    "asyncio.Runner twice": ("with asyncio.Runner() as host: print(host.run(main())); assert host.run(main())", "asyncio"),
+    "asyncio.Runner with uvloop": (
+        "import uvloop; host = asyncio.Runner(loop_factory=uvloop.new_event_loop); print(host.run(main())); host.close()",
+        "uvloop",
+    ),
+    "a bare loop": ("loop = asyncio.new_event_loop(); print(loop.run_until_complete(main())); loop.close()", "asyncio"),
+    "another thread": (
+        "thread = threading.Thread(target=lambda: print(asyncio.run(main()))); thread.start(); thread.join()",
+        "asyncio",
+    ),
+    "asyncio.to_thread": ("print(asyncio.run(beside_another()))", "['asyncio', 'asyncio']"),
+}
 
-
-def test_a_loop_in_another_thread(tmp_path: Path) -> None:
-    program = """
-if __name__ == "__main__":
-    told = []
-    thread = threading.Thread(target=lambda: told.append(asyncio.run(main())))
-    thread.start()
-    thread.join()
-    print(*told)
-"""
-    assert output_of(MAIN + program, tmp_path) == "asyncio\n"
-
-
-def test_asyncio_to_thread_with_a_loop_of_its_own(tmp_path: Path) -> None:
-    program = """
-async def outer():
-    print(await asyncio.gather(main(), asyncio.to_thread(asyncio.run, main())))
+IN_EACH = """
+async def beside_another():
+    return await asyncio.gather(main(), asyncio.to_thread(asyncio.run, main()))
 
 if __name__ == "__main__":
-    asyncio.run(outer())
+    import sys, traceback
+    for name, (host, _) in {hosts!r}.items():
+        print("==", name)
+        try:
+            exec(host)
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
 """
-    assert output_of(MAIN + program, tmp_path) == "['asyncio', 'asyncio']\n"
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_pytest_asyncio(loop: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def in_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a program has told in each of these hosts, one after the other."""
+    told = output_of(MAIN + IN_EACH.format(hosts=HOSTS), tmp_path_factory.mktemp("hosts"))
+    return dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", told, re.MULTILINE))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_of_the_loop(host: str, in_hosts: dict[str, str]) -> None:
+    assert in_hosts[host] == f"{HOSTS[host][1]}\n"
+
+
+def test_pytest_asyncio(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         """\
 import asyncio
@@ -160,17 +155,17 @@ async def test_own(runner):
 """
     )
     (tmp_path / "conftest.py").write_text(
-        "import asyncio\n"
-        + ("import uvloop\nuvloop.new_event_loop().close()\n" if loop == "uvloop" else "")
-        + "def pytest_asyncio_loop_factories(config, item):\n"
-        + f"    return {{'{loop}': {'uvloop' if loop == 'uvloop' else 'asyncio'}.new_event_loop}}\n"
+        "import asyncio, uvloop\n"
+        "uvloop.new_event_loop().close()\n"
+        "def pytest_asyncio_loop_factories(config, item):\n"
+        "    return {'asyncio': asyncio.new_event_loop, 'uvloop': uvloop.new_event_loop}\n"
     )
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\nfilterwarnings = error\n"
     )
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", cwd=tmp_path)
     assert (done.code, done.err) == (0, ""), done.out
-    assert "4 passed in" in done.out
+    assert "8 passed in" in done.out, "four under each loop"
 
 
 async def use(runner: percore.Runner) -> set[int]:

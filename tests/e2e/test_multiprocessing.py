@@ -38,10 +38,9 @@ async def main(method):
             await runner.run(given, ours)
             name = await runner.run(made)
         again = SharedMemory(ours.name)  # the worker is gone
-        print(again.buf[0])
-        again.close()
         theirs = SharedMemory(name)
-        print(theirs.buf[0])
+        print(method, again.buf[0], theirs.buf[0])
+        again.close()
         theirs.close()
         theirs.unlink()
     finally:
@@ -49,13 +48,13 @@ async def main(method):
         ours.unlink()
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    for method in sys.argv[1:]:
+        asyncio.run(main(method))
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_shared_memory_outlives_the_workers_that_attach_and_make_it(method: str, tmp_path: Path) -> None:
-    assert output_of(_SHARED_MEMORY, tmp_path, method) == "2\n42\n"
+def test_shared_memory_outlives_the_workers_that_attach_and_make_it(tmp_path: Path) -> None:
+    assert output_of(_SHARED_MEMORY, tmp_path, *METHODS) == "".join(f"{method} 2 42\n" for method in METHODS)
 
 
 _SHARED_MEMORY_OF_AN_EXECUTOR = """
@@ -69,22 +68,21 @@ def by_name(name):
     memory.close()
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1]) if sys.argv[1:] else None
-    with percore.LoopPoolExecutor(1, context) as executor:
-        ours = None
-        ours = SharedMemory(create=True, size=10)
-        executor.submit(by_name, ours.name).result()
-    again = SharedMemory(ours.name)
-    print(again.buf[0])
-    again.close()
-    ours.close()
-    ours.unlink()
+    for method in sys.argv[1:]:
+        context = multiprocessing.get_context(method) if method != "own" else None
+        with percore.LoopPoolExecutor(1, context) as executor:
+            ours = SharedMemory(create=True, size=10)
+            executor.submit(by_name, ours.name).result()
+        again = SharedMemory(ours.name)
+        print(method, again.buf[0])
+        again.close()
+        ours.close()
+        ours.unlink()
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("fork",), ("spawn",)], ids=lambda arguments: "".join(arguments) or "own")
-def test_shared_memory_outlives_the_workers_of_an_executor(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    assert output_of(_SHARED_MEMORY_OF_AN_EXECUTOR, tmp_path, *arguments) == "1\n"
+def test_shared_memory_outlives_the_workers_of_an_executor(tmp_path: Path) -> None:
+    assert output_of(_SHARED_MEMORY_OF_AN_EXECUTOR, tmp_path, "own", "fork", "spawn") == "own 1\nfork 1\nspawn 1\n"
 
 
 _IMPORTED_LATE = """
@@ -134,16 +132,16 @@ async def main(method):
     with SyncManager() as manager:
         numbers = manager.list()
         async with percore.Runner(1, start_method=method) as runner:
-            print(await runner.run(fill, numbers, 7), list(numbers))
+            print(method, await runner.run(fill, numbers, 7), list(numbers))
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    for method in sys.argv[1:]:
+        asyncio.run(main(method))
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_proxies_of_a_manager_work_in_workers(method: str, tmp_path: Path) -> None:
-    assert output_of(_MANAGER, tmp_path, method) == "1 [7]\n"
+def test_proxies_of_a_manager_work_in_workers(tmp_path: Path) -> None:
+    assert output_of(_MANAGER, tmp_path, *METHODS) == "".join(f"{method} 1 [7]\n" for method in METHODS)
 
 
 _HELD_BACK = """
@@ -188,6 +186,7 @@ def shout(sock):
         sock.sendall(b"hello")
 
 async def main(method):
+    print(method)
     async with percore.Runner(1, start_method=method) as runner:
         for fn in (answer, answer_in_a_task, lambda end: answer(end)):
             ours, theirs = multiprocessing.Pipe()
@@ -202,13 +201,14 @@ async def main(method):
         print(await runner.run(len, "the worker is well"))
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    for method in sys.argv[1:]:
+        asyncio.run(main(method))
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_connections_and_sockets_are_sent_as_multiprocessing_sends_them(method: str, tmp_path: Path) -> None:
-    assert output_of(_CONNECTIONS, tmp_path, method) == "42\n42\n42\nb'hello'\n18\n"
+def test_connections_and_sockets_are_sent_as_multiprocessing_sends_them(tmp_path: Path) -> None:
+    expected = "42\n42\n42\nb'hello'\n18\n"
+    assert output_of(_CONNECTIONS, tmp_path, *METHODS) == "".join(f"{method}\n{expected}" for method in METHODS)
 
 
 _REGISTERED = """
