@@ -33,6 +33,7 @@ pytestmark = pytest.mark.differs("uvloop", because="processes are launched and a
 
 ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+with_any_server = pytest.mark.warm_fork_server  # it is about the children, whichever fork server they come from
 
 
 class End:
@@ -54,8 +55,9 @@ class End:
 @pytest.fixture(autouse=True)
 def no_launcher_left_open() -> Iterator[None]:
     """A test that failed keeps its fork server to itself."""
+    before = set(servers._members)
     yield
-    for launcher in list(servers._members):
+    for launcher in set(servers._members) - before:
         for server in servers.leave(launcher):
             os.waitid(os.P_PIDFD, server.pidfd.number, os.WEXITED | os.WNOWAIT)
             server.reap()
@@ -118,6 +120,7 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
+@with_any_server
 @both
 async def test_a_child_sees_the_world_of_the_moment_of_its_launch(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +157,7 @@ async def test_a_child_sees_the_world_of_the_moment_of_its_launch(
     await launcher.aclose()
 
 
+@with_any_server
 @both
 async def test_a_deleted_working_directory_is_kept(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = open_launcher(kind, "obey")
@@ -167,6 +171,7 @@ async def test_a_deleted_working_directory_is_kept(kind: str, tmp_path: Path, mo
     await launcher.aclose()
 
 
+@with_any_server
 @both
 async def test_exit_codes(kind: str) -> None:
     launcher = open_launcher(kind, "obey")
@@ -179,16 +184,22 @@ async def test_exit_codes(kind: str) -> None:
     await launcher.aclose()
 
 
+@with_any_server
 @both
-async def test_a_failing_entry_point_shows_its_traceback(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = open_launcher(kind, "refuse")
-    end = End()
-    launcher.launch(b"", [], end)
-    assert await end.code() == 1
-    assert "the entry point failed on purpose" in capfd.readouterr().err
-    await launcher.aclose()
+async def test_p9_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launcher = open_launcher(kind, "obey")
+        for word, code in CODES.items():
+            end = End()
+            launcher.launch(word.encode(), [], end)
+            assert await end.code() in ({code} if kind == "forkserver" else {code, None})
+        await launcher.aclose()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
+@with_any_server
 @both
 async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -203,6 +214,16 @@ async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str, monkeyp
     process.kill()
     assert await end.code() == -9
     process.kill()
+    await launcher.aclose()
+
+
+@both
+async def test_a_failing_entry_point_shows_its_traceback(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = open_launcher(kind, "refuse")
+    end = End()
+    launcher.launch(b"", [], end)
+    assert await end.code() == 1
+    assert "the entry point failed on purpose" in capfd.readouterr().err
     await launcher.aclose()
 
 
@@ -609,20 +630,6 @@ async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
     both_codes = await asyncio.gather(several(), *(asyncio.to_thread(asyncio.run, several()) for _ in range(2)))
     await asyncio.get_running_loop().shutdown_default_executor()
     assert both_codes == [list(CODES.values())] * 3
-
-
-@both
-async def test_p9_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        launcher = open_launcher(kind, "obey")
-        for word, code in CODES.items():
-            end = End()
-            launcher.launch(word.encode(), [], end)
-            assert await end.code() in ({code} if kind == "forkserver" else {code, None})
-        await launcher.aclose()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 async def test_p9_a_stolen_child_never_gives_a_wrong_exit_code() -> None:
