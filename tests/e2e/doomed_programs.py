@@ -1,11 +1,13 @@
-"""Supervisors for a judge to kill, each in a state of its own: python -m tests.e2e.doomed_programs STATE METHOD ROUNDS
+"""Supervisors for a judge to kill, each in a state of its own: python -m tests.e2e.doomed_programs WIRE
 
-The program itself only forks supervisors, one after the other: an interpreter for each would be most of the work of 200 kills.
+The program itself only forks supervisors, one after the other: an interpreter for each would be most of the work of 200 kills. The
+judge asks for one by a line on the wire, `STATE METHOD FOLDER` (for temporary files), and "end" ends the program.
 A supervisor says `ready` with its pid, workers say `calls` when they do what the state is about.
 """
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -221,20 +223,30 @@ def thread(method: Any) -> NoReturn:
         signal.pause()
 
 
-def supervise(state: str, method: str) -> NoReturn:
+def supervise(state: str, method: str, folder: str) -> NoReturn:
     os.environ[MARK] += f"-{os.getpid()}"
+    os.environ["TMPDIR"] = folder
     if state == "thread":
         thread(method)
     asyncio.run({**globals(), "stopped": idle}[state](method))
     raise AssertionError("it was to be killed")
 
 
-def main(state: str, method: str, rounds: str) -> None:
-    for _ in range(int(rounds)):
-        pid = os.fork()
-        if pid == 0:
-            supervise(state, method)
-        os.waitpid(pid, 0)
+AHEAD = ("percore._runner.assembly", "percore._supervisor.supervisor", "percore._engines.processes.engine")
+"""What a runner imports when it starts. Imported here, each supervisor has it; none of it starts anything."""
+
+
+def main(wire: str) -> None:
+    for module in AHEAD:
+        importlib.import_module(module)
+    with open(wire, encoding="utf-8") as lines:
+        for line in lines:
+            if line == "end\n":
+                break
+            pid = os.fork()
+            if pid == 0:
+                supervise(*line.split())
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

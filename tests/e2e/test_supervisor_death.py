@@ -3,13 +3,14 @@
 A name in /dev/shm that somebody of the family holds when its supervisor is killed would be left for ever.
 """
 
-import contextlib
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests import leaks
 from tests.counts import LONG, times
 from tests.e2e import held
 from tests.e2e.family import Family
-from tests.faults import Program, Watch, figures, wait_stopped
+from tests.faults import Program, Watch, Wire, figures, wait_stopped
 
 HARD = 2.0
 METHODS = ["forkserver", "spawn"]
@@ -27,48 +28,77 @@ TOLD = {"in_flight": 2, "lifespan": 2, "close": 2, "nested": 1, "sleep": 2, "c":
 """How many workers say, in each state, that they are there."""
 
 
-class Doomed:
+class Mother:
     """A program that forks supervisors to be killed, and all that descends from it."""
 
-    def __init__(self, state: str, method: str, folder: Path) -> None:
-        self.state = state
-        self.method = method
+    def __init__(self, folder: Path) -> None:
         self.family = Family()
-        self.folder = folder / method
-        self.folder.mkdir()
+        self._wire = Wire(folder / "wire")
+        with self.family.marked():
+            self.program = Program(self._wire.path, stderr=folder / "stderr", module="tests.e2e.doomed_programs")
 
-    @contextlib.contextmanager
-    def program(self, rounds: int) -> Iterator[Program]:
-        with self.family.marked(), pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TMPDIR", str(self.folder))
-            stderr = self.folder.with_suffix(".err")
-            program = Program(self.state, self.method, str(rounds), stderr=stderr, module="tests.e2e.doomed_programs")
-        with program:
-            yield program
-            assert program.end() == 0
-        assert program.stderr == ""
-        assert self.family.alive() == []
-        assert list(self.folder.iterdir()) == []
+    def __enter__(self) -> Self:
+        self.program.__enter__()
+        return self
 
-    def wait_ready(self, program: Program) -> tuple[int, int | None]:
-        """Until the state is reached, told in lines of any order: the supervisor, and a fork of it."""
-        lines = [program.line() for _ in range(1 + TOLD.get(self.state, 0))]
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._wire.write("end\n")
+        try:
+            if kind is None:
+                assert self.program.end() == 0
+                assert self.family.alive() == []
+        finally:
+            self.program.__exit__(kind, error, trace)
+            self._wire.close()
+
+    def fork(self, state: str, method: str, folder: Path) -> None:
+        self._wire.write(f"{state} {method} {folder}\n")
+
+
+class Doomed:
+    """A supervisor in a state, to be killed, and all that descends from it. Nothing of it is left, not even a word."""
+
+    def __init__(self, mother: Mother, state: str, method: str, folder: Path) -> None:
+        self.state = state
+        self.family = mother.family
+        self._program = mother.program
+        self._stderr_before = len(mother.program.stderr)
+        self._folder = folder / "temporary"
+        self._folder.mkdir()
+        self.pid, self._fork = 0, None
+        mother.fork(state, method, self._folder)
+
+    def __enter__(self) -> Self:
+        """Wait until the state is reached, told in lines of any order, by the supervisor and its workers."""
+        lines = [self._program.line() for _ in range(1 + TOLD.get(self.state, 0))]
         words = sorted(line.partition(" ")[0] for line in lines)
-        assert words == ["calls"] * (len(lines) - 1) + ["ready"], program.stderr
+        assert words == ["calls"] * (len(lines) - 1) + ["ready"], self._program.stderr
         told = json.loads(next(line for line in lines if line.startswith("ready")).removeprefix("ready "))
-        return told["pid"], told["fork"]
+        self.pid, self._fork = told["pid"], told["fork"]
+        return self
 
-    def kill_one(self, program: Program) -> float:
-        """Seconds from the death of a supervisor until everybody is gone."""
-        supervisor, fork = self.wait_ready(program)
-        branch = f"-{supervisor}"
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:  # the next test meets nobody of this one
+            with Watch([self.pid, *self.alive()]) as left:
+                left.kill()
+            return
+        assert self._program.stderr[self._stderr_before :] == ""
+        assert self.alive() == []
+        assert list(self._folder.iterdir()) == []
+        self._folder.rmdir()
+
+    def alive(self) -> list[int]:
+        return self.family.alive(f"-{self.pid}")
+
+    def kill(self) -> float:
+        """Seconds from its death until everybody is gone."""
         if self.state == "stopped":
-            stop(self.family.alive(branch))
-        with Watch([supervisor]) as itself, Watch([fork] if fork else []) as spared:
-            assert leaks.names_held(self.family.alive(branch)) == []
+            stop(self.alive())
+        with Watch([self.pid]) as itself, Watch([self._fork] if self._fork else []) as spared:
+            assert leaks.names_held(self.alive()) == []
             began = time.perf_counter()
-            assert itself.send(supervisor, signal.SIGKILL)
-            assert self.family.wait_gone(HARD, branch) == []
+            assert itself.send(self.pid, signal.SIGKILL)
+            assert self.family.wait_gone(HARD, f"-{self.pid}") == []
             took = time.perf_counter() - began
             assert itself.wait_gone(HARD) == []
             assert len(spared.wait_gone(0)) == len(spared), "this is about a fork that lives"
@@ -85,12 +115,19 @@ def stop(pids: list[int]) -> None:
         wait_stopped(pid)
 
 
+@pytest.fixture(scope="module")
+def mother(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mother]:
+    with Mother(tmp_path_factory.mktemp("mother")) as mother:
+        yield mother
+
+
 @pytest.fixture
-def kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str, str, int], None]:
+def kill(mother: Mother, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> "Kill":
     def kill(state: str, method: str, rounds: int) -> None:
-        doomed = Doomed(state, method, tmp_path)
-        with doomed.program(rounds) as program:
-            took = [doomed.kill_one(program) for _ in range(rounds)]
+        took = []
+        for _ in range(rounds):
+            with Doomed(mother, state, method, tmp_path) as doomed:
+                took.append(doomed.kill())
         with capfd.disabled():
             os.write(1, f"\n{figures(f'supervisor killed, {state}, {method}', took)}\n".encode())
 
@@ -115,11 +152,13 @@ def test_p1_a_killed_supervisor_leaves_nobody(state: str, method: str, kill: Kil
 @pytest.mark.parametrize("method", METHODS)
 def test_p1_a_killed_supervisor_leaves_no_process_that_only_comes_up(method: str, tmp_path: Path) -> None:
     count = 1 if method == "forkserver" else 2
-    doomed = Doomed("unarmed", method, tmp_path)
-    with held.interpreters(tmp_path) as interpreters, doomed.program(1) as program:
-        supervisor, _ = doomed.wait_ready(program)
+    with (
+        held.interpreters(tmp_path) as interpreters,
+        Mother(tmp_path) as mother,
+        Doomed(mother, "unarmed", method, tmp_path) as doomed,
+    ):
         interpreters.wait(count)
-        with Watch([supervisor]) as itself, Watch(doomed.family.alive(f"-{supervisor}")) as everybody:
+        with Watch([doomed.pid]) as itself, Watch(doomed.alive()) as everybody:
             assert len(everybody) == count
             itself.kill()
             assert itself.wait_gone(HARD) == []
