@@ -116,6 +116,14 @@ class MapRun:
             self._span.ended(error)
 
     def _begin(self, results: Results) -> InFlight | None:
+        """As `_begun`, but an error ends the span of the map."""
+        try:
+            return self._begun(results)
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def _begun(self, results: Results) -> InFlight | None:
         """Hold the function and start the feeder. Return None if the map is closed.
 
         `collect` and `stream` call this when the first result is requested, since from then on they are sure to close the map.
