@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 import percore
+from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
@@ -50,6 +51,25 @@ async def test_what_waits_too_long_never_runs(make: MakeRunner, log: Log, gate: 
         assert log.rest() == ["next"]
         assert slots_used(runner) == 0
         assert runner.statistics().queued == runner.statistics().running == runner.statistics().retried == 0
+
+
+async def test_wherever_it_waits_its_time_ends(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=1, threads=1, per_key=1) as runner:
+        held = await hold(runner.options(key="k"), jobs.await_, log, gate)
+        told = [asyncio.ensure_future(runner.broadcast(jobs.await_, log.path, gate.path, "told")) for _ in range(MOST_BROADCASTS)]
+        await log.take(MOST_BROADCASTS)
+        limited = runner.options(queue_timeout=TINY)
+        late = [
+            runner.options(key="k", queue_timeout=TINY).run(jobs.aecho, 1),
+            limited.broadcast(jobs.aecho, 2),
+            limited.map(jobs.aecho, [3], key=lambda _: "k").collect(),
+            limited.map(jobs.aecho, [4]).collect(),
+        ]
+        errors = await asyncio.gather(*late, return_exceptions=True)
+        assert [str(error) for error in errors] == [f"aecho {LATE}"] * 4
+        gate.open()
+        await asyncio.gather(*held, *told)
+        assert log.rest() == []
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho, jobs.later])

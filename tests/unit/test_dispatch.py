@@ -647,6 +647,7 @@ class DispatchMachine(RuleBasedStateMachine):
             return
         waiting = [*(call for line in self.lines() for call in line.live())]
         items = [(line, item) for line in self.lines() for item in line.items]
+        assert Counter(call for call in self.dispatch.calls() if not call.is_done) == Counter(waiting)
         assert self.dispatch.waiting() == len(waiting) + len(items)
         sent = [call for seat in self.everyone() for call in seat.calls if isinstance(call, Call) and not call.is_done]
         sent_items = [

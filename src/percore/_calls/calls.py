@@ -114,6 +114,9 @@ class PendingCall(Outcome, Protocol):
     begin_by: float | None
     """When it must have begun, as a time of the monotonic clock; None: no limit."""
 
+    hard_by: float | None
+    """When to look whether it exceeds its `hard_timeout`, as a time of the monotonic clock; None: it has none."""
+
     @property
     def wanted(self) -> int | None:
         """Of a batch: how many of its items the map needs, counted from the first. None: it is a call, cancelled as a whole."""
@@ -179,6 +182,15 @@ class CallBase:
     def begin_by(self: Outcome, when: float | None) -> None:
         assert self.plan is not None
         self.plan.begin_by = when
+
+    @property
+    def hard_by(self: Outcome) -> float | None:
+        return None if self.plan is None else self.plan.hard_by
+
+    @hard_by.setter
+    def hard_by(self: Outcome, when: float | None) -> None:
+        assert self.plan is not None
+        self.plan.hard_by = when
 
     def is_dropped(self) -> bool:
         return False
@@ -379,10 +391,11 @@ class Planned(Awaited):
     The worker need not know about retries, so a policy without a timeout gets its plan only when an attempt has failed.
     """
 
-    __slots__ = ("__weakref__", "begin_by", "key", "plan", "policy")
+    __slots__ = ("begin_by", "hard_by", "key", "plan", "policy")
 
     policy: Policy
     begin_by: float | None
+    hard_by: float | None
 
     def retry_plan(self) -> CallPlan | None:
         if self.plan is None:

@@ -210,7 +210,7 @@ DEFAULT: Final = Policy()
 class CallPlan:
     """The policy of one call, and the state of its attempts."""
 
-    __slots__ = ("begin_by", "failed", "late", "policy", "started", "terms", "timer", "verdict")
+    __slots__ = ("begin_by", "failed", "hard_by", "late", "policy", "started", "terms", "timer", "verdict")
 
     def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0) -> None:
         """`prefetch`: the first credits of a stream; 0 for other calls."""
@@ -229,6 +229,8 @@ class CallPlan:
         """Set while the call waits for its next attempt."""
         self.begin_by: float | None = None
         """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""
+        self.hard_by: float | None = None
+        """When to look whether the call exceeds its hard timeout. None: it has none."""
         self.terms: tuple[float | None, Any, bool, int, float | None, bool] | None = None
         if context is not None or policy.timeout is not None or is_broadcast or prefetch:
             self.terms = policy.timeout, context, is_broadcast, prefetch, None, False

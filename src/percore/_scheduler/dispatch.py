@@ -425,6 +425,13 @@ class Dispatch(Generic[C, S]):
             while queue.batches and (batch := queue.batches.pop(1)) is not None:
                 into.append(batch)
 
+    def calls(self) -> Iterator[C]:
+        """Yield all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches."""
+        for queue in (*self.singles, *self._maps):
+            yield from queue.calls
+            for lane in queue.lanes.values():
+                yield from lane.calls
+
     def _has_plain(self) -> bool:
         """Whether a plain call waits that any worker may take."""
         return any(queue.calls or queue.batches for queue in tuple(self._turns[Kind.THREAD]))

@@ -5,7 +5,7 @@ them even after their callers have cancelled. So further calls for it wait here,
 calls.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from percore._calls.calls import PendingCall
 from percore._protocol.messages import Kind
@@ -55,6 +55,10 @@ class Broadcasts:
                 call = next(iter(self.waiting[member]))
                 self.remove(call)
                 yield call, member, is_seated
+
+    def calls(self) -> Iterable[PendingCall]:
+        """Return the waiting calls."""
+        return self._homes.keys()
 
     def withdraw(self) -> list[PendingCall]:
         """Remove and return all waiting calls."""

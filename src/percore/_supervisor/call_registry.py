@@ -68,6 +68,7 @@ class CallRegistry:
         self.phase = phase
         self.retries = Retries(phase)
         self.broadcasts = Broadcasts()
+        self._members = members
         self.limits = TimeLimits(self, members)
         self.rates: Rates
         """The supervisor sets it."""
@@ -77,6 +78,11 @@ class CallRegistry:
         """Armed whenever calls are sent. The pool sets it."""
         self._progress = progress
         self._pid = os.getpid()
+
+    def pending(self) -> list[PendingCall]:
+        """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""
+        held = [call for member in self._members for call in member.calls.values()]
+        return [*held, *self.dispatch.calls(), *self.broadcasts.calls(), *self.retries.delayed]
 
     def withdraw(self, call: Awaited) -> None:
         """Withdraw a call of `run` whose await was cancelled."""

@@ -8,13 +8,13 @@ the worker announces the start instead (STARTED).
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Protocol
-from weakref import ref
 
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
-from percore._scheduler.deadlines import Deadlines, grain, rounded_up
+from percore._scheduler.deadlines import Deadlines, grain, next_look, rounded_up
 from percore._scheduler.overruns import Overruns, Step, steps, waits
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class Owner(Protocol):
     retries: Retries
     dispatch: Dispatch[Any, PoolWorker]
 
+    def pending(self) -> list[PendingCall]:
+        """Return all calls that have not ended, and maybe some that have."""
+
 
 class Killer(Protocol):
     """The pool."""
@@ -61,12 +64,10 @@ class HardLimits:
         self._pool = pool
         self._kill_after = kill_after
         self._announces = not sees_starts
-        self._checks: Deadlines[ref[PendingCall]] = Deadlines()
         self._steps: Deadlines[Callable[[], None]] = Deadlines()
         self.overruns: Overruns[PoolWorker] = Overruns()
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._seconds = self._until = 0.0
-        self._append: Callable[[ref[PendingCall]], None]
 
     def limit(self, call: PendingCall, seconds: float) -> None:
         """Watch a call that is about to be accepted."""
@@ -74,18 +75,12 @@ class HardLimits:
             plan = call.retry_plan()
             assert plan is not None
             plan.announce()
-        when = monotonic() + seconds
-        # Most calls share the time of the call before: then this is all that they cost.
-        if seconds != self._seconds or when >= self._until:
-            self._seconds, self._until = seconds, rounded_up(when, grain(seconds))
-            self._append = self._list(self._until).append
-        self._append(ref(call))
-
-    def _list(self, when: float) -> list[ref[PendingCall]]:
-        """Return the list of the calls to look at then."""
-        self._checks.sweep(_is_over)
-        self._set_timer(when)
-        return self._checks.at(when)
+        # Most calls share the time of the call before: then this is all that they cost. It is too early for them, which only means
+        # one look more at those that still run then.
+        if seconds != self._seconds:
+            self._seconds, self._until = seconds, monotonic() + seconds
+            self._set_timer(self._until)
+        call.hard_by = self._until
 
     def _set_timer(self, when: float) -> None:
         if self._timer is None or when < self._due:
@@ -101,20 +96,24 @@ class HardLimits:
 
     def _look(self) -> None:
         self._timer = None
-        self._until = 0.0
+        self._seconds = 0.0  # the next call sets the timer
         now = monotonic()
-        checks = [partial(self._look_at, one, now) for one in self._checks.due(now)]
+        limited = [call for call in self._calls.pending() if call.hard_by is not None]
+        due = [call for call in limited if call.hard_by <= now]  # type: ignore[operator]
         try:
-            Faults("calls exceeded their hard_timeout").run(*checks, *self._steps.due(now))
+            Faults("calls exceeded their hard_timeout").run(
+                *(partial(self._look_at, call, now) for call in due), *self._steps.due(now)
+            )
         finally:
-            for when in (self._checks.next(), self._steps.next()):
-                if when is not None:
-                    self._set_timer(when)
+            earliest = min((when for call in limited if (when := call.hard_by) is not None and when > now), default=inf)
+            if earliest < inf:
+                self._set_timer(next_look(earliest, now, monotonic()))
+            if (step := self._steps.next()) is not None:
+                self._set_timer(step)
 
-    def _look_at(self, one: ref[PendingCall], now: float) -> None:
-        """Look whether a call has exceeded its limit."""
-        call = one()
-        if call is None or _is_over(one):
+    def _look_at(self, call: PendingCall, now: float) -> None:
+        """Look whether a call has exceeded its limit, and set the time of the next look."""
+        if _is_over(call):
             return
         plan = call.retry_plan()
         assert plan is not None
@@ -122,6 +121,7 @@ class HardLimits:
         assert limit is not None
         member: PoolWorker | None = call.member
         rest = limit
+        call.hard_by = now + limit
         if member is not None and call.call_id not in member.parked:
             begun, age, _ = member.fate(call)
             if begun is None and plan.started is not None:
@@ -131,8 +131,7 @@ class HardLimits:
             rest = limit  # for its next attempt
             if not self.overruns.has(member, call.call_id) and not self._calls.phase.is_cut:  # a close cancels and kills by itself
                 self._overran(call, member)
-        self._until = 0.0  # a new list: it may replace the last one
-        self._list(rounded_up(now + rest, min(grain(limit), _SOONEST))).append(one)
+        call.hard_by = rounded_up(now + rest, min(grain(limit), _SOONEST))
 
     def _overran(self, call: PendingCall, member: PoolWorker) -> None:
         """Decide what follows the call when it has ended, then cancel it."""
@@ -176,10 +175,7 @@ class HardLimits:
                 member.go_on()
 
 
-def _is_over(one: ref[PendingCall]) -> bool:
+def _is_over(call: PendingCall) -> bool:
     """Whether the call has ended, in its worker too: a call that was cancelled or abandoned may run on there."""
-    call = one()
-    if call is None:
-        return True
     member: PoolWorker | None = call.member
     return call.done() and (member is None or member.calls.get(call.call_id) is not call)

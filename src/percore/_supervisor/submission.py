@@ -132,7 +132,7 @@ class Submission:
             call.policy = policy
             call.key = policy.key
             call.plan = None if policy.timeout is None else CallPlan(policy)
-            call.begin_by = None
+            call.begin_by = call.hard_by = None
             if policy.has_limits:
                 self._limit(call, policy)
         call.future = Future(loop=self._loop)

@@ -1,4 +1,4 @@
-"""The `queue_timeout` of calls. One timer serves all of them.
+"""The `queue_timeout` of calls. One timer serves all of them: when the earliest deadline is over, it looks through the calls.
 
 A caller must not be told that its call never ran if the call runs. While the call waits here, nothing can begin it. Once it
 was sent, its worker may begin it at any moment, may be blocked or stopped, and may not answer. So the worker knows the deadline,
@@ -14,16 +14,17 @@ Where the engine cannot read the marks of a living worker, the worker is asked t
 
 from __future__ import annotations
 
+from functools import partial
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
-from weakref import ref
 
+from percore._common.log import Faults
 from percore._protocol.messages import CANCEL, WITHDRAW
-from percore._scheduler.deadlines import Deadlines, grain, rounded_up
+from percore._scheduler.deadlines import grain, next_look, rounded_up
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
     from percore._calls.calls import PendingCall
     from percore._calls.policy import Policy
@@ -41,6 +42,9 @@ class Owner(Protocol):
     loop: asyncio.AbstractEventLoop
     phase: RunnerPhase
 
+    def pending(self) -> list[PendingCall]:
+        """Return all calls that have not ended, and maybe some that have."""
+
     def expire(self, call: PendingCall) -> None:
         """End a call that was not sent, because its time to begin is over."""
 
@@ -53,12 +57,12 @@ class TimeLimits:
         self._calls = calls
         self.members = members
         self._loop = calls.loop
-        self._begins: Deadlines[ref[PendingCall]] = Deadlines()
         self.hard: HardLimits
         """The supervisor sets it."""
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = self._begin_by = self._due = 0.0
-        self._append: Callable[[ref[PendingCall]], None]
+        self._looked = -inf
+        """The latest deadline at the last look. Earlier ones need no further look."""
         self.is_in_use = False
         """Whether any call had a `queue_timeout`. Only then workers are told by when calls must begin."""
 
@@ -74,7 +78,6 @@ class TimeLimits:
         if seconds != self._seconds or when >= self._begin_by:
             self._open(seconds, rounded_up(when, grain(seconds)))
         call.begin_by = self._begin_by
-        self._append(ref(call))
 
     def _open(self, seconds: float, begin_by: float) -> None:
         """Let the next calls have this deadline."""
@@ -82,18 +85,11 @@ class TimeLimits:
             self.is_in_use = True
             for member in self.members:
                 member.limit()
-        self._begins.sweep(_is_over)
         self._seconds, self._begin_by = seconds, begin_by
-        self._append = self._begins.at(begin_by + SETTLED).append
-        self._set_timer()
+        self._set_timer(begin_by + SETTLED)
 
-    def _close(self) -> None:
-        """Let the next call open a deadline of its own: lists of calls may have been dropped."""
-        self._begin_by = 0.0
-
-    def _set_timer(self) -> None:
-        when = self._begins.next()
-        if when is not None and (self._timer is None or when < self._due):
+    def _set_timer(self, when: float) -> None:
+        if self._timer is None or when < self._due:
             self.stop()
             self._due = when
             # Never at once: a loop whose clock has coarse ticks would run the timer again and again until its time has come.
@@ -101,19 +97,25 @@ class TimeLimits:
 
     def _look(self) -> None:
         self._timer = None
-        self._close()
-        try:
-            for one in self._begins.due(monotonic()):
-                call = one()
-                if call is not None and not _is_over(one):
-                    self._expire(call)
-        finally:
-            self._set_timer()
+        self._begin_by = 0.0  # the next call opens a deadline, and so sets the timer
+        began, earliest, due = monotonic(), inf, []
+        before, self._looked = self._looked, began - SETTLED
+        for call in self._calls.pending():
+            begin_by = call.begin_by
+            if begin_by is None or begin_by <= before:
+                continue
+            if begin_by > self._looked:
+                earliest = min(earliest, begin_by)
+            else:
+                due.append(partial(self._expire, call))
+        if earliest < inf:
+            self._set_timer(next_look(earliest + SETTLED, began, monotonic()))
+        Faults("calls had waited for their queue_timeout").run(*due)
 
     def _expire(self, call: PendingCall) -> None:
         """End a call whose time to begin is over, if it has not begun."""
         member: PoolWorker | None = call.member
-        if self._calls.phase.is_cut:
+        if self._calls.phase.is_cut or call.done() or call.is_dropped():
             return
         if member is None or call.call_id in member.parked:
             self._calls.expire(call)
@@ -130,11 +132,6 @@ class TimeLimits:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _is_over(one: ref[PendingCall]) -> bool:
-    call = one()
-    return call is None or call.done() or call.is_dropped() or call.begin_by is None
 
 
 def is_late(call: PendingCall) -> bool:
