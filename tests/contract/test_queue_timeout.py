@@ -25,7 +25,9 @@ LATE = "did not begin within queue_timeout=0.02 s, and never runs"
 FULL = pytest.mark.parametrize(("holding", "fn"), [(jobs.await_, jobs.await_), (jobs.wait, jobs.wait)], ids=["task", "thread"])
 
 
-async def hold(runner: percore.Runner, holding: Any, log: Log, gate: Gate, places: int = 1) -> list[asyncio.Future[Any]]:
+async def hold(
+    runner: percore.Runner | percore.Options, holding: Any, log: Log, gate: Gate, places: int = 1
+) -> list[asyncio.Future[Any]]:
     """Take all places of this kind until the gate is open."""
     held = [runner.submit(holding, log.path, gate.path, f"holds {i}") for i in range(places)]
     await log.take(places)
