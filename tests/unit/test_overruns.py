@@ -17,7 +17,7 @@ def test_only_what_has_begun_uses_up_its_time() -> None:
 
 def test_a_worker_pauses_from_its_first_overrun_to_its_last() -> None:
     overruns: Overruns[str] = Overruns()
-    assert not overruns
+    assert not overruns.calls
     assert overruns.began("worker", 1)
     assert not overruns.began("worker", 2)
     assert overruns.began("other", 1)
@@ -27,4 +27,4 @@ def test_a_worker_pauses_from_its_first_overrun_to_its_last() -> None:
     assert not overruns.ended("worker", {1})
     assert overruns.ended("worker", {2})
     assert overruns.ended("other", {1})
-    assert not overruns
+    assert not overruns.calls

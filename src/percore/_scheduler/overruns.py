@@ -56,29 +56,27 @@ class Overruns(Generic[W]):
     """The calls that have exceeded their limit and still run, by worker."""
 
     def __init__(self) -> None:
-        self._calls: dict[W, set[int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
+        self.calls: dict[W, set[int]] = {}
+        """The ids of the calls. A worker without any has no entry."""
 
     def began(self, worker: W, call_id: int) -> bool:
         """Note an overrun. Return whether the worker has to pause, because this is its first one."""
-        is_first = worker not in self._calls
-        self._calls.setdefault(worker, set()).add(call_id)
+        is_first = worker not in self.calls
+        self.calls.setdefault(worker, set()).add(call_id)
         return is_first
 
     def has(self, worker: W, call_id: int) -> bool:
         """Whether this call is among them."""
-        return call_id in self._calls.get(worker, ())
+        return call_id in self.calls.get(worker, ())
 
     def workers(self) -> list[tuple[W, set[int]]]:
         """Return the workers with overruns, and the ids of these calls."""
-        return list(self._calls.items())
+        return list(self.calls.items())
 
     def ended(self, worker: W, call_ids: set[int]) -> bool:
         """Note that overruns have ended. Return whether the worker may go on, because they were its last ones."""
-        left = self._calls[worker] = self._calls[worker] - call_ids
+        left = self.calls[worker] = self.calls[worker] - call_ids
         if left:
             return False
-        del self._calls[worker]
+        del self.calls[worker]
         return True

@@ -92,12 +92,12 @@ class CallRegistry:
 
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
-        if not self.watch.is_armed:
-            self.watch.arm()
         member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
             if member is not None:
+                if not self.watch.is_armed:
+                    self.watch.arm()
                 member.send(call)
         except BaseException as error:
             self.failed_with(call, error, member)

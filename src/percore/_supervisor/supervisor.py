@@ -93,7 +93,7 @@ class Supervisor:
                 self._look_workers()
             if self._broadcasts.waiting:
                 self.calls.send_broadcasts()
-            if self._hard.overruns:
+            if self._hard.overruns.calls:
                 self._hard.look()
             if self.nested.held:  # before other calls take the places
                 self.nested.resume()
