@@ -59,35 +59,52 @@ def select(items: list[pytest.Item], rows: str) -> tuple[list[pytest.Item], list
     seen: set[tuple[str, str]] = set()
     for item in items:
         further = item.nodeid.partition("[")[0], _further_way(item, rows)
-        is_wanted = _can_run(item) and (rows == "full" or (_is_wanted(item, rows) and further not in seen))
+        can_run = _can_run(item, engine_of(item))
+        is_wanted = can_run and (rows == "full" or (_is_wanted(item, rows) and further not in seen))
         if is_wanted and further[1]:
             seen.add(further)
         (wanted if is_wanted else left_out).append(item)
     return wanted, left_out
 
 
-def _can_run(item: pytest.Item) -> bool:
+def engines_for(item: pytest.Item, engines: list[str], rows: str) -> list[str]:
+    """The engines that a run has a test on, whatever its parameters; the first one, if it has none, for `select` to leave out.
+
+    A test that nobody runs is not made: that would take most of the time until the first test begins.
+    """
+    return [engine for engine in engines if _has_row(item, engine, rows)] or engines[:1]
+
+
+def _can_run(item: pytest.Item, engine: object) -> bool:
     """Whether the engine has what the test is about: with a relay, the program and its workers share no memory."""
     marks = list(item.iter_markers("local_memory"))
     if any(not mark.kwargs.get("because") for mark in marks):
         raise pytest.UsageError(f'{item.nodeid}: local_memory() takes because="..."')
-    return not (marks and engine_of(item) == "relay")
+    return not (marks and engine == "relay")
+
+
+def _has_row(item: pytest.Item, engine: object, rows: str) -> bool:
+    if not _can_run(item, engine):
+        return False
+    if rows == "full":
+        return True
+    if rows == "fallbacks" and not _falls_back(item, engine):
+        return False
+    if engine == "relay":
+        return "relay" in differing(item) and rows == "push"
+    return not _is_spawned(engine) or "spawn" in differing(item)
 
 
 def _is_wanted(item: pytest.Item, rows: str) -> bool:
-    ways = differing(item)
-    if item.get_closest_marker("full") or (rows == "fallbacks" and not _falls_back(item)):
-        return False
-    if engine_of(item) == "relay":
-        return "relay" in ways and rows == "push" and "uvloop" not in item.name
-    if _is_spawned(item):
-        return "spawn" in ways and "uvloop" not in item.name
-    return not (engine_of(item) == "fake" and "uvloop" in item.name)  # without processes the loop is the test's own
-
-
-def _falls_back(item: pytest.Item) -> bool:
-    """Whether a mark says that the test differs without system calls, on the engine that it has."""
     engine = engine_of(item)
+    if not _has_row(item, engine, rows) or item.get_closest_marker("full"):
+        return False
+    # Without processes the loop is the test's own, and each further way tells the same under any loop.
+    return not ((engine in {"fake", "relay"} or _is_spawned(engine)) and "uvloop" in item.name)
+
+
+def _falls_back(item: pytest.Item, engine: object) -> bool:
+    """Whether a mark says that the test differs without system calls, on the engine that it has."""
     marks = [mark for mark in item.iter_markers("differs") if "fallbacks" in mark.args]
     return any(engine is None or mark.kwargs.get("on") in {None, engine} for mark in marks)
 
@@ -98,14 +115,14 @@ def _further_way(item: pytest.Item, rows: str) -> str:
         return f"fallbacks of {engine_of(item)}"
     if engine_of(item) == "relay":
         return "relay"
-    if _is_spawned(item):
+    if _is_spawned(engine_of(item)):
         return "spawn"
     is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own
     return "uvloop" if is_chosen and "uvloop" in item.name else ""
 
 
-def _is_spawned(item: pytest.Item) -> bool:
-    return engine_of(item) == "spawn" != default_start_method()
+def _is_spawned(engine: object) -> bool:
+    return engine == "spawn" != default_start_method()
 
 
 def engine_of(item: pytest.Item) -> object:

@@ -13,7 +13,7 @@ from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 from tests.internals import current_member
 from tests.relay.near import RelayRunner, RelayWorker
-from tests.rows import engine_of
+from tests.rows import engine_of, engines_for
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 Starts: TypeAlias = Callable[[int], int]
@@ -22,12 +22,21 @@ REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["
 ENGINES = ["fake", *REAL, "relay"]
 
 
-@pytest.fixture(params=ENGINES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test the engines that its marks and the rows of this run ask for, unless it names its own."""
+    own = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    for name, engines in (("engine", ENGINES), ("real_engine", [*REAL, "relay"])):
+        if name in metafunc.fixturenames and name not in own:
+            wanted = engines_for(metafunc.definition, engines, metafunc.config.getoption("rows"))
+            metafunc.parametrize(name, wanted, indirect=True)
+
+
+@pytest.fixture
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=[*REAL, "relay"])
+@pytest.fixture
 def real_engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
