@@ -61,9 +61,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", choices=rows.CHOICES, default="push", help="the engines and loops tests run with: see tests/rows.py")
 
 
-def pytest_collection_finish() -> None:
-    """Take all that exists now out of collections: many tests ask for one, and each would visit every test and its modules."""
-    _leave_out_of_collections()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while tests are collected: there is hardly any, and each time there would be more to visit.
+
+    What exists then is taken out of collections: many tests ask for one, and each would visit every test and its modules.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
