@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,13 @@ import pytest
 import percore
 from percore import Runner
 from percore._common.system import HAS_REUSEPORT
-from percore._scheduler.replacement import RestartBudget
+from percore._scheduler.replacement import LIMIT, RestartBudget
 from tests import jobs
 from tests.contract import listen_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.faults import wait_stopped
-from tests.internals import members_of
+from tests.internals import members_of, supervisor_of
 
 pytestmark = pytest.mark.differs("spawn", "relay", "fallbacks", because="sockets reach each kind of worker in another way")
 
@@ -177,6 +177,23 @@ async def test_other_workers_serve_while_a_replacement_starts(make_real: MakeRun
             """It takes its share."""
 
 
+async def test_a_worker_that_has_served_is_replaced_at_once_however_often_it_dies(make_real: MakeRunner) -> None:
+    """It makes no calls, and is no worker that cannot start."""
+    async with make_real(lifespan=listen_jobs.serve, listen=[TCP]) as runner:
+        for generation in range(1, LIMIT + 2):
+            while await _ask_dying(runner.addresses[0]) != f"0 {generation}":
+                """The replacement starts."""
+            worker_of(runner).kill()
+        assert supervisor_of(runner).slots[0].budget.deaths == 0
+
+
+async def _ask_dying(address: str) -> str:
+    """The answer of a worker that may die before it has one; then it is empty."""
+    with suppress(ConnectionResetError):
+        return await _ask(address)
+    return ""
+
+
 async def test_a_slot_that_is_given_up_has_no_connections(make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     died = RestartBudget.died
     monkeypatch.setattr(RestartBudget, "died", lambda budget: None if died(budget) is None else 0.0)
@@ -234,8 +251,8 @@ async def test_reloads_and_resizes_fail_no_request(make_real: MakeRunner, tmp_pa
         assert others
 
 
-async def test_a_request_in_a_removed_worker_is_answered(make: MakeRunner, log: Log, gate: Gate) -> None:
-    async with make(2, lifespan=functools.partial(listen_jobs.serve, log.path), listen=[TCP], kill_after=60) as runner:
+async def test_a_request_in_a_removed_worker_is_answered(make_real: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make_real(2, lifespan=functools.partial(listen_jobs.serve, log.path), listen=[TCP], kill_after=60) as runner:
         (address,) = runner.addresses
         held: list[asyncio.Task[str]] = []
         holders: list[str] = []

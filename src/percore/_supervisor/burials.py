@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from percore._scheduler.replacement import Decision
     from percore._supervisor.blocked_loops import BlockedLoops
     from percore._supervisor.call_registry import CallRegistry, Progress
+    from percore._supervisor.listening import Listening
     from percore._supervisor.memory_watch import MemoryWatch
     from percore._supervisor.nested import Nested
     from percore._supervisor.pool_changes import PoolChanges
@@ -45,6 +46,7 @@ class BereavedPool(Protocol):
     first_start: FirstStart
     changes: "PoolChanges"
     blocked_loops: "BlockedLoops"
+    listening: "Listening"
     memory_watch: "MemoryWatch"
 
     def age(self, member: PoolWorker) -> float:
@@ -104,7 +106,9 @@ class Burials:
         began = self._deaths.end_calls(member, faults)
         with faults:
             member.check_empty()
-        began = began or member.done > 0 or member.retried > 0 or end.place_lost
+        # A worker that is ready may serve on its sockets, of which nobody here learns.
+        has_served = member.was_ready and self._pool.listening.is_used
+        began = began or member.done > 0 or member.retried > 0 or end.place_lost or has_served
         with faults:
             self._calls.shares.buried(member)
         with faults:

@@ -32,6 +32,8 @@ class Listening:
         self._endpoints = tuple(map(endpoint_of, listen))
         self._slots = slots
         self._members = members
+        self.is_used = bool(self._endpoints)
+        """Whether the runner has addresses."""
         self._is_open = False
 
     def open(self) -> None:
@@ -54,12 +56,12 @@ class Listening:
         Raises:
             OSError: the slot has none yet, and the system refuses one.
         """
-        assert self._is_open or not self._endpoints, "a worker starts after the end"
+        assert self._is_open or not self.is_used, "a worker starts after the end"
         return tuple(endpoint.of(slot) for endpoint in self._endpoints)
 
     def look(self) -> None:
         """Adapt to a change of the slots or their workers."""
-        if not self._is_open or not self._endpoints:
+        if not self._is_open or not self.is_used:
             return
         kept, steered = plan(self._slots, {member.index for member in self._members})
         for endpoint in self._endpoints:
