@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -117,14 +117,6 @@ async def after_end() -> None:
     runner = percore.current_runner()
     runner._family.end()
     await runner.run(echo, 1)
-
-
-def generate() -> Iterator[int]:
-    yield 1
-
-
-async def call_with_coroutine() -> None:
-    await percore.current_runner().run(for_ever())  # type: ignore[call-overload]
 
 
 async def two_in_turn(log: str, gate: str, then: str) -> str:

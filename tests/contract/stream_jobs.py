@@ -256,3 +256,8 @@ def total(numbers: list[int]) -> Iterator[int]:
     for number in numbers:
         sum_ += number
         yield sum_
+
+
+def of_unreadable() -> Iterator[Any]:
+    """An item that cannot be unpickled."""
+    yield jobs.RefusesUnpickle()

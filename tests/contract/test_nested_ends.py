@@ -43,7 +43,7 @@ def check_empty(runner: percore.Runner) -> None:
         assert (member.families, member._aside) == ({}, [0, 0])
     nested = supervisor_of(runner).nested
     assert not nested.held
-    assert all(not (room.asked or room.announced or room.lent) for room in nested._rooms.values())
+    assert all(not (room.asked or room.announced or room.lent) for room in nested.rooms.values())
     assert slots_used(runner) == 0
 
 

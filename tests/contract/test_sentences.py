@@ -37,7 +37,7 @@ from percore import LoopPoolExecutor, Runner, threaded
 from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 from percore._engines.processes.fork_servers import servers
 from percore._serialization.exceptions import load_exception
-from tests import jobs, nested_jobs, variables
+from tests import jobs, nested_jobs, nested_walks, variables
 from tests.contract import share_jobs
 from tests.contract.conftest import worker_of
 from tests.fakes import FakeRunner
@@ -678,11 +678,21 @@ SENTENCES: Final[dict[str, Use]] = {
     "the thread_initializer failed": pool(
         lambda executor: executor.submit(jobs.echo, 1).result(), thread_initializer=refuse_thread
     ),
-    "run_sync() would block the event loop; in a coroutine write `await percore.current_runner().run(fn, ...)`": fake(
-        lambda runner: runner.run(nested_jobs.wrong_face)
+    "… would block the event loop; in a coroutine …": fake(lambda runner: runner.run(nested_jobs.wrong_face)),
+    "… for coroutines; in a plain function, which runs on a thread, …": fake(
+        lambda runner: runner.run(nested_jobs.other_wrong_face)
     ),
-    "run() and submit() are for coroutines; in a plain function, which runs on a thread, write "
-    "percore.current_runner().run_sync(fn, ...)": fake(lambda runner: runner.run(nested_jobs.other_wrong_face)),
+    "calls would wait for each other for ever: …. Let all calls take their keys in the same order, or give such calls one key "
+    "that they have in common": at(
+        "tests/contract/test_nested_walks.py::test_callers_that_want_each_others_keys_get_an_error",
+        "calls would wait for each other for ever",
+    ),
+    "a plain function cannot pull an async iterable: make the map in a coroutine, or give it a sync iterable": fake(
+        lambda runner: runner.run(nested_walks.async_input_in_a_thread)
+    ),
+    "another task or thread waits for the next result of this …": fake(lambda runner: runner.run(nested_walks.two_at_once)),
+    "a … was never used: iterate it": fake(lambda runner: runner.run(nested_walks.never_used)),
+    "a … of a call cannot be pickled: it belongs to that call": fake(lambda runner: runner.run(nested_walks.pickled_map)),
     "a call with the key … would wait for itself: …, which has made it directly or indirectly, holds this key until it ends. "
     "Leave the key out: nested calls belong to the key of their caller": fake(
         lambda runner: runner.options(key="a").run(nested_jobs.with_key, "a")
@@ -695,12 +705,6 @@ SENTENCES: Final[dict[str, Use]] = {
     ),
     "percore.current_runner() works only inside a call, not in the lifespan; in a thread that a call has started, use the "
     "runner that the call has got": fake(lambda runner: runner.run(nested_jobs.in_empty_context)),
-    "… is a generator function: one call gives one result. Return a list instead": fake(
-        lambda runner: runner.run(nested_jobs.acall, nested_jobs.generate)
-    ),
-    "give the function and its arguments: runner.run(fetch, url), not runner.run(fetch(url))": fake(
-        lambda runner: runner.run(nested_jobs.call_with_coroutine)
-    ),
     "the current runner cannot be pickled: it belongs to one call. Call percore.current_runner() in the other one": fake(
         lambda runner: runner.run(percore.current_runner)
     ),

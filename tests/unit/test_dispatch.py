@@ -200,7 +200,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def seat_of(self, key: Hashable) -> Seat | None:
         """Where a key with waiting calls belongs, and whether that is a worker that takes calls."""
         known = self.dispatch.keys._keys[key]
-        if known.round != self.dispatch.keys._round:  # it finds that out when it is used
+        if known.round != self.dispatch.keys.round:  # it finds that out when it is used
             self.dispatch.keys._place(known)
         if not known.running and self.dispatch.seats:
             assert known.seat in self.dispatch.seats

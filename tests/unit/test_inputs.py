@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._map.inputs import Inputs, Pulled
+from percore._common.inputs import Inputs, Pulled
 
 
 class Closing:

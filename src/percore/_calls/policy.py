@@ -17,7 +17,7 @@ from percore._common.worker_errors import WorkerDied
 if TYPE_CHECKING:
     import asyncio
 
-_NO_TERMS: Final = (None, None, False, 0, None, False)
+_NO_TERMS: Final = (None, None, False, 0, None, False, False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,8 +212,10 @@ class CallPlan:
 
     __slots__ = ("begin_by", "failed", "hard_by", "late", "policy", "started", "terms", "timer", "verdict")
 
-    def __init__(self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0) -> None:
-        """`prefetch`: the first credits of a stream; 0 for other calls."""
+    def __init__(
+        self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0, steps_aside: bool = False
+    ) -> None:
+        """`prefetch`: the first credits of a stream; 0 for other calls. `steps_aside`: as in `Terms`."""
         self.policy = policy
         self.failed = 0
         """How many attempts have failed."""
@@ -231,16 +233,17 @@ class CallPlan:
         """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""
         self.hard_by: float | None = None
         """When to look whether the call exceeds its hard timeout. None: it has none."""
-        self.terms: tuple[float | None, Any, bool, int, float | None, bool] | None = None
+        self.terms: tuple[float | None, Any, bool, int, float | None, bool, bool] | None = None
         if context is not None or policy.timeout is not None or is_broadcast or prefetch:
-            self.terms = policy.timeout, context, is_broadcast, prefetch, None, False
+            self.terms = policy.timeout, context, is_broadcast, prefetch, None, False, steps_aside
         """What the worker gets before the call: timeout, context variables, whether it is a broadcast, the first credits of a
-        stream, `begin_by` if no BEGIN_BY gives it, and whether the worker announces the start. None: nothing."""
+        stream, `begin_by` if no BEGIN_BY gives it, whether the worker announces the start, and whether a stream steps aside. None:
+        nothing."""
 
     def set_begin_by(self, when: float | None) -> None:
         """Set `begin_by` in the terms."""
-        timeout, context, is_broadcast, prefetch, _, announces = self.terms or _NO_TERMS
-        self.terms = timeout, context, is_broadcast, prefetch, when, announces
+        timeout, context, is_broadcast, prefetch, _, announces, steps_aside = self.terms or _NO_TERMS
+        self.terms = timeout, context, is_broadcast, prefetch, when, announces, steps_aside
 
     @property
     def announces(self) -> bool:
@@ -249,4 +252,5 @@ class CallPlan:
 
     def announce(self) -> None:
         """Let the worker announce the start."""
-        self.terms = *(self.terms or _NO_TERMS)[:5], True
+        timeout, context, is_broadcast, prefetch, begin_by, _, steps_aside = self.terms or _NO_TERMS
+        self.terms = timeout, context, is_broadcast, prefetch, begin_by, True, steps_aside

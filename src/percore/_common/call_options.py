@@ -9,6 +9,19 @@ _MOST_RETRIES: Final = 1_000_000
 _LONGEST_DELAY: Final = 1e9
 _MOST_PREFETCHED: Final = 1_000_000
 
+_OF_THE_VIEW: Final = "it is an option of the calls, as in runner.options({0}=...).map(...)"
+_OF_THE_RUNNER: Final = "the number of workers is the runner's, as in percore.Runner(workers=4)"
+_NO_CHUNKS: Final = "there is no chunk size to tune, percore batches short calls by how long they take"
+MAP_ADVICE: Final = {
+    "chunksize": _NO_CHUNKS,
+    "batch_size": _NO_CHUNKS,
+    "timeout": "for each call write runner.options(timeout=...).map(...), for the map as a whole asyncio.timeout(...) around it",
+    "buffersize": "window=... says how many items may be pulled and not yet handed over",
+    "max_workers": _OF_THE_RUNNER,
+    "workers": _OF_THE_RUNNER,
+} | {name: _OF_THE_VIEW.format(name) for name in ("retries", "retry_on", "backoff")}
+"""Advice for keyword arguments of other libraries' maps and of other methods, by name."""
+
 
 class CallOptions(NamedTuple):
     """The validated options of calls, without the key; `Policy` says what they mean.

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any, Final
 
 from percore._common.errors import shown
+from percore._common.inputs import Inputs, Pulled
 from percore._map.in_flight import InFlight
-from percore._map.inputs import Inputs, Pulled
 from percore._map.rows import Rows, Spec
 from percore._protocol.messages import Kind
 from percore._scheduler.map_life import MapEvent, MapPhase

@@ -6,8 +6,8 @@ from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 
 from percore._calls.functions import kind_of
-from percore._common.callables import check_plain, qualified_name
-from percore._map.inputs import Inputs
+from percore._common.callables import qualified_name
+from percore._common.inputs import Inputs, check_map
 from percore._map.rows import Spec
 
 T_co = TypeVar("T_co", covariant=True)
@@ -63,19 +63,7 @@ class Map(Generic[T_co]):
         makes the run of this map, now.
         """
         kind_of(fn)
-        if not iterables:
-            raise TypeError("map needs at least one iterable")
-        for source in iterables:
-            if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
-                raise TypeError(f"map needs iterables, not {source!r}")
-        if spec.key is not None:
-            if not callable(spec.key):
-                raise TypeError(f"key must be a function of the arguments, such as key=host_of, not {spec.key!r}")
-            check_plain("key", spec.key)
-        if spec.window is not None and (isinstance(spec.window, bool) or not isinstance(spec.window, int)):
-            raise TypeError(f"window must be a whole number, not {spec.window!r}")
-        if spec.window is not None and spec.window < 1:
-            raise ValueError(f"window must be at least 1, not {spec.window}")
+        check_map(iterables, spec.window, spec.key)
         self._fn = fn
         self._check = check
         self._inputs = Inputs(iterables)

@@ -3,10 +3,10 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
+from percore._common.inputs import Inputs
 from percore._common.log import Faults
 from percore._map.feeder import Feeder
 from percore._map.in_flight import InFlight
-from percore._map.inputs import Inputs
 from percore._map.map import Counts
 from percore._map.results import Failure, Listed, Ordered, Results
 from percore._map.rows import Spec

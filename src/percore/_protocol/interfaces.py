@@ -305,6 +305,9 @@ class WorkerChannel(Side, Protocol):
     def pickled(self, obj: object) -> bytes:
         """Pickle `obj` into bytes of any size. Raises as `ObjectPickler.payload`."""
 
+    def read(self, payload: Payload, /) -> memoryview | bytes:
+        """Return the bytes of a payload, as `Channel.read`. `load` takes a copy of them."""
+
     def load_shared(self, parcel: int, ended: Callable[[], None], /) -> Received:
         """Read a shared object, as `Store.load`."""
 

@@ -28,9 +28,7 @@ FINISH: Final = -6  # no more calls will come: leave the lifespan and end
 ONCE_TASK: Final = -7  # a call that brings its function along, to run as a task; body: pickle of (fn, args, kwargs)
 ONCE_THREAD: Final = -8  # as ONCE_TASK, to run in a thread
 BATCH: Final = -9  # several items of a map; body: from `Store.pack_items`
-TERMS: Final = (
-    -10
-)  # for the next message with this id; body: (seconds or None, context or None, is_broadcast, credits, begin_by, announces)
+TERMS: Final = -10  # for the next message with this id; body: `Terms` of percore._worker.terms, as a tuple
 DRAIN: Final = -11  # take no more calls, hand back those that have not begun, and end
 FORGET: Final = -12  # id: number of a shared object that the worker must release
 SHARE: Final = -13  # id: number of a shared object that later calls refer to; body: its parcel
@@ -42,6 +40,8 @@ WITHDRAW: Final = -17  # hand this call back if it has not begun
 ANSWER_VALUE: Final = -20  # body: the result, an immutable scalar
 ANSWER_RESULT: Final = -21  # body: the result, pickled
 ANSWER_ERROR: Final = -22  # body: a pickled exception
+ANSWER_ITEMS: Final = -23  # the next items of a stream; body: the values, and the indexes of those that are pickles
+ANSWER_ITEM: Final = -24  # the next item of a stream, pickled; it is read (TAKEN) before another answer about this stream follows
 
 # To the supervisor.
 VALUE: Final = 1  # body: the result, an immutable scalar
@@ -68,6 +68,8 @@ ASK: Final = 22  # make a call; body: a NestedRequest as a tuple
 ASKED: Final = 23  # body: the pickle that was too large for ASK
 DROP: Final = 24  # the call is no longer wanted; no answer follows
 TAKEN: Final = 25  # the answer has been read from its slot
+GRANT: Final = 26  # a stream; body: how many items the consumer has taken since the last GRANT
+CLOSE: Final = 27  # a stream: close its generator; its end is answered
 
 
 PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED, ITEM, ASKED})

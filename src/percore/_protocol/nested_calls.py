@@ -18,13 +18,30 @@ _KINDS: Final[tuple[tuple[type, ...], ...]] = (
     (str,),
     (str, bytes, int, float, bool, tuple, type(None)),
     (bool,),
-    (float, type(None)),
+    (int,),
+    (tuple, type(None)),
     (dict, bytes, type(None)),
     (tuple,),
     (bytes, type(None)),
 )
 """The types of the fields of a request."""
 _ALL: Final = [True] * len(_KINDS)
+
+
+class RequestOptions(NamedTuple):
+    """The options of a nested call that differ from the defaults.
+
+    Attributes:
+        retries: how many more attempts it gets; None: those of the runner.
+        retry: a pickle of retry_on and backoff; None: their defaults.
+        timeout, queue_timeout, hard_timeout: seconds, or None.
+    """
+
+    retries: int | None
+    retry: bytes | None
+    timeout: float | None
+    queue_timeout: float | None
+    hard_timeout: float | None
 
 
 class NestedRequest(NamedTuple):
@@ -37,7 +54,8 @@ class NestedRequest(NamedTuple):
         module: the module of the function.
         key: the key that the user gave; None: none.
         inherits: whether the call belongs to the key of its caller, if that has one.
-        timeout: seconds that the call may run; None: no limit.
+        prefetch: of a stream: how many items may be produced and not taken; 0: it is a call.
+        options: a `RequestOptions` as a tuple; None: the defaults.
         context: values of context variables, as in `Terms`.
         shares: numbers of the shared objects in its arguments.
         pickle: the pickle of function, arguments and keyword arguments; None: it follows as an ASKED.
@@ -49,7 +67,8 @@ class NestedRequest(NamedTuple):
     module: str
     key: PlainKey
     inherits: bool
-    timeout: float | None
+    prefetch: int
+    options: tuple[Any, ...] | None
     context: dict[int | str, Any] | bytes | None
     shares: tuple[int, ...]
     pickle: bytes | None
@@ -69,7 +88,8 @@ class NestedRequest(NamedTuple):
             raise BrokenFrame("a nested call whose fields are of other types")
         request = cls(*body)
         are_numbers = all(type(number) is int for number in request.shares)
-        if request.kind not in (Kind.TASK, Kind.THREAD) or not are_numbers or not is_plain_key(request.key):
+        is_known = request.kind in (Kind.TASK, Kind.THREAD) and request.prefetch >= 0 and is_plain_key(request.key)
+        if not is_known or not are_numbers or not (request.options is None or len(request.options) == len(RequestOptions._fields)):
             raise BrokenFrame(f"a nested call of {request.name!r} with fields that no worker sends")
         return request
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import percore
+from percore._common.call_options import MAP_ADVICE
 from percore._common.options import advising
 
 if TYPE_CHECKING:
@@ -47,19 +48,6 @@ if TYPE_CHECKING:
 
 
 AnyItems: TypeAlias = Iterable[Any] | AsyncIterable[Any]
-
-_OF_THE_VIEW: Final = "it is an option of the calls, as in runner.options({0}=...).map(...)"
-_OF_THE_RUNNER: Final = "the number of workers is the runner's, as in percore.Runner(workers=4)"
-_NO_CHUNKS: Final = "there is no chunk size to tune, percore batches short calls by how long they take"
-_ADVICE: Final = {
-    "chunksize": _NO_CHUNKS,
-    "batch_size": _NO_CHUNKS,
-    "timeout": "for each call write runner.options(timeout=...).map(...), for the map as a whole asyncio.timeout(...) around it",
-    "buffersize": "window=... says how many items may be pulled and not yet handed over",
-    "max_workers": _OF_THE_RUNNER,
-    "workers": _OF_THE_RUNNER,
-} | {name: _OF_THE_VIEW.format(name) for name in ("retries", "retry_on", "backoff")}
-"""Advice for keyword arguments of other libraries' maps and of other methods, by name."""
 
 
 class MapVerbs:
@@ -152,7 +140,7 @@ class MapVerbs:
                 *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         # fmt: on
 
-    @advising("Runner.map", _ADVICE)
+    @advising("Runner.map", MAP_ADVICE)
     def map(
         self,
         fn: Callable[..., Any],
@@ -261,7 +249,7 @@ class MapVerbs:
                       *more: AnyItems, **o: Unpack[Keep[...]]) -> Map[tuple[tuple[Any, ...], T | BaseException]]: ...
         # fmt: on
 
-    @advising("Runner.map_items", _ADVICE)
+    @advising("Runner.map_items", MAP_ADVICE)
     def map_items(
         self,
         fn: Callable[..., Any],
@@ -291,7 +279,7 @@ class MapVerbs:
         def starmap(self, fn: Plain[..., T], rows: In[Iterable[Any]], /, **o: Unpack[Keep[...]]) -> Map[T | BaseException]: ...
         # fmt: on
 
-    @advising("Runner.starmap", _ADVICE)
+    @advising("Runner.starmap", MAP_ADVICE)
     def starmap(
         self,
         fn: Callable[..., Any],

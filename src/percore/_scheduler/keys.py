@@ -51,7 +51,10 @@ class Keys(Generic[C, S]):
         self._noted: deque[Key[C, S]] = deque()
         """All idle keys, and some that were idle once."""
         self._seats: list[S] = []
-        self._round = 0
+        self.round = 0
+        """How often the workers have changed."""
+        self.changes = 0
+        """How often the workers have changed, or a call has come back to wait again."""
         self._queues: dict[Lanes[C, S], None] = {}
         """The queues that have lanes."""
         self._gates: dict[Hashable, Gate[C, S]] = {}
@@ -77,7 +80,7 @@ class Keys(Generic[C, S]):
             key.seat = home
         key.is_seated = key.seat in self._seats
         key.is_home = key.is_seated and key.seat is home
-        key.round = self._round
+        key.round = self.round
 
     def _lane(self, name: Hashable, queue: Lanes[C, S]) -> Lane[C, S]:
         """Return the lane of this key in this queue. Use it at once: when user code runs, it may drop an idle key."""
@@ -90,7 +93,7 @@ class Keys(Generic[C, S]):
     def _enter(self, name: Hashable, queue: Lanes[C, S]) -> None:
         key = self._keys.get(name)
         if key is None:
-            key = self._keys.setdefault(name, Key(name, self._home(name), self._round))
+            key = self._keys.setdefault(name, Key(name, self._home(name), self.round))
             key.gate = self._gates.get(name)
         queue.lanes[name] = key.lanes.setdefault(queue, Lane(key, queue))
         self._queues[queue] = None
@@ -114,10 +117,17 @@ class Keys(Generic[C, S]):
         for queue in list(key.lanes):
             queue.lanes.pop(key.name, None)
 
+    def is_taken(self, name: Hashable) -> bool:
+        """Whether a call with this key would have to wait until one of those that are under way ends."""
+        key = self._keys.get(name)
+        if key is None or not key.running:
+            return False
+        return key.running >= self._limit or key.seat not in self._seats
+
     def join(self, name: Hashable, seat: S) -> None:
         """Assign a new key to this worker, if it takes calls, as long as the workers stay or calls of the key are under way."""
         if seat in self._seats and name not in self._keys:
-            key = self._keys[name] = Key(name, seat, self._round)
+            key = self._keys[name] = Key(name, seat, self.round)
             key.is_home = self._home(name) is seat
             self._note(key)
 
@@ -135,7 +145,7 @@ class Keys(Generic[C, S]):
         key = self._keys.get(name)
         if key is None:
             return ()
-        if key.round != self._round:
+        if key.round != self.round:
             self._place(key)
         return [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
 
@@ -155,7 +165,7 @@ class Keys(Generic[C, S]):
             lane = queue.lanes[name]
         except KeyError:
             lane = self._lane(name, queue)
-        if lane.key.round != self._round:
+        if lane.key.round != self.round:
             self._place(lane.key)
             lane = self._lane(name, queue)
         # No user code may run from here until the key has a call: it could drop the key.
@@ -178,8 +188,9 @@ class Keys(Generic[C, S]):
         """Put back a call that was sent and has not begun, before the other calls of its key in its queue."""
         lane = self._lane(call.key, queue)
         lane.calls.appendleft(call)
+        self.changes += 1
         queue.count += 1
-        if lane.key.round != self._round:
+        if lane.key.round != self.round:
             self._place(lane.key)
         self._list(lane)
 
@@ -276,7 +287,7 @@ class Keys(Generic[C, S]):
         """
         key = self._keys[call.key]
         was_shut = key.gate is not None and _came_through(key.gate, call, was_sent=was_sent)
-        if key.round != self._round:
+        if key.round != self.round:
             self._place(key)
         running = key.running
         key.running = running - 1
@@ -321,7 +332,8 @@ class Keys(Generic[C, S]):
         `settle` until `is_settled` is true.
         """
         self._seats = list(seats)
-        self._round += 1
+        self.round += 1
+        self.changes += 1
         for queue in list(self._queues):
             for lanes in list(queue.by_seat.values()):
                 self.strays.extend(lanes)
@@ -341,7 +353,7 @@ class Keys(Generic[C, S]):
             lane = self.strays.popleft()
             lane.is_listed = False
             key = lane.key
-            if key.round != self._round:
+            if key.round != self.round:
                 self._place(key)
             if not lane.calls:
                 self._note(key)

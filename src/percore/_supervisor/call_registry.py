@@ -68,7 +68,7 @@ class CallRegistry:
         self.phase = phase
         self.retries = Retries(phase)
         self.broadcasts = Broadcasts()
-        self._members = members
+        self.members = members
         self.limits = TimeLimits(self, members)
         self.rates: Rates
         """The supervisor sets it."""
@@ -81,7 +81,7 @@ class CallRegistry:
 
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""
-        held = [call for member in self._members for call in member.calls.values()]
+        held = [call for member in self.members for call in member.calls.values()]
         return [*held, *self.dispatch.calls(), *self.broadcasts.calls(), *self.retries.delayed]
 
     def withdraw(self, call: Awaited) -> None:

@@ -1,152 +1,73 @@
-"""Nested calls, which calls in workers make: it turns requests of workers into calls, and their outcomes into answers.
+"""Nested calls, which calls in workers make: it turns requests of workers into calls.
 
     worker ── ASK ──▶ Nested ─▶ NestedCall ─▶ CallRegistry, as any call
-    worker ◀─ ANSWER_… ── Nested ◀─ outcome
+    worker ◀─ ANSWER_… ── NestedAnswers ◀─ outcome
 
-The pickles pass through as bytes: the supervisor unpickles neither the function and its arguments nor the outcome.
+The pickles pass through as bytes: the supervisor unpickles neither the function and its arguments nor the outcome. There is one
+exception: whether an exception is worth another attempt, its type tells.
 
 How nobody waits for itself: a call with nested calls steps aside, that is, gives its place back, until its last nested call has
 ended (`percore._scheduler.levels`). A nested call therefore finds a place even where all places were taken by calls that wait. It
-takes no key that its caller, or the caller's caller, holds. And it needs no slot to be accepted: a pickle that finds none waits as
+takes no key that its caller, or the caller's caller, holds, and none by which callers would wait for each other
+(`percore._scheduler.key_waits`). And it needs no slot to be accepted: a pickle that finds none waits as
 private bytes.
 
 A family ends with its call: when the call leaves its worker, for whatever reason, its nested calls are cancelled.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, Final, cast
 
 from percore._calls.calls import PendingCall
-from percore._calls.nested import ForeignFunction, NestedCall
+from percore._calls.nested import ForeignFunction, NestedCall, NestedStream
 from percore._calls.policy import DEFAULT, CallPlan, Policy
-from percore._common.errors import as_error
+from percore._common.call_options import CallOptions, checked
 from percore._common.fault_points import POINTS, point
-from percore._common.worker_errors import WorkerDied
+from percore._common.log import Faults
 from percore._protocol.messages import (
     ANSWER_ERROR,
-    ANSWER_RESULT,
     ANSWER_VALUE,
     ASK,
     ASKED,
+    CANCEL,
+    CLOSE,
+    CREDIT,
     DROP,
+    GRANT,
     TAKEN,
-    Body,
     BrokenFrame,
     Kind,
     Payload,
 )
-from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest
-from percore._scheduler.key_names import Name
-from percore._scheduler.levels import MOST_ASIDE, Family
-from percore._serialization.exceptions import dump_exception
-from percore._serialization.pickler import main_info
+from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest, RequestOptions, is_plain_key
+from percore._scheduler.key_waits import Knot, knot
+from percore._scheduler.levels import MOST_ASIDE
+from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
+from percore._supervisor.nested_answers import NestedAnswers, Parent, Room
 from percore._supervisor.pool_worker import PoolWorker
 
-if TYPE_CHECKING:
-    from pickle import PickleBuffer
-
 _TOO_MANY: Final = f"more than {MOST_ASIDE} calls of this worker wait for calls that they have made: make fewer calls at once"
-
-
-class _File:
-    """A file for the pickle of an exception."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: "bytes | bytearray | memoryview | PickleBuffer", /) -> None:
-        """Append `data`."""
-        self.data += memoryview(data).cast("B")
-
-    def contains(self, needle: bytes) -> bool:
-        """Return whether `needle` was written."""
-        return needle in self.data
-
-    def reset(self) -> None:
-        """Forget everything written."""
-        self.data.clear()
-
-
-class Parent(Family):
-    """A call with nested calls, in its worker."""
-
-    __slots__ = ("_name", "answer", "call", "depth", "keys", "member", "nested", "room")
-
-    def __init__(self, nested: "Nested", room: "Room", call: PendingCall) -> None:
-        super().__init__(waits_for_place=call.kind == Kind.TASK)
-        self.nested = nested
-        self.room = room
-        self.member = room.member
-        self.call = call
-        above = call.asker if isinstance(call, NestedCall) else None
-        assert above is None or isinstance(above, Parent)
-        self.depth: int = 1 if above is None else above.depth + 1
-        self.keys: dict[Hashable, str] = {} if above is None else dict(above.keys)
-        """The keys that the call and its callers hold, and their holders."""
-        if call.key is not None:
-            self.keys[call.key] = call.function.name
-        self.answer: tuple[int, Body] | None = None
-        """The held answer."""
-        self._name: Name | None = None
-
-    def key(self) -> Name | None:
-        """Return the key of nested calls without a key of their own; None if the call has none.
-
-        It has the same worker as the call's key, and does not wait for it: the call holds that key for them.
-        """
-        if self.call.key is not None and self._name is None:
-            self._name = Name(self.call.key.value, self.call.key.key_hash)
-            self.nested.dispatch.keys.join(self._name, self.member)
-        return self._name
-
-    # As an Asker
-
-    def returned(self, call: NestedCall, value: object) -> None:
-        self.nested.answer(self, call.number, ANSWER_VALUE, value)
-
-    def sent(self, call: NestedCall, data: memoryview | bytes, *, is_error: bool) -> None:
-        self.nested.answer(self, call.number, ANSWER_ERROR if is_error else ANSWER_RESULT, self.nested.store.adopt(data))
-
-    def failed(self, call: NestedCall, error: BaseException) -> None:
-        if isinstance(error, WorkerDied):
-            member, function = self.member, self.call.function
-            module = function.module if isinstance(function, ForeignFunction) else getattr(function.fn, "__module__", "")
-            error.add_note(f"called by {module}.{function.name} in worker {member.index} (pid {member.pid})")
-        self.nested.answer(self, call.number, ANSWER_ERROR, self.nested.pickled(error))
-
-    # As Relatives
-
-    def end(self) -> None:
-        self.nested.end(self)
-
-
-class Room:
-    """What the supervisor keeps for the nested calls of one worker."""
-
-    def __init__(self, member: PoolWorker) -> None:
-        self.member = member
-        self.asked: dict[int, tuple[Parent, NestedCall]] = {}
-        """The nested calls without an answer, by their numbers."""
-        self.announced: dict[int, bool] = {}
-        """The nested calls whose pickle is still to come, and whether it is wanted."""
-        self.lent: dict[int, int] = {}
-        """Parcels of answers that the worker has not read yet."""
 
 
 class Nested:
     """The nested calls of one runner. The loop calls the methods."""
 
-    def __init__(self, calls: CallRegistry, concurrency: int) -> None:
+    def __init__(self, calls: CallRegistry, concurrency: int, retries: int) -> None:
+        """`retries`: those of calls without options of their own."""
         self._calls = calls
         self._phase = calls.phase
-        self._concurrency = concurrency
-        self.dispatch = calls.dispatch
-        self.store = calls.store
-        self._rooms: dict[PoolWorker, Room] = {}
-        self.held: deque[Parent] = deque()
-        """Calls whose answer waits for their place."""
+        self._retries = retries
+        self._policy = Policy(retries=retries) if retries else None
+        self._dispatch = calls.dispatch
+        self._store = calls.store
+        self.rooms: dict[PoolWorker, Room] = {}
+        self.answers = NestedAnswers(calls, concurrency)
+        self.held = self.answers.held
+        self.resume = self.answers.resume
+        self._seen = 0
+        """`Keys.changes` at the last look for callers that wait for each other."""
 
     def handlers(self, member: PoolWorker) -> dict[int, Callable[[int, Any], None]]:
         """Return the handlers of the messages of one worker, by op."""
@@ -155,15 +76,17 @@ class Nested:
             ASKED: lambda number, body: self._asked(member, number, body),
             DROP: lambda number, _: self._drop(member, number),
             TAKEN: lambda number, _: self._taken(member, number),
+            GRANT: lambda number, items: self._grant(member, number, items),
+            CLOSE: lambda number, _: self._close(member, number),
         }
 
     # Requests
 
     def _ask(self, member: PoolWorker, number: int, body: object) -> None:
         request = NestedRequest.checked(body)
-        room = self._rooms.get(member)
+        room = self.rooms.get(member)
         if room is None:
-            room = self._rooms[member] = Room(member)
+            room = self.rooms[member] = Room(member)
         if number in room.asked or number in room.announced:
             raise BrokenFrame(f"nested call {number} was made twice")
         if POINTS:
@@ -181,7 +104,7 @@ class Nested:
             return
         room.asked[number] = parent, call
         if (held := parent.asks(number)) is not None:
-            self._send_held(parent, held)
+            self.answers.send_held(parent, held)
         if request.pickle is not None:
             self._accept(call, request.pickle)
 
@@ -195,52 +118,74 @@ class Nested:
         if not self._phase.begins:
             return None, self._phase.refusal()
         if not isinstance(parent, Parent):
-            parent = Parent(self, room, caller)
+            parent = Parent(self.answers, room, caller)
             if caller.kind != Kind.BROADCAST:
-                if not member.step_aside(caller.kind):
+                if not member.step_aside(caller):
                     return None, RuntimeError(_TOO_MANY)
                 parent.is_aside = True
             member.families[request.caller] = parent
         return parent, None
 
     def _call(self, parent: Parent, number: int, request: NestedRequest) -> NestedCall:
-        """Make a nested call. Nothing is sent yet.
+        """Make a nested call or stream. Nothing is sent yet.
 
         Raises:
             ValueError: the call or one of its callers holds the key.
+            RuntimeError: callers would wait for each other's keys.
+            Exception: an option is invalid, or could not be unpickled.
         """
         key = parent.key() if request.inherits else None
         if request.key is not None:
-            key = self.dispatch.names.of(request.key)
+            key = self._dispatch.names.of(request.key)
             if key in parent.keys:
                 raise ValueError(
                     f"a call with the key {request.key!r} would wait for itself: {parent.keys[key]}, which has made it directly or "
                     "indirectly, holds this key until it ends. Leave the key out: nested calls belong to the key of their caller"
                 )
-        plan = None
-        if request.timeout is not None or request.context is not None:
-            plan = CallPlan(DEFAULT if request.timeout is None else Policy(timeout=request.timeout), request.context)
+            if stuck := self._knot(key, parent):
+                raise _endless(stuck)
         function = ForeignFunction(request.name, request.module, request.kind)
-        call = NestedCall(parent, self._calls, number, function, self.dispatch.level(parent.depth, request.kind), key, plan)
+        queue = self._dispatch.level(parent.depth, request.kind)
+        policy = self._policy if request.options is None else self._policy_of(RequestOptions(*request.options))
+        call: NestedCall
+        if request.prefetch:
+            plan = CallPlan(Policy(prefetch=request.prefetch), request.context, prefetch=request.prefetch, steps_aside=True)
+            call = NestedStream(parent, self._calls, number, function, queue, key, plan)
+        else:
+            needs_plan = request.context is not None or (policy is not None and policy.needs_plan)
+            call_plan = CallPlan(policy or DEFAULT, request.context) if needs_plan else None
+            call = NestedCall(parent, self._calls, number, function, queue, key, call_plan)
         if request.shares:
             self._calls.shares.hold_numbers(call, request.shares)
         return call
+
+    def _policy_of(self, options: RequestOptions) -> Policy:
+        retry_on, backoff = (None, 0.0) if options.retry is None else _retry_of(options.retry)
+        given = CallOptions(
+            retries=options.retries,
+            retry_on=retry_on,
+            backoff=backoff,
+            timeout=options.timeout,
+            queue_timeout=options.queue_timeout,
+            hard_timeout=options.hard_timeout,
+        )
+        return Policy.of(checked(given, self._retries), self._retries)
 
     def _refuse(self, room: Room, number: int, error: Exception) -> None:
         """Answer a request that becomes no call."""
         if number in room.announced:
             room.announced[number] = False
-        self._tell(room, number, ANSWER_ERROR, self.pickled(error))
+        self.answers.tell(room, number, ANSWER_ERROR, self.answers.pickled(error))
 
     def _asked(self, member: PoolWorker, number: int, payload: Payload) -> None:
         """The pickle of an announced call has arrived. It is copied, because the worker needs its slot for others."""
-        room = self._rooms.get(member)
+        room = self.rooms.get(member)
         if room is None or number not in room.announced:
             raise BrokenFrame(f"a pickle of nested call {number}, which was not announced")
         channel = member.worker.channel
         is_wanted = room.announced.pop(number)
         data = channel.read(payload)
-        body = self.store.adopt(data) if is_wanted else None
+        body = self._store.adopt(data) if is_wanted else None
         del data
         channel.release(payload)
         if body is not None:
@@ -251,150 +196,140 @@ class Nested:
         if POINTS:
             point("supervisor.nested.accepted")
         if self._phase.begins:
+            if call.plan is not None and call.plan.policy.is_limited:
+                self._calls.limits.limit(call, call.plan.policy)
             self._calls.accept(call)
         else:
             self._calls.refuse(call)
 
     def _drop(self, member: PoolWorker, number: int) -> None:
         """The caller does not want a nested call any more: cancel it, or forget its answer."""
-        room = self._rooms.get(member)
+        room = self.rooms.get(member)
         if room is None:
             return
         parent, call = room.asked.pop(number, (None, None))
         if call is not None:
-            self._cancel(room, call)
+            self.answers.cancel(room, call)
         else:
             parent = next((one for one in self.held if one.member is member and one.held == number), None)
         if parent is not None and parent.dropped(number):
-            self._forget_held(parent)
-            self._look_over(parent)
-
-    def _cancel(self, room: Room, call: NestedCall) -> None:
-        if room.announced.get(call.number):  # its pickle is still to come
-            room.announced[call.number] = False
-            self._calls.release(call)
-        else:
-            call.cancel()
+            self.answers.forget_held(parent)
+            self.answers.look_over(parent)
 
     def _taken(self, member: PoolWorker, number: int) -> None:
-        room = self._rooms.get(member)
-        if room is None or number not in room.lent:
+        room = self.rooms.get(member)
+        if room is None:
             raise BrokenFrame(f"an answer {number} was read that was not sent")
-        self.store.discard(room.lent.pop(number))
+        self.answers.taken(room, number)
 
-    # Answers
+    # Streams
 
-    def answer(self, parent: Parent, number: int, op: int, body: Body) -> None:
-        """Answer a nested call that has ended, or hold the answer until its caller has its place again."""
-        room = parent.room
-        if room.asked.pop(number, None) is None:
-            self._discard(op, body)
+    def _grant(self, member: PoolWorker, number: int, items: object) -> None:
+        """The consumer of a stream has taken items."""
+        room = self.rooms.get(member)
+        found = None if room is None else room.stream(number)
+        if found is None:  # it was dropped, or has ended
             return
-        if number in room.announced:  # it has ended before it was accepted
-            room.announced[number] = False
-        has_place = self._phase.is_cut or parent.member.has_place(Kind.TASK, self._concurrency)
-        if parent.answered(number, has_place=has_place):
-            self._tell(room, number, op, body)
-            self._look_over(parent)
-        else:
-            parent.answer = op, body
-            self.held.append(parent)
+        if type(items) is not int:
+            raise BrokenFrame("items of a stream that are no number")
+        stream = found[1]
+        count = stream.taken(items)
+        if stream.member is not None and not stream.done():
+            stream.member.tell(CREDIT, stream.call_id, count)
 
-    def resume(self) -> None:
-        """Let calls go on that have an answer, as far as their workers have places. To be called when calls have ended."""
-        for _ in range(len(self.held)):
-            if not self.held:
-                return
-            parent = self.held[0]
-            self.held.rotate(-1)
-            if self._phase.is_cut or parent.member.has_place(Kind.TASK, self._concurrency):
-                held, parent.held = parent.held, None
-                assert held is not None
-                self._send_held(parent, held)
-                self._look_over(parent)
-
-    def _send_held(self, parent: Parent, number: int) -> None:
-        answer, parent.answer = parent.answer, None
-        self.held.remove(parent)
-        assert answer is not None
-        self._tell(parent.room, number, *answer)
-
-    def _forget_held(self, parent: Parent) -> None:
-        if parent.answer is not None:
-            self.held.remove(parent)
-            (op, body), parent.answer = parent.answer, None
-            self._discard(op, body)
-
-    def _look_over(self, parent: Parent) -> None:
-        """Let a call come back that has no nested calls left."""
-        if parent.is_over:
-            if parent.member.families.get(parent.call.call_id) is parent:
-                del parent.member.families[parent.call.call_id]
-            self._come_back(parent)
-
-    def _come_back(self, parent: Parent) -> None:
-        if parent.is_aside:
-            parent.is_aside = False
-            parent.member.come_back(parent.call.kind)
-
-    def _tell(self, room: Room, number: int, op: int, body: Body) -> None:
-        if POINTS:
-            point("supervisor.nested.answered")
-        if op == ANSWER_VALUE or type(body) is not int:
-            room.member.tell(op, number, body)
+    def _close(self, member: PoolWorker, number: int) -> None:
+        """The consumer of a stream takes no more items, and waits for its end."""
+        room = self.rooms.get(member)
+        found = None if room is None else room.stream(number)
+        if found is None:
             return
-        room.lent[number] = body
-        room.member.worker.channel.send_parcel(op, number, body, _Lent(room, number))
+        parent, stream = found
+        if stream.done() or stream.is_closing:
+            return
+        stream.is_closing = True
+        at = stream.member
+        if number in parent.room.announced or at is None or stream.call_id in at.parked:  # no worker has it
+            self.answers.cancel(parent.room, stream)
+            self.answers.answer(parent, number, ANSWER_VALUE, None)
+        elif not self._phase.is_cut:
+            at.tell(CANCEL, stream.call_id, None)
 
-    def _discard(self, op: int, body: Body) -> None:
-        if op != ANSWER_VALUE and type(body) is int:
-            self.store.discard(body)
+    # Keys
 
-    def pickled(self, error: BaseException) -> Payload:
-        """Return an exception of this process as an answer."""
-        file = dump_exception(as_error(error, "percore"), _File, main_by_value=bool(main_info().by_value))
-        return self.store.adopt(bytes(file.data))
+    def _knot(self, key: Any, parent: Parent) -> "list[Knot[PendingCall]]":
+        """Return the callers that would wait for each other if this call wanted this key."""
+        if not self._dispatch.keys.is_taken(key):
+            return []
+        wanting = {call: {key} for call in parent.callers()}
+        return knot(key, self._holders, lambda call: {*_wanted(call), *wanting.get(call, ())})
+
+    def _holders(self, key: Any) -> "Iterable[PendingCall]":
+        """Return the calls for which a call with this key has to wait; none if it need not wait."""
+        if not self._dispatch.keys.is_taken(key):
+            return ()
+        members = self._calls.members
+        return [call for member in members for call in member.calls.values() if call.key is key and call.kind != Kind.BROADCAST]
+
+    def look_at_keys(self) -> None:
+        """End calls of callers that wait for each other since the workers have changed, because a key has lost its worker."""
+        if self._seen == self._dispatch.keys.changes:
+            return
+        self._seen = self._dispatch.keys.changes
+        faults = Faults("the workers have changed")
+        for parent, call in [pair for room in self.rooms.values() for pair in room.asked.values()]:
+            if call.key is None or call.member is not None or call.done() or call.number in parent.room.announced:
+                continue
+            if (parent.room.asked.get(call.number) or (None, None))[1] is call and (stuck := self._knot(call.key, parent)):
+                self._calls.give_up(call, _endless(stuck), faults)
+        faults.finish()
 
     # Ends
-
-    def end(self, parent: Parent) -> None:
-        """Cancel the nested calls of a call that has left its worker."""
-        self._come_back(parent)
-        self._forget_held(parent)
-        room = parent.room
-        numbers = list(parent.children)
-        parent.children.clear()
-        for number in numbers:
-            _, call = room.asked.pop(number, (None, None))
-            if call is not None:
-                self._cancel(room, call)
 
     def buried(self, member: PoolWorker) -> None:
         """Forget a worker that is dead, and whose calls have ended."""
         for parent in list(member.families.values()):
             parent.end()
         member.families.clear()
-        room = self._rooms.pop(member, None)
+        room = self.rooms.pop(member, None)
         if room is not None:
             while room.lent:
-                self.store.discard(room.lent.popitem()[1])
+                self._store.discard(room.lent.popitem()[1])
 
 
-class _Lent:
-    """The channel's ticket for the parcel of an answer."""
+def _wanted(call: PendingCall) -> set[Any]:
+    """Return the keys for which this call waits: nested calls that it has made, directly or indirectly, want them."""
+    wanted: set[Any] = set()
+    todo = [call]
+    while todo:
+        call = todo.pop()
+        member: PoolWorker | None = call.member
+        family = None if member is None else member.families.get(call.call_id)
+        if isinstance(family, Parent):
+            asked = family.room.asked
+            nested = [asked[number][1] for number in family.children if number in asked]
+            wanted.update(one.key for one in nested if one.member is None and one.key is not None)
+            todo += [one for one in nested if one.member is not None]
+    return wanted
 
-    __slots__ = ("_number", "_room")
 
-    def __init__(self, room: Room, number: int) -> None:
-        self._room = room
-        self._number = number
+def _endless(stuck: "list[Knot[PendingCall]]") -> RuntimeError:
+    """Return the error of a call for which callers would wait for each other."""
+    waits = "; ".join(
+        f"{one.caller.function.name} holds {_shown(one.key)} and waits for {', '.join(sorted(map(_shown, one.wanted)))}"
+        for one in stuck
+    )
+    return RuntimeError(
+        f"calls would wait for each other for ever: {waits}. Let all calls take their keys in the same order, "
+        "or give such calls one key that they have in common"
+    )
 
-    def is_wanted(self) -> bool:
-        return self._number in self._room.lent
 
-    def stored(self, parcel: int) -> bool:
-        lent = self._room.lent
-        if self._number not in lent:
-            return False
-        lent[self._number] = parcel
-        return True
+def _shown(key: Any) -> str:
+    return f"the key {key.value!r}" if is_plain_key(key.value) else f"a key of the class {type(key.value).__name__}"
+
+
+@lru_cache(64)
+def _retry_of(data: bytes) -> tuple[Any, Any]:
+    """Unpickle retry_on and backoff. Runs user code."""
+    retry_on, backoff = cast("tuple[Any, Any]", load(data))
+    return retry_on, backoff

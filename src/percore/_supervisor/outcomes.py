@@ -273,23 +273,28 @@ class Outcomes:
     def _error(self, member: PoolWorker, call_id: int, payload: Payload) -> None:
         target = self._target(member, call_id)
         channel = member.worker.channel
-        if target.forwards:
+        if target.forwards and ((plan := target.plan) is None or (plan.late is None and plan.failed >= plan.policy.retries)):
             if not target.done():
                 target.forward(channel.read(payload), is_error=True)
             channel.release(payload)
             self._calls.ended(member, target, failed=True)
             return
+        data = bytes(channel.read(payload)) if target.forwards else b""
         error = channel.load(payload).load(load_exception)
         channel.release(payload)
         if self._is_late(member, target):
             return
         if not target.done():
+            raised = error
             delay, error = self._calls.retries.next(target, error)
             if not target.done():  # retry_on or backoff may have cancelled the call
                 if delay is not None:
                     self._try_again(member, target, delay)
                     return
-                target.set_exception(error)
+                if target.forwards and error is raised:
+                    target.forward(data, is_error=True)
+                else:
+                    target.set_exception(error)
         else:
             target.failed_late(error)
         self._calls.ended(member, target, failed=True)

@@ -122,6 +122,8 @@ class PoolWorker:
         """The nested calls of calls, by the id of the call that has made them."""
         self._aside = [0, 0]
         """By kind, the calls that wait for their nested calls and have given their places back."""
+        self._reasons: dict[int, int] = {}
+        """How many reasons to be aside each of these calls has, by id."""
         self._spares = 0
         """How many places were added because calls are, or were, aside."""
         self._turn = turn
@@ -292,6 +294,8 @@ class PoolWorker:
         """
         # First all counts, with nothing between them that can fail: they must agree with `calls`.
         call = self.calls.pop(call_id)
+        if self._reasons and self._reasons.pop(call_id, 0):
+            self._come_back(call.kind)
         self.free.append(call_id + self.stride)
         self.load[call.kind] -= 1
         self._batched -= call.outstanding - 1
@@ -316,23 +320,34 @@ class PoolWorker:
         counts = len(self.calls), *self._held(), self.load[Kind.BROADCAST], self._batched, self.places - len(self.free)
         assert not any(counts), f"calls, tasks, plain calls, broadcasts, items, places: {counts}"
 
-    # Calls that wait for nested calls
+    # Calls that give their places back while they wait
 
-    def step_aside(self, kind: int) -> bool:
-        """Free the place of a call of this kind, which waits for its nested calls. Return False if too many calls do so."""
-        if sum(self._aside) >= self._spares:
-            if self.places == self.stride:
-                return False
-            self.free.append(self.places + self.stride)
-            self.places += 1
-            self._spares += 1
-        self._aside[kind] += 1
-        self.load[kind] -= 1
-        self._moved(kind, 1)
+    def step_aside(self, call: PendingCall) -> bool:
+        """Free the place of a call until `come_back`, once for each reason. Return False if too many calls do so."""
+        reasons = self._reasons.get(call.call_id, 0)
+        if not reasons:
+            if sum(self._aside) >= self._spares:
+                if self.places == self.stride:
+                    return False
+                self.free.append(self.places + self.stride)
+                self.places += 1
+                self._spares += 1
+            self._aside[call.kind] += 1
+            self.load[call.kind] -= 1
+            self._moved(call.kind, 1)
+        self._reasons[call.call_id] = reasons + 1
         return True
 
-    def come_back(self, kind: int) -> None:
-        """Take a place again for a call that has stepped aside, even if none is free."""
+    def come_back(self, call: PendingCall) -> None:
+        """Take the place again once no reason is left, even if none is free. Does nothing once the call has left."""
+        if self.calls.get(call.call_id) is not call:
+            return
+        reasons = self._reasons[call.call_id] = self._reasons[call.call_id] - 1
+        if not reasons:
+            del self._reasons[call.call_id]
+            self._come_back(call.kind)
+
+    def _come_back(self, kind: int) -> None:
         self._aside[kind] -= 1
         self.load[kind] += 1
         self._moved(kind, -1)

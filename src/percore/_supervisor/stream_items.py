@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from percore._calls.nested import NestedStream
 from percore._calls.streams import StreamCall
 from percore._protocol.messages import ENDED, ITEM, ITEMS, BrokenFrame, Payload
 from percore._supervisor.call_registry import CallRegistry
@@ -24,17 +25,24 @@ class StreamItems:
             ENDED: lambda call_id, _: self._ended(member, _stream_of(member, call_id)),
         }
 
-    def _items(self, stream: StreamCall, body: bytes) -> None:
+    def _items(self, stream: StreamCall | NestedStream, body: bytes) -> None:
         """Take the next items of a stream, up to the first that cannot be unpickled."""
         _, _, values, pickled = self._calls.store.unpack_values(body)
+        if isinstance(stream, NestedStream):
+            stream.arrived(values, pickled)
+            return
         failures = load_all(values, pickled, "item") if pickled and not stream.done() else {}
         first = min(failures, default=None)
         stream.arrived(values if first is None else values[:first])
         if first is not None:
             stream.abandon(failures[first])
 
-    def _item(self, member: PoolWorker, stream: StreamCall, payload: Payload) -> None:
+    def _item(self, member: PoolWorker, stream: StreamCall | NestedStream, payload: Payload) -> None:
         channel = member.worker.channel
+        if isinstance(stream, NestedStream):
+            stream.item(channel.read(payload))
+            channel.release(payload)
+            return
         if stream.done():  # do not run user code (unpickling) for an item that nobody takes
             channel.release(payload)
             return
@@ -53,18 +61,18 @@ class StreamItems:
         if not received.is_leased:
             channel.release(payload)
 
-    def _ended(self, member: PoolWorker, stream: StreamCall) -> None:
+    def _ended(self, member: PoolWorker, stream: StreamCall | NestedStream) -> None:
         stream.ended()
         self._calls.ended(member, stream)
 
 
-def _stream_of(member: PoolWorker, call_id: int) -> StreamCall:
+def _stream_of(member: PoolWorker, call_id: int) -> StreamCall | NestedStream:
     """Return the stream that a message is about.
 
     Raises:
         KeyError, BrokenFrame: the worker has no such stream.
     """
     call = member.calls[call_id]
-    if type(call) is not StreamCall:
+    if not isinstance(call, StreamCall | NestedStream):
         raise BrokenFrame(f"items of call {call_id}, which is no stream")
     return call

@@ -71,7 +71,7 @@ class Supervisor:
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
         self._is_settling = False
         self.submission = Submission(self.calls, self.functions, self.contexts)
-        self.nested = Nested(self.calls, options.concurrency)
+        self.nested = Nested(self.calls, options.concurrency, options.retries)
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
         self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
         self.calls.limits.hard = self._hard
@@ -95,6 +95,8 @@ class Supervisor:
                 self.calls.send_broadcasts()
             if self._hard.overruns.calls:
                 self._hard.look()
+            if self.nested.rooms:
+                self.nested.look_at_keys()
             if self.nested.held:  # before other calls take the places
                 self.nested.resume()
             if not self.dispatch.is_quiet():

@@ -38,7 +38,7 @@ class WorkerSide(Channel):
         self._main_by_value = main_by_value
         self.pickler = PayloadPicklers(slots[0], main_by_value=main_by_value).take
         self.passes, self.unpack_items = is_inline_value, unpack_items
-        self.load_shared = self.leases.receive_shared
+        self.load_shared, self.read = self.leases.receive_shared, slots[1].read
         self.leases.on_end = self._unleased
         self.own: dict[int, Callable[[int, Any], None]] = {RELEASE: self._release}
 

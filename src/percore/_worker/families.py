@@ -9,16 +9,31 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from percore._common.errors import RemoteError, shown
 from percore._common.fault_points import POINTS, point
-from percore._protocol.messages import ANSWER_ERROR, ANSWER_RESULT, ANSWER_VALUE, ASK, ASKED, DROP, ID_MASK, TAKEN, Body
+from percore._protocol.messages import (
+    ANSWER_ERROR,
+    ANSWER_ITEM,
+    ANSWER_ITEMS,
+    ANSWER_RESULT,
+    ANSWER_VALUE,
+    ASK,
+    ASKED,
+    DROP,
+    ID_MASK,
+    TAKEN,
+    Body,
+)
 from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest
 from percore._serialization.exceptions import load_exception
+from percore._worker.plain_calls import caller_overran
 
 if TYPE_CHECKING:
-    from percore._protocol.interfaces import WorkerChannel
+    from percore._protocol.interfaces import Send, WorkerChannel
+    from percore._protocol.messages import Payload
     from percore._worker.plain_calls import PlainCalls
     from percore._worker.shared_objects import WorkerShares
     from percore._worker.terms import Variables
@@ -30,7 +45,10 @@ _INLINE: Final = 16_384
 class Child:
     """A nested call. `tell` is called in the loop once the answer is there, or by `Family.fail`."""
 
-    def __init__(self, family: "Family", number: int, tell: Callable[["Child"], object]) -> None:
+    copies = False
+    """Whether the answer is copied as soon as it arrives, since its reader may come late. Else it stays in its slot."""
+
+    def __init__(self, family: "Family", number: int, tell: Callable[[Any], object]) -> None:
         self.family = family
         self.number = number
         self.tell = tell
@@ -41,6 +59,25 @@ class Child:
         """Return the answer once: who gets it also reports that it was read."""
         answer, self.answer = self.answer, None
         return answer
+
+
+class StreamChild(Child):
+    """A nested stream. `arrived` is called in the loop with items, and with whether each is a pickle."""
+
+    copies = True
+
+    def __init__(self, family: "Family", number: int, tell: Callable[[Any], object]) -> None:
+        super().__init__(family, number, tell)
+        self.arrived: Callable[[list[tuple[Any, bool]]], object]
+
+
+class ItemChild(Child):
+    """An item of a nested map."""
+
+    copies = True
+
+
+C = TypeVar("C", bound=Child)
 
 
 class Family:
@@ -54,28 +91,38 @@ class Family:
         """Not `lock`, which the loop takes: a thread holds this one until it has its place again."""
         self.children: dict[int, Child] = {}
         self.is_over = self.is_cancelled = False
+        self.refusal: Callable[[], BaseException] | None = None
+        """Makes the error of further nested calls, because the call was cancelled or has timed out, and goes on."""
         self.waits = 0
         """How many threads wait for nested calls."""
+        self.enders: set[Callable[[], object]] = set()
+        """The loop calls them when the call ends. They belong to maps that have tasks of their own."""
 
-    def ask(self, request: NestedRequest, tell: Callable[[Child], object]) -> Child:
-        """Make a nested call.
+    def child(self, kind: type[C], tell: Callable[[C], object]) -> C:
+        """Return a new nested call, which is not made yet."""
+        return kind(self, next(self.families.numbers), tell)
+
+    def ask(self, request: NestedRequest, child: Child, send: "Send | None" = None) -> None:
+        """Make a nested call. `send`: the method of the channel that sends the request; None: it is sent now.
 
         Raises:
             RuntimeError: the call has ended.
+            CancelledError, TimeoutError: the call was cancelled, or has exceeded its timeout.
         """
-        channel, number, pickle = self.families.channel, next(self.families.numbers), request.pickle
-        child = Child(self, number, tell)
+        channel, number, pickle = self.families.channel, child.number, request.pickle
+        send = channel.send_from_thread if send is None else send
         is_large = pickle is not None and len(pickle) > _INLINE
         with self.lock:
             if self.is_over:
                 raise RuntimeError(CALLER_ENDED)
+            if self.refusal is not None:
+                raise self.refusal()
             self.children[number] = self.families.children[number] = child
-            channel.send_from_thread(ASK, number, tuple(request._replace(pickle=None) if is_large else request))
+            send(ASK, number, tuple(request._replace(pickle=None) if is_large else request))
             if is_large:
                 channel.send_payload(ASKED, number, pickle, channel.send_from_thread)
         if POINTS:
             point("worker.nested.asked")
-        return child
 
     def drop(self, child: Child) -> bool:
         """Withdraw a nested call, which is not wanted any more. Return False if it was answered before: then drop the answer."""
@@ -88,6 +135,11 @@ class Family:
         if answer is not None:
             self.families.read(child, *answer)
         return False
+
+    def drop_soon(self, child: Child) -> None:
+        """As `drop`, from any thread, also while it holds the lock: from `__del__`."""
+        with suppress(RuntimeError):  # the loop is closed
+            self.families.channel.loop.call_soon_threadsafe(self.drop, child)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """End all nested calls with an error, because the call was cancelled or has timed out."""
@@ -106,16 +158,18 @@ class Family:
         with self.lock:
             self.is_over = True
         self.fail(asyncio.CancelledError)
+        for end in self.enders:
+            self.families.channel.loop.call_soon_threadsafe(end)
 
-    def wait(self, gate: threading.Lock) -> None:
-        """Wait in this thread until `gate` is released. A thread of a plain call gives its place back meanwhile."""
+    def wait(self, until: Callable[[], object]) -> None:
+        """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile."""
         plain = self.families.plain
         with self._waiting:
             if not self.waits:
                 plain.step_aside(self.call_id & ID_MASK)
             self.waits += 1
         try:
-            gate.acquire()
+            until()
         finally:
             with self._waiting:
                 self.waits -= 1
@@ -139,9 +193,8 @@ class Families:
         self.open: dict[int, Family] = {}
         self._noted = noted
         self.handlers: dict[int, Callable[[int, Any], object]] = {
-            op: lambda number, body, op=op: self._answer(number, op, body)  # type: ignore[misc]
-            for op in (ANSWER_VALUE, ANSWER_RESULT, ANSWER_ERROR)
-        }
+            op: lambda number, body, op=op: self._answer(number, op, body) for op in (ANSWER_VALUE, ANSWER_RESULT, ANSWER_ERROR)
+        } | {ANSWER_ITEMS: self._items, ANSWER_ITEM: self._item}
 
     def of(self, call_id: int) -> Family:
         """Return the family of a call that runs."""
@@ -149,6 +202,8 @@ class Families:
         if family is None:
             family = self.open.setdefault(call_id, Family(self, call_id))
             self._noted.add(call_id)
+            if self.plain.has_expired(call_id):  # it was no family yet when `fail` looked for it
+                family.refusal = caller_overran
         return family
 
     def left(self, call_id: int) -> bool:
@@ -165,6 +220,8 @@ class Families:
         family = self.open.get(call_id)
         if family is not None:
             family.is_cancelled |= error is asyncio.CancelledError
+            with family.lock:
+                family.refusal = error
             family.fail(error)
 
     def forget(self, child: Child) -> None:
@@ -176,11 +233,32 @@ class Families:
             if op != ANSWER_VALUE and type(body) is int:
                 self.channel.send_later(TAKEN, number, None)
             return
+        if child.copies and op != ANSWER_VALUE and type(body) is int:
+            body = self._copied(number, body)
         with child.family.lock:
             child.family.children.pop(number, None)
             self.forget(child)
             child.answer = op, body
         child.tell(child)
+
+    def _copied(self, number: int, parcel: int) -> bytes:
+        data = bytes(self.channel.read(parcel))
+        self.channel.send_later(TAKEN, number, None)
+        return data
+
+    def _items(self, number: int, body: tuple[list[Any], list[int]]) -> None:
+        child = self.children.get(number)
+        if isinstance(child, StreamChild):
+            values, pickled = body
+            places = set(pickled)
+            child.arrived([(value, place in places) for place, value in enumerate(values)])
+
+    def _item(self, number: int, body: "Payload") -> None:
+        child = self.children.get(number)
+        if isinstance(child, StreamChild):
+            child.arrived([(self._copied(number, body) if type(body) is int else body, True)])
+        elif type(body) is int:
+            self.channel.send_later(TAKEN, number, None)
 
     def read(self, child: Child, op: int, body: Body) -> None:
         """Report that an answer is not needed any more, in any thread."""
@@ -200,10 +278,14 @@ class Families:
             received = self.channel.load(body)
             result = received.load(load_exception) if op == ANSWER_ERROR else received.load()
         except Exception as error:
-            what = "exception" if op == ANSWER_ERROR else "result"
-            raise RemoteError(type(error).__qualname__, f"the {what} could not be unpickled here: {shown(error)}") from error
+            raise unloadable("exception" if op == ANSWER_ERROR else "result", error) from error
         finally:
             self.read(child, op, body)
         if op == ANSWER_ERROR:
             raise result
         return result
+
+
+def unloadable(what: str, error: Exception) -> RemoteError:
+    """Return the error of a call or an item whose pickle could not be read here."""
+    return RemoteError(type(error).__qualname__, f"the {what} could not be unpickled here: {shown(error)}")

@@ -146,8 +146,10 @@ class PlainCalls:
             RuntimeError: as `put`.
         """
         # As `_put_batch`: register it first.
-        give_way = self.threads.give_way
-        stream = self.streams[call_id] = ThreadStream(self._channel, self._answers, call_id, terms.prefetch, give_way)
+        threads = self.threads
+        stream = self.streams[call_id] = ThreadStream(
+            *(self._channel, self._answers, call_id, terms.prefetch, threads.give_way), threads if terms.steps_aside else None
+        )
         try:
             self.threads.put(call_id, partial(self._run_stream, call_id, stream, function, body, terms), is_long=True)
         except RuntimeError:
@@ -417,8 +419,12 @@ class PlainCalls:
     def _expired(self, call_id: int) -> None:
         self._timers[call_id] = None
         self._channel.send(TIMED_OUT, call_id, None)
-        self.families.fail(call_id, _caller_overran)
+        self.families.fail(call_id, caller_overran)
+
+    def has_expired(self, call_id: int) -> bool:
+        """Whether a call that runs on has exceeded its timeout."""
+        return self._timers.get(call_id, self) is None
 
 
-def _caller_overran() -> TimeoutError:
+def caller_overran() -> TimeoutError:
     return TimeoutError("the call that waits for this one has run for longer than its timeout")

@@ -22,6 +22,7 @@ from percore._worker.answers import SMALL, Answers
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
+    from percore._worker.threads import Threads
 
 KEEP: Final = 0.002
 """Seconds that an item of a plain generator may wait for other items."""
@@ -228,10 +229,20 @@ class ThreadStream(_Stream):
     """A stream of a plain generator. Its thread calls `run`, the loop the other methods."""
 
     def __init__(
-        self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int, give_way: Callable[[], None]
+        self,
+        channel: "WorkerChannel",
+        answers: Answers,
+        call_id: int,
+        prefetch: int,
+        give_way: Callable[[], None],
+        threads: "Threads | None" = None,
     ) -> None:
-        """The thread calls `give_way` after it has sent items, so that the loop gets the GIL."""
+        """The thread calls `give_way` after it has sent items, so that the loop gets the GIL.
+
+        `threads`: while the stream waits for credits, another thread of this pool runs in its place. None: none does.
+        """
         super().__init__(channel, answers, call_id, prefetch)
+        self._threads = threads
         self._give_way = give_way
         self.is_abandoned = False
         """Whether nobody waits for the outcome, because the worker ends."""
@@ -266,14 +277,25 @@ class ThreadStream(_Stream):
                     self._is_watched = True
                     self._loop.call_soon_threadsafe(self._watch)
                 while not self._credits and not self.is_closing:
-                    if self._grants.empty():
-                        self.flush()
-                    self._credits += self._grants.get()
+                    self._credits += self._granted()
         finally:
             try:
                 self.flush()
             finally:
                 generator.close()
+
+    def _granted(self) -> int:
+        """Wait for credits, or for the end. Return how many they are."""
+        if not self._grants.empty():
+            return self._grants.get()
+        self.flush()
+        if self._threads is None:
+            return self._grants.get()
+        self._threads.step_aside(self._call_id)
+        try:
+            return self._grants.get()
+        finally:
+            self._threads.come_back(self._call_id)
 
     def credit(self, count: int) -> None:
         """Allow `count` more items."""

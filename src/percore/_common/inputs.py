@@ -1,12 +1,13 @@
-"""The inputs of a map: one or several iterables, pulled in step."""
+"""The inputs of a map, in the program or in a call: one or several iterables, pulled in step."""
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sized
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sized
+from contextlib import AsyncExitStack, ExitStack
 from inspect import isasyncgen, isgenerator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from percore._common.callables import check_plain
 from percore._common.errors import shown
 
 
@@ -22,6 +23,29 @@ class Pulled(NamedTuple):
     rows: list[Any]
     is_end: bool
     error: Exception | None
+
+
+def check_map(
+    iterables: tuple[Iterable[Any] | AsyncIterable[Any], ...], window: int | None, key: Callable[..., object] | None
+) -> None:
+    """Check the arguments of a map.
+
+    Raises:
+        TypeError, ValueError: one is invalid.
+    """
+    if not iterables:
+        raise TypeError("map needs at least one iterable")
+    for source in iterables:
+        if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
+            raise TypeError(f"map needs iterables, not {source!r}")
+    if key is not None:
+        if not callable(key):
+            raise TypeError(f"key must be a function of the arguments, such as key=host_of, not {key!r}")
+        check_plain("key", key)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window must be a whole number, not {window!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, not {window}")
 
 
 class Inputs:
@@ -75,6 +99,14 @@ class Inputs:
                 if isasyncgen(iterator):
                     stack.push_async_callback(iterator.aclose)
                 elif isgenerator(iterator):
+                    stack.callback(iterator.close)
+
+    def close_now(self) -> None:
+        """As `close`, for sync iterables."""
+        iterators, self._iterators, self._rows = self._iterators, [], iter(())
+        with ExitStack() as stack:
+            for iterator in reversed(iterators):
+                if isgenerator(iterator):
                     stack.callback(iterator.close)
 
     def __len__(self) -> int:

@@ -1,0 +1,442 @@
+"""Calls that make maps and streams."""
+
+import asyncio
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import percore
+from tests.jobs import apass_gate, pass_gate, say
+from tests.nested_jobs import echo, fail
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+async def adouble(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+def fail_at(value: int, bad: int) -> int:
+    if value == bad:
+        raise ValueError(f"alas {value}")
+    return value
+
+
+def count(numbers: int) -> Iterator[int]:
+    yield from range(numbers)
+
+
+async def acount(numbers: int) -> AsyncIterator[int]:
+    for number in range(numbers):
+        yield number
+
+
+def for_ever() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+async def amap(fn: Any, *inputs: Any, **options: Any) -> list[Any]:
+    return [value async for value in percore.current_runner().map(fn, *inputs, **options)]
+
+
+async def await_map(fn: Any, *inputs: Any, **options: Any) -> list[Any]:
+    return await percore.current_runner().map(fn, *inputs, **options)
+
+
+def map_(fn: Any, *inputs: Any, **options: Any) -> list[Any]:
+    return list(percore.current_runner().map(fn, *inputs, **options))
+
+
+async def aother_maps() -> list[Any]:
+    runner = percore.current_runner()
+    return [
+        [pair async for pair in runner.map_items(double, [1, 2])],
+        await runner.map_items(add, [1, 2], [3, 4], return_exceptions=True),
+        await runner.starmap(add, [(1, 2), (3, 4)]),
+        await runner.map(adouble, acount(5)),
+        await runner.map(add, acount(5), [1, 2, 3]),
+        sorted(await runner.map(double, range(20), ordered=False)),
+        await runner.map(double, []),
+        await runner.map(echo, range(4), key=str),
+    ]
+
+
+def other_maps() -> list[Any]:
+    runner = percore.current_runner()
+    return [
+        list(runner.map_items(double, [1, 2])),
+        list(runner.map_items(add, [1, 2], [3, 4], return_exceptions=True)),
+        list(runner.starmap(add, [(1, 2), (3, 4)])),
+        list(runner.map(adouble, range(5))),
+        list(runner.map(add, count(5), [1, 2, 3])),
+        sorted(runner.map(double, range(20), ordered=False)),
+        list(runner.map(double, [])),
+        list(runner.map(echo, range(4), key=str)),
+    ]
+
+
+async def afails(bad: int, *, return_exceptions: bool) -> list[Any]:
+    """The results up to the first error, then the error's text."""
+    found: list[Any] = []
+    try:
+        async for value in percore.current_runner().starmap(
+            fail_at, ((number, bad) for number in range(6)), return_exceptions=return_exceptions
+        ):
+            found.append(str(value))  # noqa: PERF401  # up to the error
+    except ValueError as error:
+        found.append(error)
+    return list(map(str, found))
+
+
+def fails(bad: int, *, return_exceptions: bool) -> list[Any]:
+    found: list[Any] = []
+    try:
+        for value in percore.current_runner().starmap(
+            fail_at, ((number, bad) for number in range(6)), return_exceptions=return_exceptions
+        ):
+            found.append(str(value))  # noqa: PERF401  # up to the error
+    except ValueError as error:
+        found.append(error)
+    return list(map(str, found))
+
+
+def broken_input() -> Iterator[int]:
+    yield 1
+    yield 2
+    raise OSError("no more")
+
+
+async def abroken_input() -> AsyncIterator[int]:
+    yield 1
+    yield 2
+    raise OSError("no more")
+
+
+async def of_broken_inputs() -> list[Any]:
+    runner, told = percore.current_runner(), []
+    for source in (broken_input(), abroken_input()):
+        results: list[Any] = []
+        try:
+            async for value in runner.map(double, source):
+                results.append(value)  # noqa: PERF401  # up to the error
+        except OSError as error:
+            results.append(str(error))
+        told.append(results)
+    return told
+
+
+def of_a_broken_input() -> list[Any]:
+    results: list[Any] = []
+    try:
+        results.extend(percore.current_runner().map(double, broken_input()))  # up to the error
+    except OSError as error:
+        results.append(str(error))
+    return results
+
+
+class Counted:
+    """An endless input that knows how much was pulled."""
+
+    def __init__(self) -> None:
+        self.pulled = 0
+        self.is_closed = False
+
+    def items(self) -> Iterator[int]:
+        try:
+            while True:
+                self.pulled += 1
+                yield self.pulled
+        finally:
+            self.is_closed = True
+
+    async def aitems(self) -> AsyncIterator[int]:
+        try:
+            while True:
+                self.pulled += 1
+                yield self.pulled
+        finally:
+            self.is_closed = True
+
+
+async def most_in_window(window: int, *, is_async: bool) -> tuple[int, bool]:
+    """How many items of an endless input were ever pulled and not returned, and whether it was closed."""
+    counted, most, taken = Counted(), 0, 0
+    async with percore.current_runner().map(double, counted.aitems() if is_async else counted.items(), window=window) as results:
+        async for _ in results:
+            most = max(most, counted.pulled - taken)
+            taken += 1
+            if taken == 100:
+                break
+    return most, counted.is_closed
+
+
+def most_in_window_of_a_thread(window: int) -> tuple[int, bool]:
+    counted, most, taken = Counted(), 0, 0
+    with percore.current_runner().map(double, counted.items(), window=window) as results:
+        for _ in results:
+            most = max(most, counted.pulled - taken)
+            taken += 1
+            if taken == 100:
+                break
+    return most, counted.is_closed
+
+
+async def amap_down(depth: int) -> int:
+    """Go down in maps, of two items each."""
+    if not depth:
+        return 1
+    return sum(await percore.current_runner().map(amap_down, [depth - 1] * 2))
+
+
+def map_down(depth: int) -> int:
+    return sum(percore.current_runner().map(map_down, [depth - 1] * 2)) if depth else 1
+
+
+# Streams
+
+
+async def astream(fn: Any, *args: Any, prefetch: int = 16, key: str | None = None) -> list[Any]:
+    return [item async for item in percore.current_runner().options(prefetch=prefetch, key=key).stream(fn, *args)]
+
+
+def stream(fn: Any, *args: Any, prefetch: int = 16, key: str | None = None) -> list[Any]:
+    return list(percore.current_runner().options(prefetch=prefetch, key=key).stream(fn, *args))
+
+
+async def astream_and_calls(fn: Any, prefetch: int) -> list[Any]:
+    """Make a call for each item, while the generator waits."""
+    runner = percore.current_runner()
+    return [await runner.run(adouble, item) async for item in runner.options(prefetch=prefetch).stream(fn, 10)]
+
+
+def stream_and_calls(fn: Any, prefetch: int) -> list[Any]:
+    runner = percore.current_runner()
+    return [runner.run_sync(double, item) for item in runner.options(prefetch=prefetch).stream(fn, 10)]
+
+
+async def apass_on(depth: int, numbers: int) -> AsyncIterator[int]:
+    """A stream of a stream of a stream."""
+    if depth:
+        async for item in percore.current_runner().options(prefetch=1).stream(pass_on, depth - 1, numbers):
+            yield item + 1
+    else:
+        for number in range(numbers):
+            yield number
+
+
+def pass_on(depth: int, numbers: int) -> Iterator[int]:
+    if depth:
+        for item in percore.current_runner().options(prefetch=1).stream(apass_on, depth - 1, numbers):
+            yield item + 1
+    else:
+        yield from range(numbers)
+
+
+def told(log: str, numbers: int) -> Iterator[int]:
+    """Tell of each item, and of the end."""
+    try:
+        for number in range(numbers):
+            say(log, str(number))
+            yield number
+    finally:
+        say(log, "closed")
+
+
+async def atold(log: str, numbers: int) -> AsyncIterator[int]:
+    try:
+        for number in range(numbers):
+            say(log, str(number))
+            yield number
+    finally:
+        say(log, "closed")
+
+
+async def atake(fn: Any, log: str, gate: str, prefetch: int) -> None:
+    """Take one item, and wait."""
+    async with percore.current_runner().options(prefetch=prefetch).stream(fn, log, 1000) as items:
+        async for _ in items:
+            await apass_gate(gate)
+            break
+    say(log, "over")
+
+
+def take(fn: Any, log: str, gate: str, prefetch: int) -> None:
+    with percore.current_runner().options(prefetch=prefetch).stream(fn, log, 1000) as items:
+        for _ in items:
+            pass_gate(gate)
+            break
+    say(log, "over")
+
+
+async def adrop(fn: Any, log: str) -> str:
+    """Drop a stream."""
+    async for _ in percore.current_runner().options(prefetch=2).stream(fn, log, 1000):
+        break
+    return str(await percore.current_runner().run(echo, "dropped"))
+
+
+def drop(fn: Any, log: str) -> str:
+    for _ in percore.current_runner().options(prefetch=2).stream(fn, log, 1000):
+        break
+    return str(percore.current_runner().run_sync(echo, "dropped"))
+
+
+def yield_then_fail() -> Iterator[int]:
+    yield 1
+    fail("alas")
+
+
+def yield_then_die() -> Iterator[int]:
+    yield 1
+    os.kill(os.getpid(), 9)
+
+
+def fail_at_close() -> Iterator[int]:
+    try:
+        while True:
+            yield 1
+    finally:
+        fail("at the close")
+
+
+async def aclose_failing() -> str:
+    stream = percore.current_runner().stream(fail_at_close)
+    await anext(stream)
+    try:
+        await stream.aclose()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+async def asum_of_large(numbers: int) -> int:
+    return sum([len(item) async for item in percore.current_runner().options(prefetch=4).stream(large, numbers)])
+
+
+def sum_of_large(numbers: int) -> int:
+    return sum(len(item) for item in percore.current_runner().options(prefetch=4).stream(large, numbers))
+
+
+def large(numbers: int) -> Iterator[bytes]:
+    for number in range(numbers):
+        yield bytes([number % 256]) * (1_000_000 if number % 3 else 10)
+
+
+# Retries
+
+
+def die_once(path: str) -> str:
+    """Die at the first attempt."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "alive"
+    os.kill(os.getpid(), 9)
+    return ""
+
+
+def fail_until(path: str, attempts: int) -> int:
+    """Fail so often."""
+    with open(path, "a") as file:
+        file.write("x")
+        file.flush()
+        if file.tell() < attempts:
+            raise ConnectionError(file.tell())
+        return file.tell()
+
+
+async def with_options(options: dict[str, Any], fn: Any, *args: Any) -> Any:
+    return await percore.current_runner().options(**options).run(fn, *args)
+
+
+def is_connection(error: BaseException) -> bool:
+    return isinstance(error, ConnectionError)
+
+
+def no_delay(_failed: int) -> float:
+    return 0.0
+
+
+Fn = Callable[..., Any]
+
+
+async def refused(options: dict[str, Any], verb: str) -> None:
+    runner = percore.current_runner().options(**options)
+    if verb == "stream":
+        _ = runner.stream(count, 1)
+    elif verb == "map":
+        _ = runner.map(echo, [1])
+    else:
+        await runner.run(echo, 1)
+
+
+def calls_in_a_generator(numbers: int) -> Iterator[int]:
+    for number in range(numbers):
+        yield percore.current_runner().run_sync(double, number)
+
+
+async def acalls_in_a_generator(numbers: int) -> AsyncIterator[int]:
+    for number in range(numbers):
+        yield await percore.current_runner().run(double, number)
+
+
+async def take_key(log: str, gate: str, wanted: str) -> Any:
+    say(log, "begun")
+    await apass_gate(gate)
+    return await percore.current_runner().options(key=wanted).run(echo, "x")
+
+
+async def for_in_a_coroutine() -> list[int]:
+    return list(percore.current_runner().map(double, [1]))
+
+
+def async_input_in_a_thread() -> list[int]:
+    return list(percore.current_runner().map(double, acount(3)))
+
+
+async def used_twice() -> list[int]:
+    results = percore.current_runner().map(double, [1])
+    await results
+    return await results
+
+
+async def pickled_map() -> Any:
+    results = percore.current_runner().map(double, [1])
+    await results.aclose()
+    return results
+
+
+async def two_at_once() -> None:
+    results = percore.current_runner().map(until_ended, [1])
+    first = asyncio.ensure_future(anext(results))
+    await asyncio.sleep(0)
+    try:
+        await anext(results)
+    finally:
+        first.cancel()
+        await asyncio.wait([first])
+
+
+async def until_ended(_: int) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def never_used() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = percore.current_runner().map(double, [1])
+        try:
+            results.__del__()
+        except RuntimeWarning as error:
+            raise RuntimeError(str(error)) from None
