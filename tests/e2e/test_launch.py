@@ -28,6 +28,7 @@ from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkS
 from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
+from tests.e2e.scripts import python
 
 pytestmark = pytest.mark.differs("uvloop", because="processes are launched and awaited through the loop's descriptors and threads")
 
@@ -471,6 +472,58 @@ async def test_executors_keep_the_fork_server_until_nobody_has_a_share() -> None
         with pytest.raises(ChildProcessError):  # reaped
             os.waitid(kind, number, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
     os.close(watched)
+
+
+_PRELOADED = """
+import os
+import threading
+
+PID = os.getpid()
+FILE = open(__file__)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+_PRELOADING = """
+import asyncio
+import multiprocessing
+import os
+import sys
+
+import percore
+
+
+def where():
+    # Not imported here: this asks for what the fork server has imported.
+    heavy = sys.modules.get("heavy")
+    return heavy and (heavy.PID == os.getppid(), heavy.FILE.seek(0))
+
+
+async def runner():
+    async with percore.Runner(1) as runner:
+        return await runner.run(where)
+
+
+def executor():
+    with percore.LoopPoolExecutor(1, max_threads=1) as executor:
+        return executor.submit(where).result()
+
+
+if __name__ == "__main__":
+    print(executor())
+    multiprocessing.set_forkserver_preload(["__main__", "missing", "broken", "heavy"])
+    print(executor(), asyncio.run(runner()))
+    multiprocessing.set_forkserver_preload(["__main__"])
+    print(executor())
+"""
+
+
+def test_a_fork_server_imports_what_the_program_has_named_to_multiprocessing(tmp_path: Path) -> None:
+    """Descriptors and threads of such modules do no harm; a module that raises is reported once, and imported by nobody."""
+    (tmp_path / "heavy.py").write_text(_PRELOADED)
+    (tmp_path / "broken.py").write_text("import heavy\nraise ValueError('by its author')\n")
+    (tmp_path / "program.py").write_text(_PRELOADING)
+    done = python("-W", "error::DeprecationWarning", "program.py", cwd=tmp_path)
+    assert (done.code, done.out.splitlines()) == (0, ["None", "(True, 0) (True, 0)", "None"])
+    assert done.err.count("Traceback") == done.err.count("ValueError: by its author") == 1, done.err
 
 
 def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifeline(monkeypatch: pytest.MonkeyPatch) -> None:

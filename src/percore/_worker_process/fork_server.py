@@ -6,11 +6,13 @@
 
 Invariants:
 
-- It has one thread and never runs user code. So it always answers, and a fork copies no held lock. (On systems without F_SETSIG
+- It has one thread and runs no user code, except that it imports the modules which the program has named to
+  `multiprocessing.set_forkserver_preload`. So it always answers, and a fork copies no held lock. (On systems without F_SETSIG
   there is also the lifeline's thread, which holds no lock.)
 - It ends when the supervisor ends (it polls the supervisor's pidfd), when `ctl` is closed, and when its own lifeline is cut. The
   lifeline works even while it is stopped. When it ends, the lifelines of its workers are cut, and they end, too.
 - A worker closes all inherited fds of the fork server: an open write end of a sibling's lifeline would keep that sibling alive.
+  It keeps the fds that the program's modules have opened while they were imported.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 
+_OPEN_FDS = "/proc/self/fd"
+
+
 class Birth(NamedTuple):
     """The fds of a worker right after the fork: those from the supervisor, and the lifeline to the fork server."""
 
@@ -65,8 +70,9 @@ class Child(NamedTuple):
 class ForkServer:
     """The loop of the fork server. It may hold a socket object only if both sides of a fork close it explicitly."""
 
-    def __init__(self, ctl: int, supervisor: int) -> None:
+    def __init__(self, ctl: int, supervisor: int, *, may_have_threads: bool) -> None:
         self._ctl = _socket(ctl)
+        self._may_have_threads = may_have_threads
         self._supervisor = supervisor
         self._children: dict[int, Child] = {}  # by pidfd
         self._poller = select.poll()
@@ -105,7 +111,7 @@ class ForkServer:
         # to the worker earlier is delivered then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
-            pid = _fork_process()
+            pid = _fork_process(warns_of_threads=self._may_have_threads)
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             _close((lifeline, write_end))
@@ -162,10 +168,10 @@ class ForkServer:
             child.report.close()
 
 
-def main(data: tuple[list[str], list[str], str]) -> None:
+def main(data: tuple[list[str], list[str], str, list[str]]) -> None:
     """Run the fork server. Called first there: `python -c BOOT data ctl supervisor lifeline`.
 
-    `data`: the search path, the modules to import, and the name of the program.
+    `data`: the search path, the modules of percore to import, the name of the program, and its modules to import.
     """
     ctl, supervisor, lifeline = map(int, sys.argv[2:])
     for fd in (ctl, supervisor, lifeline):
@@ -176,19 +182,25 @@ def main(data: tuple[list[str], list[str], str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored (inherited through exec), all exit codes would be lost
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
-    _preload(data[1])
-    set_title("fork server", data[2], "percore-server")
-    birth = ForkServer(ctl, supervisor).serve()
-    _become_worker(birth)
+    _, modules, program, of_program = data
+    kept = _preload(modules, of_program)
+    set_title("fork server", program, "percore-server")
+    birth = ForkServer(ctl, supervisor, may_have_threads=bool(of_program) or not HAS_SETSIG).serve()
+    _become_worker(birth, kept)
 
 
-def _preload(modules: Iterable[str]) -> None:
+def _preload(modules: Iterable[str], of_program: Iterable[str]) -> list[int]:
+    """Import these modules, and close what ties this process to the program.
+
+    Return the fds that the program's modules have opened.
+    """
     gc.disable()  # the user waits for the imports; their garbage is small (about 70 kB), and is frozen with the rest
     for name in modules:
         importlib.import_module(name)
     if uvloop_wanted():
         with contextlib.suppress(ModuleNotFoundError):  # used only if it is installed
             importlib.import_module("uvloop")
+    kept = _import_of_program(of_program)
     # Up to here a traceback reaches the user's stderr. From here on this process keeps no pipe, terminal or mount point open. Flush
     # first: otherwise every worker would flush the buffered output of the imports.
     sys.stdout.flush()
@@ -205,11 +217,35 @@ def _preload(modules: Iterable[str]) -> None:
     sys.path_importer_cache.clear()
     gc.freeze()
     gc.enable()
+    return kept
 
 
-def _become_worker(birth: Birth) -> None:
+def _import_of_program(modules: Iterable[str]) -> list[int]:
+    """Import the program's modules. One that fails is reported on standard error, and the workers import it again."""
+    if not modules:
+        return []
+    before = _open_fds()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:  # as multiprocessing does: the program may name modules that are not installed
+            continue
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+    return list(_open_fds() - before)
+
+
+def _open_fds() -> set[int]:
+    """Return the open fds. Empty if the system does not tell."""
+    with contextlib.suppress(OSError):
+        # The fd of the listing itself is closed by now.
+        return {int(name) for name in os.listdir(_OPEN_FDS) if os.path.exists(f"{_OPEN_FDS}/{name}")}
+    return set()
+
+
+def _become_worker(birth: Birth, kept: Collection[int]) -> None:
     world_file, cwd, out, err, lifeline, *fds = birth.fds[1:]
-    _close_all_but((birth.lifeline, *birth.fds[1:]))
+    _close_all_but((birth.lifeline, *birth.fds[1:], *kept))
     die_with(birth.lifeline, lifeline)
     if POINTS:
         point("worker.forked")
@@ -225,10 +261,7 @@ def _close_all_but(keep: Collection[int]) -> None:
     """Close every fd but the standard streams and these."""
     # Stop at the highest open fd. If Python was built without close_range(2), closerange() up to the limit of open files would make
     # a million system calls in some containers.
-    try:
-        highest = max(map(int, os.listdir("/proc/self/fd")))
-    except OSError:
-        highest = os.sysconf("SC_OPEN_MAX")
+    highest = max(_open_fds(), default=os.sysconf("SC_OPEN_MAX"))
     low = 3
     for fd in sorted(keep):
         if low < fd:  # skip empty ranges: closerange(0, 0) closes everything
@@ -237,12 +270,13 @@ def _close_all_but(keep: Collection[int]) -> None:
     os.closerange(low, highest + 1)
 
 
-def _fork_process() -> int:
+def _fork_process(*, warns_of_threads: bool) -> int:
     """Call os.fork() without its warning about threads.
 
-    On systems without F_SETSIG there is one other thread (the lifeline's). It waits in poll and holds no lock.
+    On systems without F_SETSIG there is one other thread (the lifeline's). It waits in poll and holds no lock. Modules of the
+    program may have started others, for which the program answers.
     """
-    if HAS_SETSIG:
+    if not warns_of_threads:
         return os.fork()
     import warnings
 

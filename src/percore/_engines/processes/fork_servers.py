@@ -16,8 +16,9 @@ import resource
 import select
 import signal
 import socket
+import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
@@ -62,7 +63,8 @@ class ForkServerProcess:
             given.append(read_end)
             kept.append(self._lifeline)
             fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
-            self.pid = start_python(_MAIN, (search_path(), [preload], program_name()), fds, stdout=False)
+            data = (search_path(), [preload], program_name(), _preloads_of_program())
+            self.pid = start_python(_MAIN, data, fds, stdout=False)
             self.pidfd = open_child(self.pid)
         except BaseException:
             let_go(*kept)
@@ -287,7 +289,18 @@ def fingerprint() -> tuple[object, ...]:
         cgroup = b""  # no /proc: the cgroup is unknown
     limits = tuple(map(resource.getrlimit, _LIMITS))
     variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
-    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables
+    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables, tuple(_preloads_of_program())
+
+
+def _preloads_of_program() -> list[str]:
+    """The modules that the program has named to `multiprocessing.set_forkserver_preload`.
+
+    Without `__main__`, which stands in that list by default: workers import the script only if a call needs it.
+    """
+    module: Any = sys.modules.get("multiprocessing.forkserver")
+    if module is None:
+        return []
+    return [str.__str__(name) for name in module.set_forkserver_preload.__self__._preload_modules if name != "__main__"]
 
 
 servers = ForkServers()
