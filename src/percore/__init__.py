@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
     from percore._map.threaded import threaded
+    from percore._monitor.progress import Progress
     from percore._monitor.statistics import Statistics, WorkerStatistics
     from percore._monitor.usage import ProcessUsage, Usage
     from percore._protocol.shared import Shared
@@ -46,6 +47,7 @@ __all__ = [
     "PayloadTooLarge",
     "PercoreError",
     "ProcessUsage",
+    "Progress",
     "Rate",
     "RemoteError",
     "RemoteTraceback",
@@ -78,6 +80,7 @@ _HOMES = {
     "PayloadTooLarge": "_common.errors",
     "PercoreError": "_common.errors",
     "ProcessUsage": "_monitor.usage",
+    "Progress": "_monitor.progress",
     "Rate": "_common.rates",
     "RemoteError": "_common.errors",
     "RemoteTraceback": "_common.errors",

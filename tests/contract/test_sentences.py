@@ -532,6 +532,12 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/contract/test_hard_timeout.py::test_a_late_answer_is_a_timeout", "ran for longer than hard_timeout"
     ),
     "the workers (%d) are ready after %s s": fake(),
+    'progress must be True, "text" or a function of a percore.Progress, such as progress=print, not …': (
+        lambda runner: runner.map(jobs.echo, [1], progress=[])
+    ),
+    "the progress of %s cannot be shown; its map goes on": (
+        lambda runner: runner.map(jobs.echo, [1], progress=lambda progress: progress.no_such_figure)
+    ),
     "%s is ready after %s s, as number %d of its slot": fake(),
     "%s has ended after %s s; calls done: %d, failed: %d": fake(),
     "the workers have ended after %s s; calls done: %d, failed: %d, retried: %d; workers replaced: %d": fake(),

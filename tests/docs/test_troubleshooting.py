@@ -25,6 +25,7 @@ SELF_EXPLAINING: Final = {
     "max_memory_per_worker must be a whole number of bytes, such as 512 * 2**20, not …",
     "window must be a whole number, not …",
     "window must be at least 1, not …",
+    'progress must be True, "text" or a function of a percore.Progress, such as progress=print, not …',
     "rate must be a percore.Rate, as in percore.Rate(10, per=1), not …",
     "n must be a whole number of calls, not …: for fractions choose another time, as in Rate(1, per=2)",
     "set_rate is for one key, such as a host: key must not be None",

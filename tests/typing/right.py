@@ -79,6 +79,9 @@ async def many(runner: Runner, flag: bool) -> None:
     assert_type(await runner.map(fetch, ["u"], return_exceptions=False), list[int])
     assert_type(await runner.map(fetch, ["u"], return_exceptions=flag), list[int | BaseException])
     assert_type(await runner.map(fetch, percore.threaded(["u"])), list[int])
+    assert_type(await runner.map(fetch, ["u"], progress=True), list[int])
+    assert_type(await runner.map_items(parse, [b""], progress="text"), list[tuple[bytes, str | None]])
+    assert_type(await runner.starmap(fetch, [["u", 1]], progress=lambda progress: progress.eta), list[int])
     async for size in runner.map(fetch, ["u"]):
         assert_type(size, int)
     async with runner.map(fetch, ["u"]) as sizes:

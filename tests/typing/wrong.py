@@ -30,6 +30,7 @@ async def items(runner: Runner) -> None:
 
 
 async def how_many(runner: Runner) -> None:
+    await runner.map(fetch, ["u"], progress="bar")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     await runner.map(fetch)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     await runner.map(fetch, ["u"], [1], [2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
     await runner.map(parse, [b""], [b""])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -109,6 +109,13 @@ class Inputs:
                 if isgenerator(iterator):
                     stack.callback(iterator.close)
 
+    def total(self) -> int | None:
+        """Return how many rows there are. None: no input has a length, or the user's `__len__` failed."""
+        try:
+            return len(self)
+        except Exception:
+            return None
+
     def __len__(self) -> int:
         sizes = [len(source) for source in self._sources if isinstance(source, Sized)]
         if not sizes:

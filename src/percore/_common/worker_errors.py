@@ -117,7 +117,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.attempts = attempts
         self.why = why
         self.detail = detail
-        self.others = others or {}
+        self.others: dict[str, int] = others or {}
         self.memory = memory
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if self.others:

@@ -3,30 +3,16 @@
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
 from types import AsyncGeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, cast
 
 from percore._calls.functions import kind_of
 from percore._common.callables import qualified_name
 from percore._common.inputs import Inputs, check_map
+from percore._map.progress import Counts
+from percore._map.progress import check as check_progress
 from percore._map.rows import Spec
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Counts(NamedTuple):
-    """How far a map has come.
-
-    Attributes:
-        state: its state, in words.
-        done: items that have ended, including failures.
-        failed: items that have ended with an error.
-        pulled: items that were pulled from the inputs.
-    """
-
-    state: str
-    done: int
-    failed: int
-    pulled: int
 
 
 class Run(Protocol):
@@ -64,6 +50,7 @@ class Map(Generic[T_co]):
         """
         kind_of(fn)
         check_map(iterables, spec.window, spec.key)
+        check_progress(spec.progress)
         self._fn = fn
         self._check = check
         self._inputs = Inputs(iterables)
@@ -142,10 +129,8 @@ class Map(Generic[T_co]):
     def __repr__(self) -> str:
         """Return the function's name, the state, and how many items are done, have failed, were pulled, and there are in all."""
         counts = self._run.counts()
-        try:
-            total = f" total={len(self._inputs)}"
-        except Exception:  # no input has a length, or the user's `__len__` failed
-            total = ""
+        known = self._inputs.total()
+        total = "" if known is None else f" total={known}"
         failed = f" failed={counts.failed}" if counts.failed else ""
         name = qualified_name(self._fn)
         return f"<percore.Map of {name} {counts.state} done={counts.done}{failed} pulled={counts.pulled}{total}>"

@@ -9,6 +9,7 @@ from percore._calls.policy import Policy
 from percore._calls.shared_objects import Share
 from percore._common.callables import check_awaited
 from percore._common.errors import as_error
+from percore._map.progress import Wanted
 from percore._scheduler.batching import Run
 from percore._scheduler.key_names import Name, Names
 
@@ -25,6 +26,7 @@ class Spec:
         pairs: give (item, result) instead of results.
         star: each item is a tuple of arguments.
         policy: the policy of the calls; None: that of the runner.
+        progress: how to show how far the map is; None: not at all.
     """
 
     ordered: bool
@@ -34,6 +36,7 @@ class Spec:
     pairs: bool
     star: bool
     policy: Policy | None
+    progress: Wanted = None
 
 
 class Taker(Protocol):

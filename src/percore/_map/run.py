@@ -3,11 +3,12 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
+from percore._common.callables import qualified_name
 from percore._common.inputs import Inputs
 from percore._common.log import Faults
 from percore._map.feeder import Feeder
 from percore._map.in_flight import InFlight
-from percore._map.map import Counts
+from percore._map.progress import Counts, Watcher, display_of
 from percore._map.results import Failure, Listed, Ordered, Results
 from percore._map.rows import Spec
 from percore._scheduler.map_life import MapEvent, MapLife, MapPhase
@@ -39,6 +40,8 @@ class MapRun:
         self._context = None if contexts is None else contexts.capture(self._span)
         self._life = MapLife()
         self._parts: tuple[InFlight, Feeder] | None = None
+        self._watcher: Watcher | None = None
+        """Shows how far the map is. None: nothing does, or the map has not begun."""
 
     async def collect(self) -> list[Any]:
         """Run the map to its end and return all results. A map that is closed meanwhile returns an empty list.
@@ -146,7 +149,14 @@ class MapRun:
         supervisor.dispatch.open(items.queue)
         supervisor.closing.enders.add(feeder.end)
         feeder.begin()
+        self._watch()
         return items
+
+    def _watch(self) -> None:
+        display = display_of(self._spec.progress)
+        if display is not None:
+            supervisor, name = self._supervisor, qualified_name(self._fn)
+            self._watcher = Watcher(supervisor.loop, display, name, self._inputs.total(), self.counts, supervisor.busy)
 
     async def close(self) -> None:
         """Cancel the items under way and close the generators among the inputs. The map yields no more results. Idempotent.
@@ -156,6 +166,8 @@ class MapRun:
         if self._life.is_closed:
             return
         self._life.advance(MapEvent.CLOSE)
+        if self._watcher is not None:
+            self._watcher.end()
         if self._parts is None:  # the map has not begun
             return
         items, feeder = self._parts

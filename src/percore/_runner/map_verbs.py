@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import percore
 from percore._common.call_options import MAP_ADVICE
@@ -11,7 +11,7 @@ from percore._common.options import advising
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
-    from typing import Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+    from typing import Generic, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
     from percore._calls.policy import Policy
     from percore._map.map import Map
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ordered: bool
         window: int | None
         key: Callable[P, Hashable] | None
+        progress: bool | Literal["text"] | Callable[[percore.Progress], object] | None
 
     class Raise(Typed[P], total=False):
         """The first error is raised."""
@@ -150,6 +151,7 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
+        progress: bool | Literal["text"] | Callable[[percore.Progress], object] | None = None,
     ) -> percore.Map[Any]:
         """Return a Map that calls `fn` with one item of each iterable at a time, until the shortest iterable ends.
 
@@ -169,12 +171,16 @@ class MapVerbs:
             key: a plain function that takes the arguments of a call and returns its key. Calls with equal keys are never on two
                 workers at once.
             return_exceptions: return an error in the place of its result instead of raising it.
+            progress: True: show how far the map is, on standard error: by rich at a terminal, by tqdm in a notebook (percore's
+                extra `progress` installs both), and elsewhere as "text". "text": write a line each minute, and one at the end. A
+                function: the event loop calls it with a `percore.Progress` ten times a second while the map runs, and once at its
+                end. If showing raises, percore logs that, and the map goes on.
 
         Raises:
             TypeError, ValueError: `fn` is not callable, an iterable is not iterable, or an option is invalid.
             RunnerClosed, RunnerBroken, RuntimeError: as in `submit`.
         """
-        return self._map(fn, iterables, ordered, window, key, return_exceptions)
+        return self._map(fn, iterables, ordered, window, key, return_exceptions, progress)
 
     if TYPE_CHECKING:
         # fmt: off
@@ -259,12 +265,13 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
+        progress: bool | Literal["text"] | Callable[[percore.Progress], object] | None = None,
     ) -> percore.Map[tuple[Any, Any]]:
         """Like `map`, but return pairs of item and result. With several iterables the item is a tuple.
 
         With `return_exceptions`, a pair shows which item failed, and with which error.
         """
-        return self._map(fn, iterables, ordered, window, key, return_exceptions, pairs=True)
+        return self._map(fn, iterables, ordered, window, key, return_exceptions, progress, pairs=True)
 
     if TYPE_CHECKING:
         # fmt: off
@@ -280,7 +287,7 @@ class MapVerbs:
         # fmt: on
 
     @advising("Runner.starmap", MAP_ADVICE)
-    def starmap(
+    def starmap(  # noqa: PLR0913  # each is a documented option
         self,
         fn: Callable[..., Any],
         iterable: AnyItems,
@@ -290,11 +297,12 @@ class MapVerbs:
         window: int | None = None,
         key: Callable[..., Hashable] | None = None,
         return_exceptions: bool = False,
+        progress: bool | Literal["text"] | Callable[[percore.Progress], object] | None = None,
     ) -> percore.Map[Any]:
         """Like `map`, but the iterable yields tuples of arguments: each call is `fn(*row)`."""
-        return self._map(fn, (iterable,), ordered, window, key, return_exceptions, star=True)
+        return self._map(fn, (iterable,), ordered, window, key, return_exceptions, progress, star=True)
 
-    def _map(  # noqa: PLR0913  # the common part of map, map_items and starmap
+    def _map(  # noqa: PLR0913, PLR0917  # the common part of map, map_items and starmap
         self,
         fn: Callable[..., Any],
         iterables: tuple[AnyItems, ...],
@@ -302,6 +310,7 @@ class MapVerbs:
         window: int | None,
         key: Callable[..., Hashable] | None,
         return_exceptions: bool,
+        progress: bool | Literal["text"] | Callable[[percore.Progress], object] | None,
         *,
         pairs: bool = False,
         star: bool = False,
@@ -320,5 +329,5 @@ class MapVerbs:
         from percore._map.rows import Spec
         from percore._map.run import MapRun
 
-        spec, supervisor = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy), self._supervisor
+        spec, supervisor = Spec(ordered, window, key, return_exceptions, pairs, star, self._policy, progress), self._supervisor
         return Map(fn, iterables, spec, self._check_open, lambda inputs: MapRun(supervisor, fn, inputs, spec))

@@ -129,6 +129,10 @@ class Supervisor:
         ready = sum(slot.current is not None and slot.current.is_ready for slot in slots)
         return len(slots), ready, self.calls.waiting() + sum(member.pending for member in tuple(self.members))
 
+    def busy(self) -> tuple[int, int]:
+        """Return how many workers have calls, and how many workers there should be."""
+        return sum(bool(member.calls) for member in self.members), len(self.slots)
+
     def _dispatch(self) -> None:
         send = self.calls.send_waiting
         send(Kind.TASK)
