@@ -26,7 +26,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields, replace
+from email.utils import formatdate
 from typing import Any
 
 from aiohttp import web
@@ -49,15 +50,26 @@ class Usage:
 
 @dataclass(slots=True)
 class Visits:
-    """The requests to one site: in progress now, the most at once, and how many for each path (all, and in progress)."""
+    """The requests to one site: in progress now, the most at once, and how many for each path (all, and in progress).
+
+    `first`, `last`: when the first and the last one came, in seconds of this machine's clock. `early`: how many came although the
+    site had asked for a pause.
+    """
 
     now: int = 0
     most_at_once: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    early: int = 0
+    rests_until: float = 0.0
     paths: Counter[str] = field(default_factory=Counter)
     under_way: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def one(self, path: str) -> Iterator[None]:
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        self.early += self.last < self.rests_until
         self.paths[path] += 1
         self.under_way[path] += 1
         self.now += 1
@@ -94,7 +106,8 @@ class Server:
             case "usage":
                 return astuple(self.usage())
             case "visits":
-                return {host: (one.now, one.most_at_once, one.paths, +one.under_way) for host, one in self._visits.items()}
+                names = [each.name for each in fields(Visits)]
+                return {host: {name: getattr(one, name) for name in names} for host, one in self._visits.items()}
             case "pages":
                 paths = ((host, crawlable(site)) for host, site in self._sites.items())
                 return {f"http://{host}{path}": status for host, found in paths for path, status in found.items()}
@@ -117,7 +130,10 @@ class Server:
                 reset(request.transport)
             if self._failed[request.host, request.path] < answer.times:
                 self._failed[request.host, request.path] += 1
-                return respond(Answer(answer.first, body=b"not now"))
+                if answer.retry_after:  # a date has whole seconds, so it may ask for one less
+                    seconds = answer.retry_after - answer.by_date
+                    self._visits[request.host].rests_until = time.monotonic() + seconds
+                return respond(replace(answer, status=answer.first, body=b"not now", location=None))
             return respond(answer)
 
 
@@ -125,6 +141,9 @@ def respond(answer: Answer) -> web.Response:
     headers = {"Content-Type": "text/html; charset=utf-8"}
     if answer.location:
         headers["Location"] = answer.location
+    if answer.retry_after and answer.status == answer.first:
+        ends = formatdate(time.time() + answer.retry_after, usegmt=True)
+        headers["Retry-After"] = ends if answer.by_date else str(answer.retry_after)
     return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
@@ -238,7 +257,8 @@ class Farm:
     def visits(self) -> dict[str, Visits]:
         """Return the requests to each site, by its "address:port"."""
         told = self._ask("visits")
-        return {host: Visits(now, most, Counter(paths), Counter(held)) for host, (now, most, paths, held) in told.items()}
+        counters = ("paths", "under_way")
+        return {host: Visits(**one | {name: +Counter(one[name]) for name in counters}) for host, one in told.items()}
 
     def pages(self) -> dict[str, int]:
         """Return every URL that a crawler which obeys robots.txt finds, with its final status. 0: the connection is reset."""

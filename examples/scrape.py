@@ -4,12 +4,12 @@
     python examples/scrape.py https://example.com --depth 2    # crawls a real site
     python examples/scrape.py --input urls.txt --output pages.jsonl --resume
 
-The crawler sends at most `--per-host` requests to a host at once, from all processes together, and none that the host's
-robots.txt forbids. Hosts take turns. Temporary failures are retried, with growing pauses. The workers fetch and parse
-(crawl/pages.py); this process decides which page to visit next (crawl/frontier.py) and how to treat hosts
-(crawl/manners.py, crawl/robots.py). `--single` crawls in one plain asyncio process, without percore; `--compare` crawls
-both ways. Ctrl-C ends a crawl and keeps its results; the same command with `--resume` continues it. The exit status is 1
-if every page failed.
+The crawler sends at most `--per-host` requests to a host at once and `--rate` in a second, from all processes together, and none
+that the host's robots.txt forbids. It keeps a Crawl-delay, and obeys Retry-After. Hosts take turns. Temporary failures are retried,
+with growing pauses. The workers fetch and parse (crawl/pages.py); this process decides which page to visit next
+(crawl/frontier.py) and how to treat hosts (crawl/manners.py, crawl/robots.py). `--single` crawls in one plain asyncio process,
+without percore; `--compare` crawls both ways. Ctrl-C ends a crawl and keeps its results; the same command with `--resume`
+continues it. The exit status is 1 if every page failed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Scraper:
         self.options = options
         self.console = console
         self.record = record
-        self.manners = Manners(options.per_host, options.timeout, options.retries, options.backoff)
+        self.manners = Manners(options.per_host, options.timeout, options.retries, options.backoff, options.rate)
         self.tallies: list[Tally] = []
         self._wanted = 1
 
@@ -210,6 +210,7 @@ def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     add("--output", type=Path, metavar="FILE", help="write each page as a line of JSON, as soon as it is fetched")
     add("--resume", action="store_true", help=RESUME)
     add("--per-host", type=whole, default=2, metavar="N", help="requests of one host at once (default 2)")
+    add("--rate", type=positive, metavar="N", help=RATE)
     add("--retries", type=natural, default=3, metavar="N", help=RETRIES)
     add("--backoff", type=positive, default=0.5, metavar="S", help="seconds before the second attempt (default 0.5)")
     add("--timeout", type=positive, default=10.0, metavar="S", help="seconds one attempt may take (default 10)")
@@ -228,6 +229,7 @@ def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     return options, starts
 
 
+RATE = """requests to one host in a second, such as 5 or 0.1 (default: no limit but a Crawl-delay in its robots.txt)"""
 RESUME = """continue the crawl in --output: its pages are not fetched again, and their links are followed; pages that failed are
 fetched again, unless the site said that there is no such page (4xx)"""
 RETRIES = """further attempts, each after twice the pause, if a page fails with 5xx or 429, a reset, a time-out or the death of its

@@ -32,7 +32,10 @@ PRIVATE = "/private/"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The response of a site at one path. Before it, the site fails `times` times with the status `first`."""
+    """The response of a site at one path. Before it, the site fails `times` times with the status `first`.
+
+    With `retry_after`, such a failure asks for a pause of so many seconds; `by_date`: with the time of day at which it ends.
+    """
 
     status: int = 200
     body: bytes = b""
@@ -41,6 +44,8 @@ class Answer:
     reset: bool = False
     first: int = 503
     times: int = 0
+    retry_after: int = 0
+    by_date: bool = False
 
 
 Site = dict[str, Answer]
@@ -130,7 +135,8 @@ def odd_pages(number: int, release: str, slow: float) -> Site:
         case 2:
             odd["/flakier.html"] = Answer(body=index_page("The third time", []), times=2)
         case 3:
-            odd["/busy.html"] = Answer(body=index_page("Not so fast", []), first=429, times=1)
+            busy = index_page("Not so fast", [])
+            odd["/busy.html"] = Answer(body=busy, first=429, times=1, retry_after=2, by_date=number % 8 == 7)
     if number % 8 == 0:
         odd["/reset.html"] = Answer(reset=True)
     return odd

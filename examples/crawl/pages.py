@@ -4,6 +4,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import aiohttp
@@ -48,13 +50,14 @@ class RobotsFile:
 class BadStatus(Exception):
     """A site answered with an error status, such as 404 or 503.
 
-    A worker raises it, and the parent decides by its status whether to retry, so it must be picklable: its only argument is the
-    status.
+    A worker raises it, and the parent decides by its status whether to retry, so it must be picklable: its arguments are its
+    attributes. `retry_after`: for how many seconds the site wants no request (0: it does not say).
     """
 
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
+    def __init__(self, status: int, retry_after: float = 0.0) -> None:
+        super().__init__(status, retry_after)
         self.status = status
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return f"HTTP {self.status}"
@@ -63,6 +66,18 @@ class BadStatus(Exception):
 def is_passing(status: int) -> bool:
     """Whether an error status is temporary, and does not mean that the page does not exist."""
     return status >= 500 or status == TOO_MANY_REQUESTS
+
+
+def seconds_of(retry_after: str, now: datetime) -> float:
+    """Return the seconds that a Retry-After asks for: it has a number of seconds, or a date (RFC 9110, 10.2.3). 0: neither."""
+    text = retry_after.strip()
+    if text.isascii() and text.isdecimal():
+        return float(text)
+    try:
+        when = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - now).total_seconds())
 
 
 @asynccontextmanager
@@ -94,7 +109,7 @@ async def get_page(session: aiohttp.ClientSession, url: str, worker: int | None 
     # could be visited against the crawler's rules.
     async with session.get(url, allow_redirects=False) as response:
         if response.status >= 400:
-            raise BadStatus(response.status)
+            raise BadStatus(response.status, seconds_of(response.headers.get("Retry-After", ""), datetime.now(UTC)))
         size = len(await response.read())
         html = await response.text(errors="replace") if response.content_type == "text/html" else ""
     title, words, links = parse(url, html)
@@ -107,7 +122,7 @@ async def get_page(session: aiohttp.ClientSession, url: str, worker: int | None 
 async def get_robots(session: aiohttp.ClientSession, url: str) -> RobotsFile:
     async with session.get(url, allow_redirects=False) as response:
         if response.status >= 400:
-            raise BadStatus(response.status)
+            raise BadStatus(response.status, seconds_of(response.headers.get("Retry-After", ""), datetime.now(UTC)))
         if response.status in REDIRECTS:
             return RobotsFile(location=absolute(url, response.headers.get("Location", "")) or "")
         text = b""

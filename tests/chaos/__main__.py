@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tests.chaos import history
+from tests.chaos.calls import RATES
 from tests.chaos.history import Verdict
 from tests.chaos.judge import quiet, trial, trials
 
@@ -51,6 +52,7 @@ def report(total: Verdict, seconds: float) -> None:
     tell(f"  calls        {total.calls} in {total.rounds} rounds: {ends}; {refused} more never accepted")
     for breach in history.BREACHES:
         tell(f"  {breach:<12} {total.breaches[breach]}")
+    tell("  starts       " + ", ".join(f"at most {most} of {RATES[key]}" for key, most in sorted(total.fullest.items())))
     tell(f"  blamed without having run: {total.unrun}")
     tell(f"  detection    {spread(total.detection)}")
     tell(f"  recovery     {spread(total.recovery)}")

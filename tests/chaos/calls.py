@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from typing import Any, Final, NoReturn
 
 import percore
+from tests.marks import began
 
 _ENTRY: Final = 64
 """Bytes of an entry in the ledger, of which a page holds a whole number."""
@@ -61,6 +62,7 @@ class _Worker:
     """What the lifespan opens."""
 
     ledger = -1
+    rates = -1
     folder = ""
     per_key: int | None = None
     keys: Counter[str]
@@ -83,8 +85,10 @@ def serving(folder: str, per_key: int | None) -> Iterator[None]:
     _Worker.keys, _Worker.locks, _Worker.lock = Counter(), {}, threading.Lock()
     _Worker.stamp = f"{worker.pid} {worker.generation}"
     _Worker.ledger = os.open(f"{folder}/ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    _Worker.rates = os.open(f"{folder}/rates", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     yield
     os.close(_Worker.ledger)
+    os.close(_Worker.rates)
 
 
 def enter(uuid: int) -> None:
@@ -269,6 +273,31 @@ def _holding(key: str) -> Iterator[bool]:
             _Worker.keys[key] -= 1
             if not _Worker.keys[key]:
                 os.close(_Worker.locks.pop(key))
+
+
+# Calls with a rate: their starts are in a file of their own, as their workers have marked them
+
+RATES: Final = {
+    "even": percore.Rate(5, per=0.2),
+    "burst": percore.Rate(8, per=0.4, burst=8),
+    "both": percore.Rate(6, per=0.3, burst=3),
+}
+
+
+async def rated(uuid: int, key: str) -> int:
+    _note_start(key)
+    return _enter_alone(uuid)
+
+
+def rated_in_thread(uuid: int, key: str) -> int:
+    _note_start(key)
+    value = _enter_alone(uuid)
+    time.sleep(0.001)
+    return value
+
+
+def _note_start(key: str) -> None:
+    os.write(_Worker.rates, f"{f'{key} {began()}'.ljust(_ENTRY - 1)}\n".encode())
 
 
 # Streams

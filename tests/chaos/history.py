@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.chaos import calls
+from tests.marks import most_within
 
 LEAST: Final = 5
 """Sentences kept of each kind of breach."""
@@ -74,6 +75,16 @@ class Round:
                 for line in file:
                     yield Entry(*map(int, line.split()))
 
+    def starts(self) -> dict[str, list[int]]:
+        """The starts of calls with a rate, by key."""
+        starts: dict[str, list[int]] = {}
+        path = self.folder / "rates"
+        if path.exists():
+            for line in path.read_text(encoding="ascii").splitlines():
+                key, ns = line.split()
+                starts.setdefault(key, []).append(int(ns))
+        return starts
+
     def outcomes(self) -> Iterator[Outcome]:
         """The record."""
         with (self.folder / "outcomes").open(encoding="utf-8") as file:
@@ -82,7 +93,7 @@ class Round:
                 yield Outcome(int(uuid), kind, int(attempts), int(ns), flags, words)
 
 
-BREACHES: Final = ("lost", "twice", "hung", "wrong value", "left behind", "said on stderr")
+BREACHES: Final = ("lost", "twice", "hung", "wrong value", "over the rate", "left behind", "said on stderr")
 """None of these may happen, ever."""
 
 
@@ -100,6 +111,8 @@ class Verdict:
     """Blamed without having run: they had begun, and died before their first statement."""
     detection: list[float] = field(default_factory=list)
     recovery: list[float] = field(default_factory=list)
+    fullest: Counter[str] = field(default_factory=Counter)
+    """Of each key with a rate, how many starts its fullest window held."""
 
     def breach(self, kind: str, sentence: str, count: int = 1) -> None:
         """Something that must not happen has happened."""
@@ -117,6 +130,7 @@ class Verdict:
         self.unrun += other.unrun
         self.detection += other.detection
         self.recovery += other.recovery
+        self.fullest |= other.fullest
 
     @property
     def is_clean(self) -> bool:
@@ -170,7 +184,16 @@ class _Comparison:
             self._verdict.breach("lost", f"calls {sorted(lost)[:5]} never ended in {self._where}", missing)
         for uuid in self._entries.keys() - seen - lost:
             self._verdict.breach("wrong value", f"call {uuid} ran and was never submitted in {self._where}")
+        self._look_at_rates()
         self._measure()
+
+    def _look_at_rates(self) -> None:
+        for key, starts in self._round.starts().items():
+            rate = calls.RATES[key]
+            most = most_within(starts, rate.per)
+            self._verdict.fullest[key] = max(self._verdict.fullest[key], most)
+            if most > rate.n:
+                self._verdict.breach("over the rate", f"{most} calls of {key} began within {rate.per} s in {self._where}")
 
     def _breach(self, kind: str, outcome: Outcome, why: str) -> None:
         self._verdict.breach(kind, f"call {outcome} {why}; entered: {self._entries.get(outcome.uuid, [])} in {self._where}")

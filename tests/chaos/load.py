@@ -26,6 +26,7 @@ LIMIT: Final = 30.0
 _RETRIES: Final = 3
 _CANCELLED: Final = 0.08
 _COLLECTED: Final = 0.005
+_PAUSED: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,18 @@ SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
     ),
     "keyed": (10, lambda decide, _: _keyed(calls.keyed, f"key{decide.randrange(3)}")),
     "keyed_in_thread": (6, lambda decide, _: _keyed(calls.keyed_in_thread, f"key{decide.randrange(3)}")),
+    "rated": (4, lambda decide, _: _rated(calls.rated, decide)),
+    "rated_in_thread": (2, lambda decide, _: _rated(calls.rated_in_thread, decide, retries=_RETRIES)),
 }
 
 
 def _keyed(fn: Callable[..., Any], key: str) -> Wish:
     return Wish(fn, (key,), {"key": key})
+
+
+def _rated(fn: Callable[..., Any], decide: random.Random, **options: Any) -> Wish:
+    key = decide.choice(list(calls.RATES))
+    return Wish(fn, (key,), {"key": key, "rate": calls.RATES[key], **options})
 
 
 MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
@@ -140,6 +148,10 @@ class Load:
         if decide.random() < _COLLECTED:
             gc.collect()
         kind = decide.choices(list(UNITS), list(UNITS.values()))[0]
+        if decide.random() < _PAUSED:
+            key = decide.choice(list(calls.RATES))
+            with contextlib.suppress(percore.RunnerClosed):
+                self.runner.set_rate(key, decide.choice([None, calls.RATES[key]]), after=decide.random() / 20)
         if kind == "single":
             self._submit_single(uuid, decide)
         elif kind == "nested":

@@ -119,6 +119,23 @@ def test_a_whole_crawl_is_polite_and_a_host_stays_in_one_worker(farm: Farm, mode
     assert "all visited" in figure(summary, "seconds")[0]
 
 
+def test_a_rate_and_the_wishes_of_sites_are_kept(farm: Farm, mode: Mode) -> None:
+    """Site 3 asks for a rest of two seconds, site 7 until a time of day. Their next request comes after that."""
+    farm.forget()
+    rate = 25
+    scrape(*mode, farm.starts[3], farm.starts[7], *QUICK, "--depth", "1", "--per-host", "1", "--rate", str(rate))
+    for number in (3, 7):
+        seen = site(farm.visits(), number)
+        assert seen.paths["/busy.html"] == 2
+        assert seen.early == 0
+    farm.forget()
+    scrape(*mode, farm.starts[1], *QUICK, "--per-host", "4", "--retries", "0", "--rate", str(rate))
+    seen = site(farm.visits(), 1)
+    assert seen.paths.total() > 15
+    # Half of it, since the first request may have come late.
+    assert seen.last - seen.first > 0.5 * (seen.paths.total() - 1) / rate
+
+
 def test_who_has_timed_out_no_longer_counts_and_is_no_more_than_that(farm_that_hangs: Farm, mode: Mode, tmp_path: Path) -> None:
     farm = farm_that_hangs
     farm.forget()

@@ -110,6 +110,16 @@ def test_what_the_program_says_of_itself_counts(breach: str, told: dict[str, Any
     assert [kind for kind, count in verdict.breaches.items() if count] == [breach]
 
 
+@pytest.mark.parametrize(("distance", "is_clean"), [(0.04, True), (0.0399, False)])
+def test_too_many_starts_are_seen(distance: float, is_clean: bool, tmp_path: Path) -> None:
+    rate = calls.RATES["even"]
+    starts = [f"even {int(number * distance * 1e9)}" for number in range(3 * rate.n)] + ["burst 5"]
+    (tmp_path / "rates").write_text("\n".join(starts))
+    verdict = judged(tmp_path, ["1 100 1 5"], [value(1)])
+    assert verdict.is_clean is is_clean
+    assert verdict.fullest == {"even": rate.n + (not is_clean), "burst": 1}
+
+
 def test_a_death_before_the_first_statement_is_counted(tmp_path: Path) -> None:
     verdict = judged(tmp_path, [], ["1 task 1 5 - died 1 100 1"], kills=KILLED)
     assert (verdict.is_clean, verdict.unrun) == (True, 1)

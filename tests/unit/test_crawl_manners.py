@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.robotparser import RobotFileParser
 
@@ -15,8 +16,8 @@ import percore
 from tests import crawling  # noqa: F401  # makes the examples importable
 
 from crawl.frontier import Visit  # isort: skip
-from crawl.manners import LONGEST_PAUSE, Manners, may_pass, reason_of  # isort: skip
-from crawl.pages import BadStatus, Page, RobotsFile  # isort: skip
+from crawl.manners import LONGEST_PAUSE, LONGEST_REST, Manners, Pace, may_pass, reason_of, rest_of  # isort: skip
+from crawl.pages import BadStatus, Page, RobotsFile, seconds_of  # isort: skip
 from crawl.record import BadRecord, Record  # isort: skip
 from crawl.robots import Rules, read_rules  # isort: skip
 
@@ -154,19 +155,64 @@ def test_what_may_pass_is_tried_again(subtests: pytest.Subtests) -> None:
 
 
 def test_a_bad_status_comes_out_of_a_pickle_as_it_was() -> None:
-    error = pickle.loads(pickle.dumps(BadStatus(503)))
-    assert (type(error), error.status, str(error), may_pass(error)) == (BadStatus, 503, "HTTP 503", True)
+    error = pickle.loads(pickle.dumps(BadStatus(503, 2.5)))
+    assert (type(error), error.status, error.retry_after, str(error), may_pass(error)) == (BadStatus, 503, 2.5, "HTTP 503", True)
 
 
 def test_pauses_double_up_to_a_minute_and_are_not_all_the_same() -> None:
     manners = Manners(per_host=2, timeout=10, retries=3, backoff=2)
     for failed, usual in [(1, 2), (2, 4), (3, 8), (5, 32), (6, LONGEST_PAUSE), (2000, LONGEST_PAUSE)]:
-        pauses = {manners.pause(0, failed) for _ in range(50)}
+        pauses = {manners.pause(failed) for _ in range(50)}
         assert usual * 0.5 <= min(pauses) < max(pauses) <= usual * 1.5
 
 
-def test_a_pause_is_no_shorter_than_the_delay_that_a_site_asks_for() -> None:
-    assert Manners(per_host=2, timeout=10, retries=3, backoff=0.1).pause(5.0, 1) == 5.0
+def test_a_gap_is_no_shorter_than_the_delay_that_a_site_asks_for() -> None:
+    for rate, delay, gap in [(None, 0.0, 0.0), (None, 5.0, 5.0), (4.0, 0.0, 0.25), (4.0, 5.0, 5.0), (0.1, 5.0, 10.0)]:
+        assert Manners(per_host=2, timeout=10, retries=3, backoff=0.1, rate=rate).gap(delay) == gap
+
+
+def test_a_retry_after_has_seconds_or_a_date() -> None:
+    now = datetime(2026, 11, 23, 12, 0, 0, tzinfo=UTC)
+    for header, seconds in [
+        ("120", 120),
+        (" 0 ", 0),
+        ("Mon, 23 Nov 2026 12:00:30 GMT", 30),
+        ("Mon, 23 Nov 2026 12:00:30 -0000", 30),
+        ("Mon, 23 Nov 2026 11:00:00 GMT", 0),
+        ("", 0),
+        ("soon", 0),
+        ("-5", 0),
+        ("1.5", 0),
+        ("\u0663", 0),
+    ]:
+        assert seconds_of(header, now) == seconds, header
+
+
+def test_a_site_that_wants_a_rest_gets_it_but_not_for_ever() -> None:
+    assert rest_of(BadStatus(429, 7.0)) == 7.0
+    assert rest_of(BadStatus(503, 1e9)) == LONGEST_REST
+    assert rest_of(BadStatus(503)) == rest_of(TimeoutError()) == 0.0
+
+
+async def test_in_one_process_requests_keep_their_pace() -> None:
+    """However late they are: the least time that so many of them take."""
+    pace = Pace()
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    began = loop.time()
+
+    async def one() -> None:
+        await pace.turn(0.01)
+        times.append(loop.time())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(5):
+            group.create_task(one())
+    assert all(time - began >= number * 0.01 for number, time in enumerate(times))
+    pace.rest(0.02)
+    began = loop.time()
+    await pace.turn(0.0)
+    assert loop.time() - began >= 0.02
 
 
 # The record

@@ -38,6 +38,9 @@ _PLENTY: Final = 64
 _SOONEST: Final = 0.001
 """Seconds until the timer, at least: a loop whose clock has coarse ticks would run it again and again until its time has come."""
 
+_LATEST: Final = 86_400.0
+"""Seconds until the timer, at most: event loops have limits of their own. It is then set again."""
+
 _FEW: Final = 64
 
 
@@ -184,7 +187,7 @@ class Rates:
         gate.settle(now)
         gate.passes = 0
         self._open(gate)
-        self._progress.advance()
+        self._advance_soon()
 
     def began(self, call: PendingCall) -> None:
         """Note that a worker has announced the start of a call."""
@@ -223,7 +226,7 @@ class Rates:
             self._advance_soon()
 
     def _advance_soon(self) -> None:
-        """Let the supervisor send calls, but not now: the caller may be about to send or to queue one."""
+        """Let the supervisor send calls, but not now: the caller may be handling a call, or about to queue one."""
         if not self._is_advancing:
             self._is_advancing = True
             self._loop.call_soon(self._advance)
@@ -243,7 +246,7 @@ class Rates:
         if when is not None and (self._timer is None or when < self._due):
             self.stop()
             self._due = when
-            self._timer = self._loop.call_later(max(_SOONEST, when - monotonic()), self._wake)
+            self._timer = self._loop.call_later(min(max(_SOONEST, when - monotonic()), _LATEST), self._wake)
 
     def _wake(self) -> None:
         self._timer = None
