@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from percore._runner.stream import Stream
     from percore._runner.verbs import Options
     from percore._worker.context import CurrentWorker, current_worker, state
+    from percore._worker.nested_maps import NestedMap
+    from percore._worker.nested_streams import NestedStream
     from percore._worker.runner import CurrentRunner, current_runner
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "CurrentWorker",
     "LoopPoolExecutor",
     "Map",
+    "NestedMap",
+    "NestedStream",
     "Options",
     "PayloadTooLarge",
     "PercoreError",
@@ -76,6 +80,8 @@ _HOMES = {
     "CurrentWorker": "_worker.context",
     "LoopPoolExecutor": "_executor.executor",
     "Map": "_map.map",
+    "NestedMap": "_worker.nested_maps",
+    "NestedStream": "_worker.nested_streams",
     "Options": "_runner.verbs",
     "PayloadTooLarge": "_common.errors",
     "PercoreError": "_common.errors",

@@ -186,3 +186,6 @@ async def inside_a_call() -> None:
     assert_type(await runner.options(key="a", timeout=1).run(parse, b""), str | None)
     assert_type(await runner.submit(fetch, "u"), int)
     assert_type(runner.run_sync(fetch, "u"), int)
+    assert_type(await runner.map(fetch, ["u"]), list[int])
+    assert_type(list(runner.map(parse, [b""])), list[str | None])
+    assert_type(runner.stream(anumbers, 1), percore.NestedStream[str])

@@ -185,3 +185,27 @@ def test_calls_count_by_their_number_where_nobody_knows_how_far_they_have_come()
     assert member.statistics(2, may_look=True) == (2, 1)
     member.worker = cast(Any, SimpleNamespace(channel=SimpleNamespace(has_read=lambda: False), fate=lambda _id: UNBEGUN))
     assert member.statistics(2, may_look=True) == (0, 3)
+
+
+# Calls that give their places back
+
+
+def test_a_call_is_aside_until_its_last_reason_has_gone() -> None:
+    member = member_that_waits(since=0)
+    member.tell = lambda *_: None
+    call: Any = SimpleNamespace(
+        function=SimpleNamespace(number=1), kind=Kind.TASK, body=(), plan=None, key=None, outstanding=1, left=lambda: None
+    )
+    member.defined.add(1)
+    member.send(call)
+    assert member.step_aside(call)
+    assert member.step_aside(call)
+    assert member.load == [0, 0, 0]
+    member.come_back(call)
+    assert member.load == [0, 0, 0]
+    member.come_back(call)
+    assert member.load == [1, 0, 0]
+    assert member.step_aside(call)
+    member.take(call.call_id)  # it ends while it is aside
+    member.come_back(call)
+    assert (member.load, member._aside) == ([0, 0, 0], [0, 0])

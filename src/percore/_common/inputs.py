@@ -55,14 +55,21 @@ class Inputs:
         self._sources = iterables
         self._iterators: list[Iterator[Any] | AsyncIterator[Any]] = []
         self._rows: Iterator[Any] = iter(())
-        self.is_async = any(isinstance(source, AsyncIterable) for source in iterables)
-        self.has_sync = not all(isinstance(source, AsyncIterable) for source in iterables)
+        self._asyncs = [isinstance(source, AsyncIterable) for source in iterables]
+        self.is_async = any(self._asyncs)
+        self.has_sync = not all(self._asyncs)
         self.is_single = len(iterables) == 1
+
+    def prefer_sync(self) -> None:
+        """Take those that are both as sync iterables. Call it before `open`."""
+        self._asyncs = [isinstance(source, AsyncIterable) and not isinstance(source, Iterable) for source in self._sources]
+        self.is_async = any(self._asyncs)
+        self.has_sync = not all(self._asyncs)
 
     def open(self) -> None:
         """Make the iterators. This runs user code."""
-        for source in self._sources:
-            self._iterators.append(aiter(source) if isinstance(source, AsyncIterable) else iter(source))
+        for source, is_async in zip(self._sources, self._asyncs, strict=True):
+            self._iterators.append(aiter(source) if is_async else iter(source))  # type: ignore[arg-type]
         if not self.is_async:
             self._rows = self._iterators[0] if self.is_single else zip(*self._iterators, strict=False)  # type: ignore[assignment]
 

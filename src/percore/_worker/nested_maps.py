@@ -98,6 +98,8 @@ class MapSource(Source):
 
     def begin(self, *, is_async: bool) -> None:
         self._is_begun, self._is_async = True, is_async
+        if not is_async:
+            self.inputs.prefer_sync()
         if self.inputs.is_async and not is_async:
             raise TypeError(
                 "a plain function cannot pull an async iterable: make the map in a coroutine, or give it a sync iterable"

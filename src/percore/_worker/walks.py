@@ -119,8 +119,8 @@ class Walk(Generic[T_co]):
 
     _noun: ClassVar[str]
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Any) -> None:
+        self._source: Source = source
         self._is_asked = self._is_begun = self._is_in_use = False
 
     def _use(self, *, is_async: bool) -> None:
