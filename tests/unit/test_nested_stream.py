@@ -1,7 +1,6 @@
 """A stream between two workers, as the supervisor sees it: its credits, its place, and its end."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -11,6 +10,9 @@ from percore._common.errors import RunnerClosed
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.messages import BrokenFrame, Kind
 from percore._scheduler.queues import Queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DIED = WorkerDied(1, -9, "jobs.pages", 0.5)
 
