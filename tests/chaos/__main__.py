@@ -50,6 +50,7 @@ def report(total: Verdict, seconds: float) -> None:
     ends = ", ".join(f"{count} {name}" for name, count in total.outcomes.most_common())
     tell(f"  kills        {total.kills.total()} in {seconds:.0f} s: {by_kind}; {taken_along} more died with their fork server")
     tell(f"  calls        {total.calls} in {total.rounds} rounds: {ends}; {refused} more never accepted")
+    tell(f"  changes      {', '.join(f'{count} {name}' for name, count in total.changes.most_common() if count)}")
     for breach in history.BREACHES:
         tell(f"  {breach:<12} {total.breaches[breach]}")
     tell("  starts       " + ", ".join(f"at most {most} of {RATES[key]}" for key, most in sorted(total.fullest.items())))

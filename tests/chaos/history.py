@@ -105,6 +105,7 @@ class Verdict:
     sentences: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     rounds: int = 0
     unrun: int = 0
@@ -122,8 +123,8 @@ class Verdict:
 
     def add(self, other: "Verdict") -> None:
         """Take over another's figures."""
-        for mine, its in ((self.breaches, other.breaches), (self.outcomes, other.outcomes), (self.kills, other.kills)):
-            mine.update(its)
+        for name in ("breaches", "outcomes", "kills", "changes"):
+            getattr(self, name).update(getattr(other, name))
         self.sentences += other.sentences
         self.calls += other.calls
         self.rounds += other.rounds
@@ -140,7 +141,7 @@ class Verdict:
 
 def judge(one: Round) -> Verdict:
     """Compare. What the program has seen of itself counts too."""
-    verdict = Verdict(rounds=1, kills=Counter(kill.kind for kill in one.kills))
+    verdict = Verdict(rounds=1, kills=Counter(kill.kind for kill in one.kills), changes=Counter(one.told.get("changes", {})))
     where = f"round {one.told['round']} (closed {one.told['closing']}, {one.told['settings']})"
     for left in one.told["left"]:
         verdict.breach("left behind", f"{left} after {where}")

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ def _settings(decide: random.Random) -> dict[str, Any]:
         "threads": decide.choice([1, 2, 4]),
         "concurrency": decide.choice([2, 20, 100]),
         "max_tasks_per_worker": decide.choice([None, None, 30, 500]),
+        "max_memory_per_worker": decide.choice([None, None, 24 << 20]),  # which many a worker has after some seconds
         "max_pending": decide.choice([None, None, 100]),
         "per_key": decide.choice([None, 1, 3]),
         "contextvars": decide.choice([(), (calls.NUMBER,)]),
@@ -58,7 +60,9 @@ class Round:
         self._settings["start_method"] = method
         self._settings["lifespan"] = partial(calls.serving, str(self._folder), self._settings["per_key"])
         self._load_seed = f"{seed}/{number}/load"
+        self._change_seed = f"{seed}/{number}/changes"
         self._wrong: list[str] = []
+        self._changes: Counter[str] = Counter()
 
     async def run(self, is_over: Callable[[], bool]) -> dict[str, Any]:
         """All of it: what there is to tell in the end."""
@@ -66,12 +70,15 @@ class Round:
         runner = await self._start()
         load = Load(runner, self._load_seed, self._folder, 120)
         telling = asyncio.create_task(_tell_progress(load, runner))
+        changing = [asyncio.create_task(self._change(runner, load, random.Random(f"{self._change_seed}/{n}"))) for n in range(2)]
         await load.feed(CALLS_A_ROUND, is_over)
         await self._serves(runner)
+        self._changes["replacement for memory"] = sum(worker.restarts_for_memory for worker in runner.statistics().workers)
         for _ in range(60):  # to be closed over
             load.submit()
         load.is_closing = True
         await self._close(runner)
+        await asyncio.gather(*changing)
         hung = len(load.pending)  # each of them must be done now
         if load.tasks:
             await asyncio.wait(load.tasks, timeout=LIMIT)
@@ -82,10 +89,10 @@ class Round:
         slots = slots_used(runner)
         settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
         story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
-        del runner, load, telling
+        del runner, load, telling, changing
         left = [f"{count} more {thing}" for thing, count in _more(before, _things()).items()]
         left += [f"{slots} slots of the arena"] if slots else []
-        return {**story, "left": left, "wrong": self._wrong}
+        return {**story, "left": left, "wrong": self._wrong, "changes": self._changes}
 
     async def _start(self) -> percore.Runner:
         """A worker may be killed before it is ready: then the start fails, as it must in a first start, and is made once more."""
@@ -97,6 +104,21 @@ class Round:
             except percore.StartupFailed:
                 continue
             return runner
+
+    async def _change(self, runner: percore.Runner, load: Load, decide: random.Random) -> None:
+        """Replace the workers, or change their number, again and again. A worker that is killed in its start ends a change."""
+        while not load.is_closing:
+            await asyncio.sleep(decide.expovariate(2))
+            kind = decide.choice(["reload", "resize"])
+            change = runner.reload() if kind == "reload" else runner.resize(decide.randint(1, 4))
+            try:
+                async with asyncio.timeout(3 * LIMIT):
+                    await change
+                self._changes[kind] += 1
+            except (percore.StartupFailed, percore.RunnerClosed) as error:
+                self._changes[f"{kind} that ended with {type(error).__name__}"] += 1
+            except TimeoutError:
+                self._wrong.append(f"a {kind} took longer than {3 * LIMIT:g} s: {runner.statistics()}")
 
     async def _serves(self, runner: percore.Runner) -> None:
         """Whatever has happened."""

@@ -438,6 +438,24 @@ async def test_the_fork_server_ends_with_the_last_launcher() -> None:
     os.close(watched)
 
 
+async def test_a_close_reaps_a_retired_fork_server_though_others_use_the_new_one() -> None:
+    staying, closing = (open_launcher("forkserver", "stay") for _ in range(2))
+    end = End()
+    pid = await start_ready(closing, b"idle", end)
+    retired = servers.pids()[0]
+    closing.renew()
+    last = End()
+    await start_ready(staying, b"idle", last)
+    os.kill(pid, signal.SIGKILL)
+    await end.code()  # the last worker of the retired one, which is killed now
+    await closing.aclose()
+    assert not psutil.pid_exists(retired)
+    assert len(servers.pids()) == 1
+    await staying.aclose()
+    assert servers.pids() == []
+    assert await last.code() in (-9, None)
+
+
 async def test_a_fork_server_that_was_warmed_up_answers_the_first_launch() -> None:
     launcher = open_launcher("forkserver", "obey")
     assert isinstance(launcher, ForkServerLauncher)

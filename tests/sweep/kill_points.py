@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from tests.faults import LIMIT, Watch
 from tests.sweep.judge import HARD, PATIENCE, Hit, Stage, processes_of
-from tests.sweep.places import BIRTHS, DEATHS, ENDS, IMPOSSIBLE, SERVER, STATES, STEPS, SUPERVISOR_LIFE, SUPERVISOR_STEPS
+from tests.sweep.places import BIRTHS, CHANGES, DEATHS, ENDS, IMPOSSIBLE, SERVER, STATES, STEPS, SUPERVISOR_LIFE, SUPERVISOR_STEPS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -496,6 +497,102 @@ def strike_twice(stage: Stage, place: str, death: str, state: str) -> None:
     second = next((one for one in later if one and one.place == place), None)
     assert second is not None, f"{place} is not passed in the recovery"
     stage.judge(None if place in SERVER else killers | {second.pid, *stage.struck})
+
+
+# Reload and resize
+
+PASSED_IN: Final = {
+    "reload": (*BIRTHS, *ENDS, "worker.bell.read", "worker.outcome.ready"),
+    "grow": (*BIRTHS, "worker.bell.read", "worker.outcome.ready"),
+    "shrink": (*ENDS, "worker.bell.read", "worker.outcome.ready"),
+}
+"""The places of workers that a change leads to, and two of the calls that go on meanwhile."""
+
+SEEN_IN: Final = {
+    "reload": ("supervisor.worker.started", "supervisor.worker.ready", "supervisor.worker.exited", "supervisor.worker.buried"),
+    "grow": ("supervisor.worker.started", "supervisor.worker.ready", "supervisor.pool.grown", "supervisor.renewal.due"),
+    "shrink": ("supervisor.worker.exited", "supervisor.worker.buried", "supervisor.pool.shrunk"),
+}
+SEEN_IN["reload"] += ("supervisor.renewal.due", "supervisor.worker.succeeded")
+assert set(CHANGES) <= {place for places in SEEN_IN.values() for place in places}
+
+
+def strike_in_change(stage: Stage, plan: tuple[str, str], state: str, change: str) -> Hit | None:
+    """One cell: workers are replaced, added or removed in that state, with calls, and the plan is carried out meanwhile."""
+    place, what = plan
+    if state != "idle":
+        fill(stage, state, "worker")
+    stage.plan(place, what)
+    stage.order("change", how=change)
+    stage.order("wave", how="one by one" if state == "idle" else "burst")
+    hit = stage.hit_of(place, PATIENCE)
+    go_on(stage)
+    later = [one for one in stage.settle() if one.place == place]
+    assert len(later) <= (hit is None), "it is done once"
+    return later[0] if later else hit
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize(("change", "place"), [(change, place) for change, places in PASSED_IN.items() for place in places])
+def test_a_worker_dies_at_a_step_of_a_change(change: str, place: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in DEATHS if state == "idle" else ("kill", "exit"):
+            stage.open(2)
+            hit = strike_in_change(stage, (place, death), state, change)
+            assert hit is not None, f"{place} is not passed in {change} when {state}"
+            stage.killed(hit.pid)
+            stage.judge({hit.pid})
+            counted(f"a worker dies in {change}", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize(("change", "place"), [(change, place) for change, places in SEEN_IN.items() for place in places])
+def test_a_worker_dies_while_the_supervisor_changes_the_workers(
+    change: str, place: str, state: str, start: Start, counted: Count
+) -> None:
+    with start(loop_for(place, state)) as stage:
+        for action in ("strike", "drain"):
+            for nth in (1, 2):
+                stage.open(2)
+                hit = strike_in_change(stage, (place, f"{action}@{nth}"), state, change)
+                assert hit is not None or nth > 1, f"{place} is not passed in {change} when {state}"
+                stage.judge(set(stage.struck) if action == "strike" else set())
+                if hit is not None:
+                    counted(f"a worker is killed, or drained, in {change}", place, action, state)
+                stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize("change", ["reload", "grow"])
+@pytest.mark.parametrize("place", SERVER[:3])
+def test_the_fork_server_dies_in_a_change(place: str, change: str, state: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, state)) as stage:
+        for death in ("kill", "exit"):
+            stage.open(2)
+            hit = strike_in_change(stage, (place, death), state, change)
+            assert hit is not None, f"{place} is not passed in {change} when {state}"
+            stage.judge(None)
+            counted(f"the fork server dies in {change}", place, death, state)
+            stage.close()
+        stage.leave()
+
+
+@pytest.mark.parametrize(("change", "place"), [(change, place) for change, places in SEEN_IN.items() for place in places])
+def test_the_supervisor_dies_in_a_change(change: str, place: str, start: Start, counted: Count) -> None:
+    with start(loop_for(place, "busy")) as stage:
+        stage.open(2)
+        stage.plan(place, "kill")
+        stage.order("wave", how="burst")
+        stage.order("change", how=change)
+        with Watch([stage.program.pid]) as supervisor:
+            assert supervisor.wait_gone(LIMIT) == []
+        with Watch(processes_of(stage.folder)) as left:
+            assert left.wait_gone(HARD) == []
+        assert stage.program.end() == -9
+        counted("supervisor dies, and nothing is left", place, "kill", "busy")
 
 
 # Starting and closing

@@ -41,10 +41,13 @@ SUPERVISOR_LIFE: Final = (
     "supervisor.worker.buried",
 )
 
+CHANGES: Final = ("supervisor.renewal.due", "supervisor.worker.succeeded", "supervisor.pool.grown", "supervisor.pool.shrunk")
+"""Of a reload or a resize."""
+
 NESTED: Final = ("worker.nested.asked", "supervisor.nested.asked", "supervisor.nested.accepted", "supervisor.nested.answered")
 """Of a call that another call makes."""
 
-ALL: Final = (*NESTED, *STEPS, *BIRTHS, *ENDS, *SERVER, *SUPERVISOR_STEPS, *SUPERVISOR_LIFE)
+ALL: Final = (*CHANGES, *NESTED, *STEPS, *BIRTHS, *ENDS, *SERVER, *SUPERVISOR_STEPS, *SUPERVISOR_LIFE)
 
 DEATHS: Final = {"kill": -9, "segv": -11, "abrt": -6, "exit": 0, "libcexit": 0}
 """Ways to die, and the exit code of each."""

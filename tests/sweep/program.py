@@ -19,6 +19,7 @@ from typing import Any
 import percore
 from percore._common import fault_points
 from percore._engines.processes.fork_servers import servers
+from percore._engines.processes.launch import ENTRY
 from percore._protocol.messages import Kind
 from tests.internals import arena_of, channel_of, members_of, supervisor_of
 from tests.sweep import calls
@@ -87,6 +88,7 @@ class Host:
 
     async def open(self, workers: int, method: Any) -> None:
         """A new runner."""
+        servers.warm_up(ENTRY.partition(":")[0])  # a strike may have left none
         self.fds = fds()
         self.runner = percore.Runner(
             workers,
@@ -180,6 +182,25 @@ class Host:
         self.background.append(asyncio.create_task(self._map(12)))
         await asyncio.sleep(0)
 
+    async def change(self, how: str) -> None:
+        """Reload, or use one worker more or one less. A worker that dies in its start ends that, and then nothing has changed."""
+        self.background.append(asyncio.create_task(self._change(how)))
+        await asyncio.sleep(0)
+
+    async def _change(self, how: str) -> None:
+        before = [worker.generation for worker in self.runner.statistics().workers]
+        workers = len(before) + {"reload": 0, "grow": 1, "shrink": -1}[how]
+        try:
+            await (self.runner.reload() if how == "reload" else self.runner.resize(workers))
+        except percore.StartupFailed:
+            workers = len(before)
+        else:
+            after = [worker.generation for worker in self.runner.statistics().workers]
+            if how == "reload" and not all(new > old for old, new in zip(before, after, strict=True)):
+                self.complaints.append(f"a reload has left generations {after} after {before}")
+        if len(self.runner.statistics().workers) != workers:
+            self.complaints.append(f"{how} has left {len(self.runner.statistics().workers)} workers, after {len(before)}")
+
     async def tell(self) -> None:
         """Who the workers are."""
         say("pids", self.pids())
@@ -207,8 +228,10 @@ class Host:
                 await self.runner.run(calls.nothing)
 
     def _is_whole(self) -> bool:
-        """Whether every worker is ready, and none of them is about to be killed since its channel is lost."""
+        """Whether every worker is ready, none of them is about to be killed since its channel is lost, and none drains."""
         workers, members = self.runner.statistics().workers, members_of(self.runner)
+        if len(members) != len(workers):
+            return False
         return all(worker.state == "ready" for worker in workers) and all(channel_of(member).is_open for member in members)
 
     async def serve(self) -> None:

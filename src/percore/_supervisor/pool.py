@@ -241,6 +241,8 @@ class Pool:
         act, delay, retired = decision
         if act is Act.TAKE_OVER:
             self._seat(slot)
+            if POINTS:
+                point("supervisor.worker.succeeded")
         if retired is not None:
             self._retire(retired)
         if act is Act.START:
@@ -314,6 +316,8 @@ class Pool:
         """Use only the first slots, and let the workers of the others end after their calls. They hand back what has not begun."""
         removed = self.slots[workers:]
         del self.slots[workers:]
+        if POINTS:
+            point("supervisor.pool.shrunk")
         for slot in removed:
             retired = slot.remove()
             slot.look_timer()

@@ -11,6 +11,7 @@ the end of the runner leaves every slot with the worker that it has.
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from percore._common.fault_points import POINTS, point
 from percore._common.worker_errors import StartupFailed
 from percore._scheduler.phase import RunnerPhase
 
@@ -92,6 +93,8 @@ class PoolChanges:
             before = len(self._pool.slots)
             self._engine.resize(workers)
             added = self._pool.grow(max(before, workers))
+            if POINTS:
+                point("supervisor.pool.grown")
             # A slot that was given up must not be all that is left.
             failed = [slot for slot in self._pool.slots[:workers] if slot.is_failed]
             try:
@@ -124,6 +127,8 @@ class PoolChanges:
     def _renew(self, slot: "WorkerSlot", generation: int) -> None:
         while slot.current is None or slot.current.generation <= generation:
             before = slot.current
+            if POINTS:
+                point("supervisor.renewal.due")
             self._pool.renew(slot)
             if slot.current is before:  # otherwise an earlier replacement was ready and has taken over
                 return

@@ -98,8 +98,8 @@ class ForkServerLauncher:
     async def aclose(self) -> None:
         """Give the share back. With the last share, the fork server is killed, together with any workers that it still has.
 
-        Idempotent. When this returns, the fork server is reaped. If this is cancelled, the fork server is killed all the
-        same, and the next launch or close reaps it.
+        Idempotent. When this returns, the fork server is reaped, and so are those that were retired and have no workers. If this
+        is cancelled, the fork server is killed all the same, and the next launch or close reaps it.
         """
         ending = servers.leave(self)
         try:

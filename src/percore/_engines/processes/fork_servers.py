@@ -137,16 +137,19 @@ class ForkServers:
         return member in self._members
 
     def leave(self, member: object) -> list[ForkServerProcess]:
-        """Give up a share. With the last share, end all fork servers and return them; the caller reaps them by `give_back`."""
+        """Give up a share, and with the last share end all fork servers.
+
+        Return those that are ending. The caller waits until they are dead, and reaps them by `give_back`.
+        """
         with self._lock:
             last = self._members == {member}
             self._members.discard(member)
-            if not last:
-                return []
-            ending = [*self._retired, *filter(None, [self._current])]
-            self._retired, self._current = [], None
-            for server in ending:
-                server.end()
+            if last:
+                self._retired, self._current = [*self._retired, *filter(None, [self._current])], None
+                for server in self._retired:
+                    server.end()
+            ending = [server for server in self._retired if server.is_ended]
+            self._retired = [server for server in self._retired if not server.is_ended]
             return ending
 
     def give_back(self, ending: Iterable[ForkServerProcess]) -> None:
