@@ -72,6 +72,57 @@ def item(ledger: str, uuid: int) -> int:
     return answer(uuid)
 
 
+OFTEN = 1000
+"""Attempts of a nested call. It may run twice, since it enters itself nowhere."""
+
+
+def given(uuid: int, size: int) -> Any:
+    """What a call has to give, made in a call of its own."""
+    return _give(uuid, size, ())
+
+
+async def nest_task(ledger: str, uuid: int, _seconds: float, size: int) -> Any:
+    """As `task`, by a call that it makes."""
+    enter(ledger, uuid)
+    return await percore.current_runner().options(retries=OFTEN).run(given, uuid, size)
+
+
+def nest_thread(ledger: str, uuid: int, _seconds: float, size: int) -> Any:
+    """As `nest_task`, on a thread."""
+    enter(ledger, uuid)
+    return percore.current_runner().options(retries=OFTEN).run_sync(given, uuid, size)
+
+
+def parts(uuid: int, size: int) -> Iterator[int | bytes]:
+    """A stream that another call consumes."""
+    for number in range(ITEMS):
+        yield part(uuid, number, size)
+
+
+async def consume_task(ledger: str, uuid: int, _seconds: float, size: int) -> int:
+    """Consumes a stream, from its beginning again if its worker dies."""
+    enter(ledger, uuid)
+    found: list[int | bytes] = []
+    while not found:
+        with contextlib.suppress(percore.WorkerDied):
+            found = [item async for item in percore.current_runner().options(prefetch=4).stream(parts, uuid, size)]
+    return _checked(uuid, size, found)
+
+
+def consume_thread(ledger: str, uuid: int, _seconds: float, size: int) -> int:
+    """As `consume_task`, on a thread."""
+    enter(ledger, uuid)
+    found: list[int | bytes] = []
+    while not found:
+        with contextlib.suppress(percore.WorkerDied):
+            found = list(percore.current_runner().options(prefetch=4).stream(parts, uuid, size))
+    return _checked(uuid, size, found)
+
+
+def _checked(uuid: int, size: int, found: list[int | bytes]) -> int:
+    return answer(uuid) if found == [part(uuid, number, size) for number in range(ITEMS)] else -1
+
+
 ITEMS = 10
 """Of a stream."""
 

@@ -14,7 +14,19 @@ import pytest
 
 from tests.faults import LIMIT, Watch
 from tests.sweep.judge import HARD, PATIENCE, Hit, Stage, processes_of
-from tests.sweep.places import BIRTHS, CHANGES, DEATHS, ENDS, IMPOSSIBLE, SERVER, STATES, STEPS, SUPERVISOR_LIFE, SUPERVISOR_STEPS
+from tests.sweep.places import (
+    BIRTHS,
+    CHANGES,
+    DEATHS,
+    ENDS,
+    IMPOSSIBLE,
+    NESTED,
+    SERVER,
+    STATES,
+    STEPS,
+    SUPERVISOR_LIFE,
+    SUPERVISOR_STEPS,
+)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -69,6 +81,11 @@ def start(tmp_path: Path) -> Start:
             yield stage
 
     return started
+
+
+def wave_of(place: str, how: str) -> str:
+    """The order for a wave of calls that pass the place."""
+    return f"nested {how}" if place in NESTED else how
 
 
 def loop_for(place: str, state: str) -> str:
@@ -152,7 +169,7 @@ def _strike_in_load(stage: Stage, plan: tuple[str, str], state: str, side: str) 
         hit = fill(stage, state, side, place)
         if hit is not None and hit.place != place:
             hit = None
-        stage.order("wave", how="burst")
+        stage.order("wave", how=wave_of(place, "burst"))
         if (place, state) == ("worker.slot.released", "full"):
             stage.give("stay", HOLDERS)
             hit = stage.hit(PATIENCE)
@@ -160,7 +177,7 @@ def _strike_in_load(stage: Stage, plan: tuple[str, str], state: str, side: str) 
             hit = stage.hit(PATIENCE)
         go_on(stage)
     else:
-        stage.order("wave", how="one by one")
+        stage.order("wave", how=wave_of(place, "one by one"))
     later = [one for one in stage.settle() if one.place == place]
     assert len(later) <= (hit is None), "it is done once"
     hit = later[0] if later else hit
@@ -172,7 +189,7 @@ def _strike_in_load(stage: Stage, plan: tuple[str, str], state: str, side: str) 
 # Workers
 
 
-@pytest.mark.parametrize(("place", "state"), possible(STEPS))
+@pytest.mark.parametrize(("place", "state"), possible((*STEPS, NESTED[0])))
 def test_a_worker_dies_at_a_step_of_a_call(place: str, state: str, start: Start, counted: Count) -> None:
     with start(loop_for(place, state)) as stage:
         for death in DEATHS:
@@ -289,7 +306,7 @@ def test_the_fork_server_dies_at_a_step(place: str, state: str, start: Start, co
 # SIGTERM
 
 
-@pytest.mark.parametrize(("place", "state"), possible(STEPS))
+@pytest.mark.parametrize(("place", "state"), possible((*STEPS, NESTED[0])))
 def test_sigterm_at_a_step_of_a_call_loses_nothing(place: str, state: str, start: Start, counted: Count) -> None:
     with start(loop_for(place, state)) as stage:
         stage.open(workers_in(state))
@@ -324,7 +341,7 @@ def test_sigterm_at_a_step_of_a_life_loses_nothing(place: str, state: str, start
 # The supervisor stands, and a worker is struck
 
 
-@pytest.mark.parametrize(("place", "state"), possible(SUPERVISOR_STEPS))
+@pytest.mark.parametrize(("place", "state"), possible((*SUPERVISOR_STEPS, *NESTED[1:])))
 def test_a_worker_dies_while_the_supervisor_is_at_a_step(place: str, state: str, start: Start, counted: Count) -> None:
     with start(loop_for(place, state)) as stage:
         stage.open(workers_in(state))
@@ -388,10 +405,10 @@ def strike_while_it_sees_to_another(stage: Stage, plan: tuple[str, str], state: 
 # The supervisor dies
 
 
-@pytest.mark.parametrize(("place", "state"), possible((*SUPERVISOR_STEPS, *SUPERVISOR_LIFE)))
+@pytest.mark.parametrize(("place", "state"), possible((*SUPERVISOR_STEPS, *SUPERVISOR_LIFE, *NESTED[1:])))
 def test_the_supervisor_dies(place: str, state: str, start: Start, counted: Count) -> None:
     for death, code in DEATHS.items():
-        for nth in few(death) if place in SUPERVISOR_STEPS else [1]:
+        for nth in [1] if place in SUPERVISOR_LIFE else few(death):
             with start(loop_for(place, state)) as stage:
                 stage.open(2)
                 if not kill_supervisor(stage, (place, f"{death}@{nth}~{state}"), state, code):
@@ -408,7 +425,7 @@ def kill_supervisor(stage: Stage, plan: tuple[str, str], state: str, code: int) 
         end_a_worker(stage, place, state)
     elif state != "idle":
         stage.order("fill", how=f"{state} of supervisor")  # it may die of that already
-    stage.order("wave", how="one by one" if state == "idle" else "burst")
+    stage.order("wave", how=wave_of(place, "one by one" if state == "idle" else "burst"))
     hit = stage.hit(5.0 if "@1~" in plan[1] else PATIENCE)
     if hit is None:
         stage.give("stay", HOLDERS)

@@ -58,6 +58,11 @@ IMPOSSIBLE: Final = {
         ((f"{side}.slot.filled", state) for side in ("worker", "supervisor") for state in ("idle", "busy", "full")),
         "a payload waits for a slot only where others have them",
     ),
+    **dict.fromkeys(
+        ((place, state) for place in NESTED[1:] for state in ("full", "slots")),
+        "workers that read nothing begin no call that would make calls",
+    ),
+    ("supervisor.nested.answered", "idle"): "a call that is answered and its caller are two",
 }
 """Places that are not passed in that state, and why."""
 

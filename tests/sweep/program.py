@@ -162,7 +162,10 @@ class Host:
         self._record(self.runner.submit(fn, self.ledger, self._next(), f"{self.folder}/stay"))
 
     async def wave(self, how: str) -> None:
-        """Calls of every kind."""
+        """Calls of every kind; or, if `how` begins with "nested", calls that make calls."""
+        if how.startswith("nested"):
+            await self._wave_of_callers(how)
+            return
         kinds: list[Callable[[], None]] = [
             partial(self._submit, fn, seconds, *sizes)
             for seconds, *sizes in [(0,), (0, 0, 10), (0, calls.STORED), (0, 0, calls.STORED), (0, calls.ERROR)]
@@ -200,6 +203,20 @@ class Host:
                 self.complaints.append(f"a reload has left generations {after} after {before}")
         if len(self.runner.statistics().workers) != workers:
             self.complaints.append(f"{how} has left {len(self.runner.statistics().workers)} workers, after {len(before)}")
+
+    async def _wave_of_callers(self, how: str) -> None:
+        kinds: list[Callable[[], None]] = [
+            partial(self._submit, fn, 0, size) for size in (0, 10, calls.STORED) for fn in (calls.nest_task, calls.nest_thread)
+        ]
+        kinds += [
+            partial(self._submit, fn, 0, size) for size in (0, calls.STORED) for fn in (calls.consume_task, calls.consume_thread)
+        ]
+        if how == "nested one by one":
+            self.background.append(asyncio.create_task(self._one_by_one(kinds)))
+            return
+        for submit in kinds:
+            submit()
+        await asyncio.sleep(0)
 
     async def tell(self) -> None:
         """Who the workers are."""
