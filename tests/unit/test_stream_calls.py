@@ -136,9 +136,24 @@ async def test_credits_are_granted_while_the_stream_is_open() -> None:
     stage = Stage()
     items = await stage.open(1, 2)
     assert [await anext(items), await anext(items)] == [1, 2]
-    assert stage.sent == [(CREDIT, stage.call.call_id, 2)]
+    assert stage.sent == [(CREDIT, stage.call.call_id, 3)]  # of all that were taken
+    stage.give(3, 4, 5)
+    assert [await anext(items), await anext(items)] == [3, 4]
+    assert len(stage.sent) == 1  # the consumer may take the last item at once
+    await asyncio.sleep(0)
+    assert stage.sent[1:] == [(CREDIT, stage.call.call_id, 2)]
+    assert await anext(items) == 5
     await items.aclose()
-    assert stage.sent[1:] == [(CANCEL, stage.call.call_id, None)]
+    assert stage.sent[2:] == [(CANCEL, stage.call.call_id, None)]
+
+
+async def test_no_credits_are_granted_once_the_stream_is_closed() -> None:
+    stage = Stage()
+    items = await stage.open(1, 2)
+    assert await anext(items) == 1
+    await items.aclose()
+    await asyncio.sleep(0)
+    assert stage.sent == [(CANCEL, stage.call.call_id, None)]
 
 
 async def test_more_items_than_were_granted_break_the_channel() -> None:

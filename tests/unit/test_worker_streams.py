@@ -1,10 +1,12 @@
 """Generators in a worker: which items travel together, and what a stream does while it waits for credits or for room."""
 
 import asyncio
+import itertools
 import marshal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from percore._protocol.messages import ITEM, ITEMS, Body
 from percore._transport.codec import is_inline_value, pack_values
 from percore._transport.slots import INLINE_LIMIT
+from percore._worker import streams
 from percore._worker.answers import SMALL, Answers, ItemFailed
 from percore._worker.streams import TaskStream, ThreadStream
 
@@ -90,19 +93,24 @@ async def given(*items: Any) -> AsyncIterator[Any]:
         yield item
 
 
-async def test_items_travel_in_halves_and_the_rest_when_the_stream_has_to_wait() -> None:
+@pytest.mark.parametrize(("item_takes", "expected"), [(0.0, [8]), (1.0, [4, 4])], ids=["fast", "slow"])
+async def test_items_travel_together_and_those_of_a_slow_generator_in_halves(
+    monkeypatch: pytest.MonkeyPatch, item_takes: float, expected: list[int]
+) -> None:
+    clock = itertools.count(0.0, item_takes)
+    monkeypatch.setattr(streams, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     post, stream = task_stream(8)
     task = asyncio.create_task(stream.run(numbers, (100,), None))
     await asyncio.sleep(0)
-    assert sizes(post.messages) == [4, 4]
+    assert sizes(post.messages) == expected
     stream.credit(3)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert sizes(post.messages) == [4, 4, 3]
+    assert sizes(post.messages) == [*expected, 3]
     assert [value for values, _ in post.messages for value in values] == list(range(11))
     stream.close(task)
     await task
-    assert sizes(post.messages) == [4, 4, 3]
+    assert sizes(post.messages) == [*expected, 3]
 
 
 async def test_large_items_travel_alone_in_their_place() -> None:

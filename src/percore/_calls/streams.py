@@ -34,7 +34,7 @@ class StreamCall(CallBase):
     """
 
     __slots__ = (
-        *("_closers", "_failure", "_gone", "_loop", "_phase", "_ready", "_waiter"),
+        *("_closers", "_failure", "_gone", "_is_granting", "_loop", "_phase", "_ready", "_waiter"),
         *("body", "call_id", "credits", "error", "function", "key", "kind", "member", "on_done", "owner", "plan", "span"),
     )
 
@@ -71,6 +71,8 @@ class StreamCall(CallBase):
         self._waiter: asyncio.Future[None] | None = None
         self._gone: asyncio.Future[None] | None = None
         self._closers = 0
+        self._is_granting = False
+        """Whether the loop is about to call `_grant`."""
         self._failure: BaseException | None = None
 
     # For the consumer
@@ -88,8 +90,13 @@ class StreamCall(CallBase):
                 while ready:
                     value = ready.popleft()
                     counts.taken += 1
-                    if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN and self.member is not None:
-                        self.member.tell(CREDIT, self.call_id, counts.grant())
+                    if counts.taken >= counts.due_at:
+                        if not ready:
+                            self._grant()
+                        elif not self._is_granting:
+                            # A consumer that takes the rest in this iteration of the loop gives all credits back in one message.
+                            self._is_granting = True
+                            self._loop.call_soon(self._grant)
                     yield value
                 if self.done():
                     break
@@ -113,6 +120,12 @@ class StreamCall(CallBase):
             self._end(None)
             if was_submitted:
                 self.owner.cancelled(self)
+
+    def _grant(self) -> None:
+        self._is_granting = False
+        counts = self.credits
+        if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN and self.member is not None:
+            self.member.tell(CREDIT, self.call_id, counts.grant())
 
     async def gone(self) -> None:
         """Wait until no worker runs the generator any more. Call it when the call is done.

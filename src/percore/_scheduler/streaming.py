@@ -2,7 +2,7 @@
 
 Credits: a worker may produce `prefetch` items that the consumer has not taken. So it is granted `prefetch` items at first, and
 one more for each item that the consumer takes. Grants share messages: one is due when the consumer has taken half of `prefetch`
-since the last grant.
+since the last grant. It is sent when the consumer has taken all that has arrived, or the event loop goes on.
 
     produced <= granted <= taken + prefetch
 

@@ -29,6 +29,8 @@ KEEP: Final = 0.002
 
 _MOST: Final = 256
 _MOST_BYTES: Final = 32_768
+_LONG: Final = 0.00005
+"""Seconds for half of the items that are sent together from which on the halves are sent singly. A message costs about as much."""
 _TURN: Final = 0.003
 """Seconds after which an async generator that never awaits gives way to other tasks."""
 
@@ -50,7 +52,12 @@ class _Stream:
         self._call_id = call_id
         self._credits = prefetch
         """How many more items may be sent."""
-        self._half = min(_MOST, max(1, prefetch // 2))
+        self._most = min(_MOST, prefetch)
+        """Items that are sent together."""
+        self._half = (self._most + 1) // 2
+        """Items that are sent together if producing them takes long, so that the consumer takes them while others are produced."""
+        self._began = 0.0
+        """When the first of the collected items was added."""
         self._values: list[Any] = []
         self._pickled: list[int] = []
         """Indexes of the values that are pickles."""
@@ -67,6 +74,8 @@ class _Stream:
             ItemFailed: the item cannot be pickled.
         """
         self._credits -= 1
+        if not self._values:
+            self._began = time.perf_counter()
         kind = type(item)
         if kind in _PLAIN or (kind is int and -_LARGE_INT < item < _LARGE_INT):
             self._values.append(item)
@@ -86,7 +95,10 @@ class _Stream:
         return None
 
     def _is_due(self) -> bool:
-        return len(self._values) >= self._half or self._size > _MOST_BYTES
+        count = len(self._values)
+        if count == self._half and time.perf_counter() - self._began > _LONG:
+            return True
+        return count >= self._most or self._size > _MOST_BYTES
 
     def flush(self) -> None:
         """Send the collected items. From any thread."""
