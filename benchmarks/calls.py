@@ -32,6 +32,11 @@ def same_plainly(value: T) -> T:
     return value
 
 
+async def begun(_: object) -> float:
+    """When it begins, by the clock that all processes share."""
+    return time.monotonic()
+
+
 async def page_of(url: str) -> str:
     """A coroutine that returns 1,000 characters for a URL."""
     return text_of(url)

@@ -17,8 +17,8 @@ class Rate:
     With `burst=1` the calls begin `per / n` seconds apart. After a pause, up to `burst` of them begin together, and the following
     ones `per / n` seconds apart, as long as no `per` seconds hold more than `n` starts.
 
-    A call that begins late does not delay those that follow it: percore makes up for 10 ms. So the spaces may differ by that much,
-    and at more than 100 calls a second the starts of 10 ms may come together.
+    A call that begins late, because its worker or this process was busy, does not delay those that follow it: while calls wait,
+    percore makes up for 100 ms. The starts are then closer together, and no `per` seconds hold more than `n` of them even so.
 
     Args:
         n: a whole number of calls, 1 or more. For less than one call a second, choose a longer time: `Rate(1, per=30)`.

@@ -18,14 +18,15 @@ from typing import Final
 
 from percore._common.rates import Rate
 
-LATENESS: Final = 0.01
-"""Seconds of tokens that the bucket holds beyond its burst. A timer that is late thus costs nothing of the allowance."""
+LATENESS: Final = 0.1
+"""While calls wait, the bucket holds the tokens of so many seconds beyond its burst. So a call that begins late, since a timer or a
+worker was late, does not delay those that follow it."""
 
 _GRAIN: Final = 1024
 """Starts within `per / _GRAIN` seconds share an entry. So the memory of a key has a bound, and a thousandth of the rate is lost."""
 
 _SHORTEST: Final = 1e-12
-_ROUNDING: Final = 1e-9
+_ROUNDING: Final = 1e-6
 _UNLIMITED: Final = 1 << 40
 
 
@@ -42,7 +43,7 @@ class _Starts:
 class Bucket:
     """The starts of one key."""
 
-    __slots__ = ("_counted", "_full_at", "_interval", "_log", "_most", "paused_until", "rate")
+    __slots__ = ("_behind_until", "_counted", "_full_at", "_interval", "_log", "paused_until", "rate")
 
     def __init__(self, rate: Rate | None) -> None:
         """None: no limit, except a pause."""
@@ -50,6 +51,8 @@ class Bucket:
         """No call begins before."""
         self._full_at = -inf
         """When the bucket will be full, if nothing begins until then."""
+        self._behind_until = -inf
+        """Until when it may make up for calls that begin late."""
         self._log: deque[_Starts] = deque()
         """The starts of the last `per` seconds."""
         self._counted = 0
@@ -59,7 +62,15 @@ class Bucket:
     def _set(self, rate: Rate | None) -> None:
         self.rate = rate
         self._interval = 0.0 if rate is None else max(rate.per / rate.n, _SHORTEST)
-        self._most = inf if rate is None else rate.burst + LATENESS / self._interval
+
+    def opened(self, due: float, now: float) -> None:
+        """Note that calls waited which were `due` at that time, and may begin now."""
+        self._full_at = max(self._full_at, due)
+        self._behind_until = now + 2 * LATENESS
+
+    def _credit(self, at: float) -> float:
+        """Return for how many seconds it may make up then."""
+        return LATENESS if at <= self._behind_until else 0.0
 
     def free(self, now: float, held: int) -> int:
         """Return how many calls may begin now. `held`: calls whose start is not known. Zero or less: none."""
@@ -68,15 +79,15 @@ class Bucket:
         if self.rate is None:
             return _UNLIMITED
         self._expire(now)
-        tokens = self._most - max(0.0, self._full_at - now) / self._interval
+        tokens = self.rate.burst + min(now - self._full_at, self._credit(now)) / self._interval
         return min(int(tokens + _ROUNDING), self.rate.n - self._counted) - held
 
     def due(self, now: float, held: int) -> float:
         """Return when the next call may begin, if the `held` ones begin now and no other does. If they begin later, it is later."""
         if self.rate is None:
             return max(now, self.paused_until)
-        full_at = max(self._full_at, now) + held * self._interval
-        paced = full_at - (self._most - 1) * self._interval
+        full_at = max(self._full_at, now - self._credit(now)) + held * self._interval
+        paced = full_at - (self.rate.burst - 1) * self._interval
         return max(now, paced, self._permitted(now, held), self.paused_until)
 
     def _permitted(self, now: float, held: int) -> float:
@@ -95,7 +106,7 @@ class Bucket:
         """Note that `count` calls have begun, at this time or before. They are `held` no longer."""
         if self.rate is None:
             return
-        self._full_at = max(self._full_at, at) + count * self._interval
+        self._full_at = max(self._full_at, at - self._credit(at)) + count * self._interval
         self._counted += count
         latest = self._log[-1] if self._log else None
         if latest is not None and at < latest.first + self.rate.per / _GRAIN:

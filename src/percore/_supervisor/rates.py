@@ -115,6 +115,13 @@ class Gate:
         if self.held.pop(call, None) is not None:
             self.bucket.began(at)
 
+    def open(self) -> None:
+        """Open the gate, which is shut."""
+        self.is_shut = False
+        self.look()  # first: `due` was the earliest time, as long as their starts were not known
+        now = monotonic()
+        self.bucket.opened(min(self.due, now), now)
+
     def settle(self, now: float) -> None:
         """Enter the calls that have ended into the bucket."""
         if self.ended:
@@ -222,7 +229,7 @@ class Rates:
     def reopen(self, gate: Gate) -> None:
         """Open a gate, if it is shut, because a call that it had counted has not begun. The caller lists the key's calls."""
         if gate.is_shut:
-            gate.is_shut = False
+            gate.open()
             self._advance_soon()
 
     def _advance_soon(self) -> None:
@@ -259,7 +266,7 @@ class Rates:
 
     def _open(self, gate: Gate) -> None:
         if gate.is_shut:
-            gate.is_shut = False
+            gate.open()
             self._dispatch.opened(gate.name)
 
     def _add(self, name: Name) -> Gate:
