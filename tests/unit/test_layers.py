@@ -63,6 +63,10 @@ ROOMS: dict[str, set[str]] = {
     },
     # An extra, whose library percore does not need. `_common.tracing` is its seam, so nothing of percore imports it.
     "opentelemetry": {"_common", "_worker"},
+    # A program: it uses percore as users do, and reads what the system can do.
+    "_cli": {"_common", "_runner"},
+    # What `python -m percore` runs.
+    "__main__": {"_cli"},
     # For PyInstaller; percore never imports it.
     "_pyinstaller": set(),
     # A program of its own, for examples to fetch from.
@@ -171,6 +175,8 @@ def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterato
             yield from imports(module, ast.Module(child.orelse, []), typing_only=typing_only)
         elif isinstance(child, ast.Import):
             yield from (Import(module, alias.name, typing_only, child.lineno) for alias in child.names if alias.name != "percore")
+        elif isinstance(child, ast.Attribute) and ast.unparse(child) == "percore.__version__":
+            pass  # a constant of the package
         elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "percore":
             yield Import(module, f"percore.{percore._HOMES[child.attr]}", typing_only, child.lineno)
         elif isinstance(child, ast.ImportFrom):

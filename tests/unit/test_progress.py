@@ -170,7 +170,7 @@ def test_rich_shows_all_maps_at_once() -> None:
 
 def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shell:
-        config: ClassVar = {"IPKernelApp": {}}
+        config: ClassVar[dict[str, Any]] = {"IPKernelApp": {}}
 
     class IPython:
         get_ipython = staticmethod(lambda: Shell)

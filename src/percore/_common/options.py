@@ -38,8 +38,17 @@ PREFETCH: Final = 16
 
 def usable_cpus() -> int:
     """Return how many CPUs this process may use: the smaller of its CPU affinity and its cgroup's CPU quota, rounded up."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(cpus, *_cgroup_quotas())))
+    return max(1, math.ceil(min(allowed_cpus(), cpu_quota())))
+
+
+def allowed_cpus() -> int:
+    """Return how many CPUs the CPU affinity of this process allows."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float:
+    """Return the CPU quota of this process's cgroup, in CPUs. Infinity: it has none."""
+    return min(_cgroup_quotas())
 
 
 def _cgroup_quotas() -> Iterator[float]:
