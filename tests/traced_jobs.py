@@ -123,3 +123,19 @@ def double(number: int) -> int:
 
 def passed() -> None:
     """Do nothing."""
+
+
+async def amany(count: int) -> int:
+    """Make a map and a stream, each of `count` items."""
+    runner = percore.current_runner()
+    assert await runner.map(plain, range(count)) == list(range(count))
+    assert [item async for item in runner.stream(agenerator, count)] == list(range(count))
+    return count
+
+
+def many(count: int) -> int:
+    """As `amany`, from a thread."""
+    runner = percore.current_runner()
+    assert list(runner.map(plain, range(count))) == list(range(count))
+    assert list(runner.stream(generator, count)) == list(range(count))
+    return count

@@ -172,7 +172,7 @@ def time_limits(quick: bool) -> Row:
 
     return Row(
         {name: playing(runner(WORKERS), partial(once, variant)) for name, variant in variants.items()},
-        [Target(name, "a call", "plain", at_most=1.15) for name in ("hard_timeout=60", "queue_timeout=60")],
+        [Target(name, "a call", "plain", at_most=1.1) for name in ("hard_timeout=60", "queue_timeout=60")],
     )
 
 

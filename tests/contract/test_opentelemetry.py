@@ -73,6 +73,18 @@ async def test_one_trace_over_calls_of_calls_of_calls(make: MakeRunner) -> None:
     assert served.attributes["code.function.name"] == "tests.traced_jobs.down"
 
 
+@pytest.mark.parametrize(("fn", "streamed"), [(traced.amany, "agenerator"), (traced.many, "generator")])
+async def test_one_trace_over_maps_and_streams_of_calls(make: MakeRunner, fn: Any, streamed: str) -> None:
+    async with make(2, lifespan=traced.exporting) as runner:
+        with traced.own("order"):
+            assert await runner.run(fn, 3) == 3
+        spans = await spans_of(runner)
+    own = [path_of(span, spans) for span in spans if span.name == "own"]
+    above = ["order internal", f"{fn.__name__} client", f"{fn.__name__} server"]
+    paths = [[*above, f"{name} client", f"{name} server", "own internal"] for name in ("plain", streamed)]
+    assert sorted(own) == sorted(paths * 3)
+
+
 async def test_each_verb_carries_the_context(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async def stream(fn: Any) -> list[int]:
         return [item async for item in runner.stream(fn, 2)]
