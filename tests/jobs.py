@@ -172,6 +172,12 @@ def hold_gil_until(log: str, gate: str) -> None:
     os.close(log_fd)
 
 
+async def await_unless_first(gate: str, place: int) -> int:
+    if place:
+        await apass_gate(gate)
+    return place
+
+
 async def clean_up(log: str, gate: str, clean_gate: str) -> None:
     """Wait; when cancelled, clean up for as long as `clean_gate` is shut."""
     say(log, "began")

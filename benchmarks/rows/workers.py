@@ -173,6 +173,70 @@ async def _replaced(opened: percore.Runner) -> float:
     return time.perf_counter() - start
 
 
+@row(rounds=5, seconds=30)
+def reload(quick: bool) -> Row:
+    """A reload of two workers while 10,000 calls a second are made, and the latency of these calls before it and meanwhile.
+
+    Every 5 ms 50 calls are submitted, whether or not those before have ended, for half a second before the reload, during it and
+    for a quarter of a second after it. A call that fails, or a moment with fewer than two ready workers, fails the row. The reload
+    starts a new fork server, which imports percore anew. "made" is the rate at which the program could submit.
+    """
+    del quick
+
+    async def once(opened: percore.Runner) -> Sample:
+        load = _Load(opened)
+        loading = asyncio.create_task(load.run())
+        await asyncio.sleep(0.5)
+        before, load.seconds = load.seconds, []
+        start = time.perf_counter()
+        await opened.reload()
+        took = time.perf_counter() - start
+        during, load.seconds = load.seconds, []
+        await asyncio.sleep(0.25)
+        load.is_over = True
+        await loading
+        shown = {
+            f"{name} {when}": latencies(seconds)[name]
+            for when, seconds in (("before", before), ("meanwhile", during))
+            for name in ("p50", "p99")
+        }
+        return {"reload": took, **shown, "made": load.rate}
+
+    return Row({"percore": playing(runner(WORKERS), once)}, units={"made": "{:,.0f} calls/s".format})
+
+
+class _Load:
+    """Calls at a steady rate."""
+
+    def __init__(self, opened: percore.Runner) -> None:
+        self.seconds: list[float] = []
+        """How long each call took that has ended."""
+        self.is_over = False
+        self.rate = 0.0
+        self._opened = opened
+
+    async def run(self) -> None:
+        """Submit until `is_over`, and wait for the last call. Raises the error of a call."""
+        calls, start, ticks = set[asyncio.Future[int]](), time.perf_counter(), 0
+        while not self.is_over:
+            for number in range(50):
+                call = self._opened.submit(same, number)
+                call.add_done_callback(partial(self._ended, time.perf_counter()))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            ready = sum(worker.state == "ready" for worker in self._opened.statistics().workers)
+            if ready < WORKERS:
+                raise RuntimeError(f"only {ready} of {WORKERS} workers were ready")
+            ticks += 1
+            await asyncio.sleep(max(0.0, start + ticks * 0.005 - time.perf_counter()))
+        self.rate = ticks * 50 / (time.perf_counter() - start)
+        await asyncio.gather(*calls)
+
+    def _ended(self, begun: float, call: asyncio.Future[int]) -> None:
+        call.result()
+        self.seconds.append(time.perf_counter() - begun)
+
+
 # Idle
 
 

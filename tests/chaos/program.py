@@ -21,7 +21,7 @@ import percore
 from tests.chaos import calls
 from tests.chaos.load import LIMIT, Load
 from tests.e2e.fault_programs import fds, run, say
-from tests.internals import members_of, slots_used
+from tests.internals import members_of, slots_used, supervisor_of
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -63,6 +63,8 @@ class Round:
         self._change_seed = f"{seed}/{number}/changes"
         self._wrong: list[str] = []
         self._changes: Counter[str] = Counter()
+        self._may_change = asyncio.Event()
+        self._may_change.set()
 
     async def run(self, is_over: Callable[[], bool]) -> dict[str, Any]:
         """All of it: what there is to tell in the end."""
@@ -72,7 +74,9 @@ class Round:
         telling = asyncio.create_task(_tell_progress(load, runner))
         changing = [asyncio.create_task(self._change(runner, load, random.Random(f"{self._change_seed}/{n}"))) for n in range(2)]
         await load.feed(CALLS_A_ROUND, is_over)
+        self._may_change.clear()
         await self._serves(runner)
+        self._may_change.set()
         self._changes["replacement for memory"] = sum(worker.restarts_for_memory for worker in runner.statistics().workers)
         for _ in range(60):  # to be closed over
             load.submit()
@@ -108,7 +112,8 @@ class Round:
     async def _change(self, runner: percore.Runner, load: Load, decide: random.Random) -> None:
         """Replace the workers, or change their number, again and again. A worker that is killed in its start ends a change."""
         while not load.is_closing:
-            await asyncio.sleep(decide.expovariate(2))
+            await asyncio.sleep(decide.expovariate(1 / (4 if self._settings["start_method"] == "spawn" else 1)))
+            await self._may_change.wait()
             kind = decide.choice(["reload", "resize"])
             change = runner.reload() if kind == "reload" else runner.resize(decide.randint(1, 4))
             try:
@@ -122,9 +127,12 @@ class Round:
 
     async def _serves(self, runner: percore.Runner) -> None:
         """Whatever has happened."""
-        async with asyncio.timeout(LIMIT):
-            if await runner.options(retries=1000).map(calls.accept, range(100)) != [1] * 100:
-                self._wrong.append("after the faults it gave wrong results")
+        try:
+            async with asyncio.timeout(LIMIT):
+                if await runner.options(retries=1000).map(calls.accept, range(100)) != [1] * 100:
+                    self._wrong.append("after the faults it gave wrong results")
+        except TimeoutError as error:
+            raise TimeoutError(f"it did not serve within {LIMIT:g} s: {_state(runner)}") from error
 
     async def _close(self, runner: percore.Runner) -> None:
         grace = {"in order": None, "in a while": self._seconds}.get(self._closing, 0.0)
@@ -134,8 +142,7 @@ class Round:
             closing.cancel()
         done, _ = await asyncio.wait([closing], timeout=LIMIT)
         if not done:
-            members = [(member.index, member.generation, member.pid, member.life.state) for member in members_of(runner)]
-            raise TimeoutError(f"it did not close within {LIMIT:g} s; workers: {members}, {runner.statistics()}")
+            raise TimeoutError(f"it did not close within {LIMIT:g} s: {_state(runner)}")
         if not closing.cancelled():
             closing.result()
 
@@ -147,6 +154,16 @@ async def _tell_progress(load: Load, runner: percore.Runner) -> None:
         await asyncio.sleep(1)
         if not load.is_closing:
             runner.statistics()
+
+
+def _state(runner: percore.Runner) -> str:
+    """What is known of its workers and calls."""
+    workers = [
+        f"{member.name} of generation {member.generation}, {member.life.state.value}, load {member.load}, "
+        f"calls {sorted({call.function.name for call in member.calls.values()})}"
+        for member in members_of(runner)
+    ]
+    return "\n".join([*workers, str(supervisor_of(runner).calls.waiting()) + " wait", repr(runner)])
 
 
 def _stack(task: asyncio.Task[Any]) -> str:

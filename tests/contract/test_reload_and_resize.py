@@ -13,6 +13,7 @@ import pytest
 
 import percore
 from percore import Runner
+from percore._protocol.messages import Kind
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract import life_jobs
@@ -84,6 +85,32 @@ async def test_a_resize_under_load_fails_no_call(make: MakeRunner) -> None:
             assert generations(runner) == [1, 2]  # the slot is the one that was removed
             assert runner.statistics().done > done  # what removed workers have done counts
         assert runner.statistics().failed == 0
+
+
+async def test_a_map_under_way_gives_added_workers_as_much_as_those_it_began_with(make: MakeRunner, gate: Gate) -> None:
+    pulled, wanted, reached = 0, 0, asyncio.Event()
+
+    async def inputs() -> AsyncIterator[int]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            if pulled == wanted:
+                reached.set()
+            yield pulled - 1
+
+    async with make(1, concurrency=50) as runner:
+        results = runner.map(functools.partial(jobs.await_unless_first, gate.path), inputs())
+        assert await anext(results) == 0
+        second = asyncio.ensure_future(anext(results))
+        await runner.broadcast(jobs.aecho)
+        window = supervisor_of(runner).dispatch.room_for(Kind.TASK) * 2
+        wanted = 3 * window
+        assert pulled < wanted
+        await runner.resize(3)
+        await reached.wait()
+        gate.open()
+        assert await second == 1
+        await results.aclose()
 
 
 async def test_what_a_removed_worker_has_begun_ends_there_and_what_it_has_not_begins_elsewhere(

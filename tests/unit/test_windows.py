@@ -64,6 +64,29 @@ def test_no_window_is_larger_than_what_is_let_in(exact: int | None, most: int, l
         assert window.limit <= most
 
 
+def test_a_window_follows_the_number_of_workers() -> None:
+    fresh = Window(None, 100)
+    fresh.resize(300, most_of(3))
+    assert fresh.limit == LEAST  # as long as there are no results
+    window = warm(100)
+    assert window.limit == 200
+    window.resize(300, most_of(3))
+    assert window.limit == 600
+    window.resize(100, most_of(1))
+    assert window.limit == 200
+    window.pull(5000, 0)
+    window.end(5000, 0, 0, now=AHEAD_SECONDS)
+    window.hand_over(0, 5000)
+    assert window.limit == 5000  # by its rate
+    window.resize(300, most_of(3))
+    assert window.limit == 5000
+    window.resize(1, 1000)
+    assert window.limit == 1000
+    exact = Window(7, 100)
+    exact.resize(300, 3)
+    assert exact.limit == 7
+
+
 # Adaptive, in items
 
 

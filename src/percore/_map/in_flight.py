@@ -78,11 +78,22 @@ class InFlight:
         if is_batched:
             self.batches = Batches(self._make_batch, self.store.heaviest_batch, function.cost)
         self.queue: Queue[Any, Any] = Queue(function.kind, self.batches)
-        workers = len(supervisor.slots)
-        most = sys.maxsize if supervisor.admission is None else supervisor.admission.limit
-        if spec.window is None:
+        self.window = Window(spec.window, *self._bounds())
+
+    def _bounds(self) -> tuple[int, int]:
+        """Return how many calls the workers may hold together, and the upper limit for the window."""
+        workers, admission = len(self.supervisor.slots), self.supervisor.admission
+        most = sys.maxsize if admission is None else admission.limit
+        if self._spec.window is None:
             most = min(most, most_of(workers))
-        self.window = Window(spec.window, supervisor.dispatch.room_for(function.kind) * workers, most)
+        return self.supervisor.dispatch.room_for(self.function.kind) * workers, most
+
+    def resized(self) -> None:
+        """Have the window follow the number of workers, which has changed."""
+        self.window.resize(*self._bounds())
+        self.wake_at = self.window.wake_at()
+        if self.space_waiter is not None and self.window.is_worth_a_pull():
+            _wake(self.space_waiter)
 
     # For the feeder and the user of the results
 

@@ -148,6 +148,7 @@ class MapRun:
         self._parts = items, feeder
         supervisor.dispatch.open(items.queue)
         supervisor.closing.enders.add(feeder.end)
+        supervisor.pool.changes.resized.add(items.resized)
         feeder.begin()
         self._watch()
         return items
@@ -173,6 +174,7 @@ class MapRun:
         items, feeder = self._parts
         items.wake()
         self._supervisor.closing.enders.discard(feeder.end)
+        self._supervisor.pool.changes.resized.discard(items.resized)
         faults = Faults("a map was closed")
         items.close(faults)
         try:

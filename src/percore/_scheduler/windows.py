@@ -71,6 +71,16 @@ class Window:
         self._rated_at: float | None = None
         self._rated_ended = 0
 
+    def resize(self, room: int, most: int) -> None:
+        """Follow a change of the number of workers. `room` and `most` as in the making. A size set by the user stays."""
+        if self._is_exact:
+            return
+        base, self._base, self._most = self._base, min(most, max(LEAST, 2 * room)), most
+        if self._rated_at is None:  # there are no results yet
+            self.limit = min(most, LEAST)
+        else:
+            self.limit = self._base if self.limit == base else max(self._base, min(most, self.limit))
+
     def space(self) -> int:
         """Return how many more items may be pulled now."""
         outstanding = self.pulled - self.handed_over

@@ -12,10 +12,13 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from percore._common.fault_points import POINTS, point
+from percore._common.log import Faults
 from percore._common.worker_errors import StartupFailed
 from percore._scheduler.phase import RunnerPhase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from percore._supervisor.worker_slot import WorkerSlot
 
 
@@ -50,6 +53,8 @@ class PoolChanges:
         self._engine = engine
         self._phase = phase
         self._turn = asyncio.Lock()
+        self.resized: set[Callable[[], None]] = set()
+        """Functions to call when the number of workers has changed. Open maps register."""
         self._reloads = 0
         """Reloads begun so far."""
         self._done = 0
@@ -104,6 +109,7 @@ class PoolChanges:
                 self._engine.resize(before)
                 raise
             self._pool.shrink(workers)
+            Faults("the number of workers changed").run(*self.resized)
 
     async def _renewed(self, awaited: "dict[WorkerSlot, int]", what: str) -> None:
         """Renew slots until each has a ready worker of a later generation than the given one."""
