@@ -241,7 +241,11 @@ async def test_x4_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
 
 
 async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
-    for keyword, advice in {"max_workers": "write workers=", "initializer": "lifespan=", "wrokers": "it takes workers, "}.items():
+    for keyword, advice in {
+        "max_workers": "write workers=",
+        "initializer": "lifespan=",
+        "wrokers": r"did you mean workers=\? it takes workers, ",
+    }.items():
         with pytest.raises(TypeError, match=rf"^Runner\(\) got an unexpected keyword argument '{keyword}': .*{advice}"):
             make(**{keyword: 2})
     async with make() as runner:
@@ -252,8 +256,16 @@ async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
                 verb(jobs.echo, [1], chunksize=10)
             with pytest.raises(TypeError, match=rf"{name} 'timeout': for each call write runner\.options\(timeout="):
                 verb(jobs.echo, [1], timeout=1)
-            with pytest.raises(TypeError, match=rf"{name} 'orderd': it takes ordered, window, key, return_exceptions$"):
+            with pytest.raises(
+                TypeError, match=rf"{name} 'orderd': did you mean ordered=\? it takes ordered, window, key, return_exceptions, progress$"
+            ):
                 verb(jobs.echo, [1], orderd=True)
+        with pytest.raises(
+            TypeError, match=r"^Runner\.options\(\) got .* 'timout': did you mean timeout=\? it takes key, retries, "
+        ):
+            runner.options(timout=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"^Runner\.options\(\) got .* 'colour': it takes key, retries, "):
+            runner.options(colour=1)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"^Runner\.map\(\) missing 1 required positional argument: 'fn'"):
             runner.map()  # type: ignore[call-overload]
         for name in ("run", "submit", "broadcast"):

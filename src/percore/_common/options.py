@@ -136,26 +136,34 @@ F = TypeVar("F", bound=Callable[..., Any])
 def advising(name: str, advice: dict[str, str]) -> Callable[[F], F]:
     """Decorate a public function so that an unknown keyword argument raises a TypeError with advice.
 
-    `name`: the function's name in the message. `advice`: hints by keyword. Do not decorate functions that are called often: the
-    wrapper costs as much as a call.
+    `name`: the function's name in the message. `advice`: hints by keyword; a misspelt one gets the nearest name. Do not decorate
+    functions that make calls: the wrapper costs as much as a call.
     """
 
     def decorate(fn: F) -> F:
         code = fn.__code__
         known = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+        options = [one for one in known if one != "self"]
         fn.__qualname__ = name  # the name in Python's own messages about wrong arguments
 
         @wraps(fn)
         def called(*args: Any, **kwargs: Any) -> Any:
             for keyword in kwargs:
                 if keyword not in known:
-                    hint = advice.get(keyword) or f"it takes {', '.join(one for one in known if one != 'self')}"
+                    hint = advice.get(keyword) or _nearest(keyword, options) + f"it takes {', '.join(options)}"
                     raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}: {hint}")
             return fn(*args, **kwargs)
 
         return cast(F, called)
 
     return decorate
+
+
+def _nearest(keyword: str, options: list[str]) -> str:
+    from difflib import get_close_matches  # not at the top: it is needed for a mistake only
+
+    near = get_close_matches(keyword, options, n=1)
+    return f"did you mean {near[0]}=? " if near else ""
 
 
 def _callable(name: str, value: object, example: str) -> None:

@@ -331,6 +331,7 @@ class Runner(Verbs):
 
     # Call options. The calls themselves are in Verbs.
 
+    @advising("Runner.options", {})
     def options(  # noqa: PLR0913  # each is a documented option
         self,
         *,

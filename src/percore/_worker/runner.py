@@ -290,6 +290,7 @@ class CurrentRunner:
 
         return NestedStream(StreamSource(self._family, span, prefetch, request))
 
+    @advising("CurrentRunner.options", {})
     def options(  # noqa: PLR0913  # each is a documented option
         self,
         *,
