@@ -35,7 +35,7 @@ def _settings(decide: random.Random) -> dict[str, Any]:
         "threads": decide.choice([1, 2, 4]),
         "concurrency": decide.choice([2, 20, 100]),
         "max_tasks_per_worker": decide.choice([None, None, 30, 500]),
-        "max_memory_per_worker": decide.choice([None, None, 24 << 20]),  # which many a worker has after some seconds
+        "max_memory_per_worker": decide.choice([None, None, 1 << 24]),  # many a worker has that after some seconds
         "max_pending": decide.choice([None, None, 100]),
         "per_key": decide.choice([None, 1, 3]),
         "contextvars": decide.choice([(), (calls.NUMBER,)]),

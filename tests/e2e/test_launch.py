@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 import percore
-from percore._engines.processes import fork_server_launcher, launch
+from percore._engines.processes import fork_server_launcher, launch, multiprocessing_launcher
 from percore._engines.processes.descriptors import Fd, kept_in_forks, let_go, pipe
 from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkServerLauncher
 from percore._engines.processes.fork_servers import ForkServerProcess, servers
@@ -436,6 +436,27 @@ async def test_the_fork_server_ends_with_the_last_launcher() -> None:
     with pytest.raises(ChildProcessError):  # reaped
         os.waitid(os.P_PIDFD, watched, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  # does not wait
     os.close(watched)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_pipe_that_finds_no_number_above_the_streams_is_closed(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def above(fd: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == failing:  # as it does: a lower descriptor is closed in any case
+            os.close(fd)
+            raise OSError(errno.EMFILE, "too many open files")
+        copy = os.dup(fd)
+        os.close(fd)
+        return copy
+
+    monkeypatch.setattr(multiprocessing_launcher, "above_streams", above)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="too many open files"):
+        multiprocessing_launcher._lifeline()
+    assert os.listdir("/proc/self/fd") == before
 
 
 async def test_a_close_reaps_a_retired_fork_server_though_others_use_the_new_one() -> None:

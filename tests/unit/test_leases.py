@@ -14,7 +14,9 @@ import pytest
 
 from percore._common.endings import Endings
 from percore._protocol.messages import BrokenFrame, Payload
+from percore._protocol.shared import Copy
 from percore._serialization.pickler import dump
+from percore._transport import leases as leases_module
 from percore._transport.buffers import BUFFER_LIMIT
 from percore._transport.leases import Leases, Received
 from percore._transport.memory import Memory
@@ -349,3 +351,33 @@ async def test_buffers_share_nothing_that_two_threads_could_miscount(sides: Side
     assert len({id(one) for view in views for one in gc.get_referents(view)}) == 3
     del views
     await turns()
+
+
+@pytest.mark.parametrize("private", [True, False])
+async def test_a_shared_payload_that_cannot_be_read_ends_at_once(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, *, private: bool
+) -> None:
+    leases, ended = sides.receiver(private=private), list[int]()
+    with pytest.raises(BrokenFrame):
+        leases.receive_shared(COUNT, lambda: ended.append(1))  # there is no such slot
+    await turns()
+    assert ended == [1]
+
+    def fails(*_: Any) -> NoReturn:
+        raise MemoryError
+
+    payload = sides.send(b"x" * 100_000)
+    assert isinstance(payload, int)
+    with monkeypatch.context() as patched:
+        patched.setattr(leases_module, "export", fails)
+        patched.setattr(leases_module, "bytes", fails, raising=False)
+        forgotten = list[int]()
+        copy = Copy(leases.receive_shared, payload, lambda: forgotten.append(1))
+        with pytest.raises(MemoryError):
+            copy.value()
+        await turns()
+    assert copy.value() == b"x" * 100_000  # the next call tries again
+    copy.forget()
+    gc.collect()
+    await turns()
+    assert forgotten == [1]  # though one attempt has failed

@@ -122,7 +122,10 @@ class Store(Protocol):
         """
 
     def load(self, parcel: int, ended: Callable[[], None], /) -> Received:
-        """Read a shared object in this process, read-only. The loop calls `ended` when the last view of it is gone."""
+        """Read a shared object in this process, read-only.
+
+        The loop calls `ended` once: when the last view of it is gone, or soon if this raises.
+        """
 
     # Items of maps, several of which travel in the body of one BATCH, and their results in that of a VALUES
 

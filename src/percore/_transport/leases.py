@@ -99,16 +99,20 @@ class Leases:
     def receive_shared(self, payload: int, ended: Callable[[], None]) -> Received:
         """Read a payload that other processes read too. Its buffers are read-only.
 
-        `ended` is called in the loop when the last view of the payload is freed.
+        `ended` is called in the loop when the last view of the payload is freed, or soon if this raises.
         """
-        data = self._slots.read(payload)
-        assert isinstance(data, memoryview)
-        pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
-        if self._slots.may_lease:
-            seen = export(self._slots.own(payload), self._endings, ended)[: len(data)].toreadonly()
-        else:  # ctypes cannot export read-only memory
-            seen = memoryview(bytes(data))
+        try:
+            data = self._slots.read(payload)
+            assert isinstance(data, memoryview)
+            pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
+            # ctypes cannot export read-only memory
+            whole = export(self._slots.own(payload), self._endings, ended) if self._slots.may_lease else memoryview(bytes(data))
+        except BaseException:  # there is no view, and so no end of a view
             self._endings.add(ended)
+            raise
+        if not self._slots.may_lease:
+            self._endings.add(ended)
+        seen = whole[: len(data)].toreadonly()
         # The pickle is read through the exported view as well, so `ended` is called even if there are no buffers.
         return Received(seen, pickled, parts_of(seen, places, readonly=True), is_leased=True)
 

@@ -95,8 +95,7 @@ class MultiprocessLauncher:
 
     def launch(self, boot: bytes, fds: Sequence[int], on_exit: Callable[[int | None], None]) -> MultiprocessProcess:
         """As `Launcher.launch`. An exception from pickling the initializer or its arguments propagates."""
-        read_end, write_end = os.pipe()
-        read_end, lifeline = above_streams(read_end), hold(Fd(above_streams(write_end)))
+        read_end, lifeline = _lifeline()
         try:
             args = (boot, _Passed([read_end, *fds]), self._given, self._method == "fork")
             process = self._context.Process(target=begin, args=args, daemon=True)
@@ -133,6 +132,25 @@ class MultiprocessLauncher:
     async def aclose(self) -> None:
         """Drop the references to the initializer and its arguments."""
         self._given = (None, ())
+
+
+def _lifeline() -> tuple[int, Fd]:
+    """Make a pipe above the standard streams. Return its read end, which is not held, and its write end, which is.
+
+    Raises:
+        OSError: no descriptor is left; nothing is left open.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        read_end = above_streams(read_end)
+    except BaseException:
+        os.close(write_end)
+        raise
+    try:
+        return read_end, hold(Fd(above_streams(write_end)))
+    except BaseException:
+        os.close(read_end)
+        raise
 
 
 class MultiprocessProcess(Watched):
