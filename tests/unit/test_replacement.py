@@ -416,7 +416,9 @@ class Walk(RuleBasedStateMachine):
     def asked_to_end(self, which: int, can: str) -> None:
         worker = self.alive[which % len(self.alive)]
         worker.is_ready = False
+        is_trial = self.slot.renewal is Renewal.FIRST
         self.carry_out(self.slot.asked_to_end(worker, self.rule), can=can)
+        self.is_used &= not (is_trial and self.slot.state is Occupancy.EMPTY)  # a resize that fails removes the slot
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 100), began=st.booleans(), can=CAN)

@@ -1,5 +1,8 @@
 """Tables of figures: columns aligned, and HTML in which nothing of the figures is markup."""
 
+from dataclasses import fields
+from typing import Any
+
 from percore import Statistics, WorkerStatistics
 from percore._monitor.tables import Table
 
@@ -18,12 +21,16 @@ def test_html_escapes_what_it_shows() -> None:
 
 def test_statistics_without_a_worker_show_what_is_not_known() -> None:
     figures = {"running": 1, "queued": 2, "done": 3, "failed": 4, "retried": 5, "restarts": 6}
-    more = {"blocked_for": 0.0, "bytes_in": 0, "bytes_out": 0, "started_at": None}
-    gone = WorkerStatistics(index=0, generation=1, pid=None, state="gone", loop_lag=None, **more, **figures)  # type: ignore[arg-type]
-    ready = WorkerStatistics(index=1, generation=1, pid=77, state="ready", loop_lag=0.00123, **more, **figures)  # type: ignore[arg-type]
-    assert str(Statistics(workers=(gone, ready), **figures)).splitlines() == [
+    gone = made(WorkerStatistics, index=0, pid=None, state="gone", loop_lag=None, **figures)
+    ready = made(WorkerStatistics, index=1, pid=77, state="ready", loop_lag=0.00123, **figures)
+    assert str(made(Statistics, workers=(gone, ready), **figures)).splitlines() == [
         "worker  state  PID  running  queued  done  failed  retried  restarts     lag",
         "0       gone     -        1       2     3       4        5         6       -",
         "1       ready   77        1       2     3       4        5         6  1.2 ms",
         "total                     1       2     3       4        5         6",
     ]
+
+
+def made(kind: Any, **given: Any) -> Any:
+    """Return a snapshot in which the figures that are not given are 0."""
+    return kind(**dict.fromkeys((field.name for field in fields(kind)), 0) | given)
