@@ -257,7 +257,8 @@ async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
             with pytest.raises(TypeError, match=rf"{name} 'timeout': for each call write runner\.options\(timeout="):
                 verb(jobs.echo, [1], timeout=1)
             with pytest.raises(
-                TypeError, match=rf"{name} 'orderd': did you mean ordered=\? it takes ordered, window, key, return_exceptions, progress$"
+                TypeError,
+                match=rf"{name} 'orderd': did you mean ordered=\? it takes ordered, window, key, return_exceptions, progress$",
             ):
                 verb(jobs.echo, [1], orderd=True)
         with pytest.raises(

@@ -107,6 +107,22 @@ async def test_statistics_are_a_table(make: MakeRunner) -> None:
     assert ">total</td>" in html
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="Python 3.14 brings call graphs")
+async def test_a_call_graph_shows_what_awaits_a_call(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1) as runner:
+
+        async def caller() -> None:
+            await runner.run(jobs.await_, log.path, gate.path, 1)
+
+        task = asyncio.create_task(caller())
+        await log.next()
+        graph: str = asyncio.format_call_graph(task)  # type: ignore[attr-defined]
+        assert "async Verbs.run()" in graph
+        assert "caller()" in graph
+        gate.open()
+        await task
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="only Linux shows titles")
 async def test_a_worker_s_process_has_a_title(make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/srv/crawl.py"])

@@ -52,6 +52,19 @@ def _literals_logged() -> list[tuple[str, int, str]]:
     return found
 
 
+def test_what_is_logged_about_a_worker_names_it_in_the_record() -> None:
+    """A text that begins with a worker, in the part of the program that knows workers as objects, comes with `of=`."""
+    about = []
+    for path in sorted((SOURCE / "_supervisor").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name("report"), args=[_, ast.Constant(str(said)), *_], keywords=given):
+                    if said.startswith(("%s has", "%s is", "%s died", "worker %d")):
+                        about.append((path.name, said, "of" in [keyword.arg for keyword in given]))
+    assert len(about) > 5
+    assert [one for one in about if not one[2]] == []
+
+
 def test_everything_that_is_logged_names_percore() -> None:
     logged = _literals_logged()
     assert {name for name, _, _ in logged} >= {"lifespan.py", "log_forwarding.py"}

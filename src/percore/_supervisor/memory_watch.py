@@ -122,7 +122,10 @@ class MemoryWatch:
         assert self._limit is not None
         size, limit = mebibytes(member.memory), mebibytes(self._limit)
         report(
-            logging.INFO, "%s has %s of memory, and max_memory_per_worker is %s; its replacement starts", member.name, size, limit
+            logging.INFO,
+            "%s has %s of memory, and max_memory_per_worker is %s; its replacement starts",
+            *(member.name, size, limit),
+            of=member,
         )
         if is_futile and not self._is_advised:
             self._is_advised = True
@@ -132,6 +135,7 @@ class MemoryWatch:
                 "workers does not help. Raise max_memory_per_worker, or load less in the lifespan, in imports and in each call. "
                 "From now on percore waits up to %g s before it replaces such a worker",
                 *(member.name, size, limit, LONGEST_WAIT),
+                of=member,
             )
         slot.restarts_for_memory += 1
         self._pool.renew(slot)
