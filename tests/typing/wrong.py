@@ -16,6 +16,9 @@ async def one(runner: Runner) -> None:
     await runner.run(fetch, 1)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     await runner.run(fetch, "u", width=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     await runner.run(fetch("u"))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    runner.options(key="h", rate=10)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    runner.set_rate("h", 10)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    percore.Rate(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     runner.submit(parse, "u")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

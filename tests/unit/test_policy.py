@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._common.call_options import delay_of
+from percore._common.rates import Rate
 from percore._common.worker_errors import WorkerDied
 from tests.ids import steady
 
@@ -123,6 +124,54 @@ async def test_a_key_is_awaited_by_its_user() -> None:
         with pytest.raises(TypeError, match=r"^a key is a value, such as a string, not <.*>: await it first$"):
             policy(key=key)
     await key
+
+
+# Rates
+
+
+def test_a_rate_is_what_it_says(subtests: pytest.Subtests) -> None:
+    assert Rate(10, per=1) == Rate(n=10, per=1.0, burst=1)
+    assert type(Rate(10, per=1).per) is float
+    assert repr(Rate(10, per=1, burst=5)) == "Rate(n=10, per=1.0, burst=5)"
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"n": 0, "per": 1}, ValueError, r"^n must be from 1 to 1000000000, not 0$"),
+        ({"n": 0.5, "per": 1}, TypeError, r"^n must be a whole number of calls, not 0\.5: .* as in Rate\(1, per=2\)$"),
+        ({"n": "10", "per": 1}, TypeError, r"^n must be a whole number, not '10'$"),
+        ({"n": True, "per": 1}, TypeError, r"^n must be a whole number, not True$"),
+        ({"n": 10**10, "per": 1}, ValueError, r"^n must be from 1 to"),
+        ({"n": 1, "per": 0}, ValueError, r"^per must be a positive number of seconds, not 0$"),
+        ({"n": 1, "per": float("nan")}, ValueError, r"^per must be a positive number of seconds, not nan$"),
+        ({"n": 1, "per": "s"}, TypeError, r"^per must be a number of seconds, not 's'$"),
+        ({"n": 5, "per": 1, "burst": 6}, ValueError, r"^burst must be from 1 to 5, not 6$"),
+        ({"n": 5, "per": 1, "burst": 0}, ValueError, r"^burst must be from 1 to 5, not 0$"),
+    ]
+    for arguments, error, match in wrong:
+        with subtests.test(arguments=arguments), pytest.raises(error, match=match):
+            Rate(**arguments)
+
+
+def test_a_rate_needs_a_key_and_is_no_part_of_a_broadcast() -> None:
+    rate = Rate(10, per=1)
+    limited = policy(key="host", rate=rate)
+    assert (limited.rate, limited.lacks_key, limited.has_limits, limited.needs_plan) == (rate, False, True, True)
+    assert limited.for_stream().rate is rate
+    without = policy(rate=rate)
+    assert without.lacks_key
+    with pytest.raises(TypeError, match="give both"):
+        without.for_stream()
+    with pytest.raises(TypeError, match="call it without rate"):
+        without.for_broadcast()
+    with pytest.raises(TypeError, match=r"rate must be a percore\.Rate, .* not 10"):
+        policy(key="host", rate=10)
+    assert not policy(key="host").has_limits
+
+
+def test_a_plan_announces_its_start_if_it_is_asked_to() -> None:
+    plan = CallPlan(policy(key="host", rate=Rate(10, per=1)))
+    assert not plan.announces
+    plan.announce()
+    plan.set_begin_by(5.0)
+    assert plan.announces
 
 
 # Retries
