@@ -534,3 +534,147 @@ def test_waiting_keys_with_nothing_under_way_move_at_once() -> None:
     assert list(keys.seated([new])) == [queue]
     assert keys.take(queue, old) is None
     assert keys.take(queue, new) is call
+
+
+# Gates
+
+
+class Gate:
+    """Lets so many calls pass, and is shut then."""
+
+    def __init__(self, passes: int, error: Exception | None = None) -> None:
+        self.passes = passes
+        self.error = error
+        self.is_shut = False
+        self.taken: list[tuple[Call, Seat]] = []
+        self.gone: list[tuple[str, Call]] = []
+        self.opens_on_end = False
+
+    def take(self, call: Call, seat: Seat) -> bool:
+        if self.error is not None:
+            raise self.error
+        if not self.passes:
+            self.is_shut = True
+            return False
+        self.passes -= 1
+        self.taken.append((call, seat))
+        return True
+
+    def left(self, call: Call) -> None:
+        self._gone("left", call)
+
+    def unsent(self, call: Call) -> None:
+        self._gone("unsent", call)
+
+    def _gone(self, how: str, call: Call) -> None:
+        self.gone.append((how, call))
+        if self.opens_on_end:
+            self.passes += 1
+            self.is_shut = False
+
+
+def test_a_shut_gate_holds_its_key_and_no_other() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(1)
+    keys.guard("gated", gate)
+    gated = [Call(number) for number in range(3)]
+    for call in gated:
+        wait(keys, "gated", call, queue)
+    others = [Call(number) for number in range(3)]
+    for number, call in enumerate(others):
+        wait(keys, f"other {number}", call, queue)
+    taken = []
+    while (following := keys.take(queue, seat)) is not None:
+        taken.append(following)
+    assert taken == [gated[0], *others]
+    assert queue.count == 2
+    assert not wait(keys, "gated", Call(3), queue), "a gate that is shut lists nothing"
+    gate.passes, gate.is_shut = 3, False
+    assert list(keys.opened("gated")) == [queue]
+    assert [keys.take(queue, seat) for _ in range(2)] == gated[1:]
+    assert [call for call, _ in gate.taken] == gated
+
+
+def test_a_new_call_passes_the_gate_unless_others_wait() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(2)
+    keys.guard("gated", gate)
+    assert entered(keys, "gated", queue) is seat
+    assert not gate.gone
+    assert would_go(keys, "gated", queue) is seat
+    assert [how for how, _ in gate.gone] == ["left"]
+    assert entered(keys, "gated", queue) is None
+    assert keys.submitted(Call(key="free"), queue, ROOM) is seat
+
+
+def test_the_end_of_a_call_may_open_the_gate() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(1)
+    keys.guard("gated", gate)
+    first, second = Call(1, key="gated"), Call(2)
+    assert keys.submitted(first, queue, ROOM) is seat
+    wait(keys, "gated", second, queue)
+    assert keys.take(queue, seat) is None
+    gate.opens_on_end = True
+    assert list(keys.ended(first, was_sent=False)) == [queue]
+    assert gate.gone == [("unsent", first)]
+    assert keys.take(queue, seat) is second
+
+
+def test_a_gated_key_moves_with_the_workers() -> None:
+    old, new = seats_of(2)
+    keys, queue, gate = keys_with([old]), Queue(), Gate(0)
+    keys.guard("gated", gate)
+    call = Call(1)
+    wait(keys, "gated", call, queue)
+    assert keys.take(queue, old) is None
+    assert list(keys.seated([new])) == []
+    assert keys.is_settled()
+    gate.passes, gate.is_shut = 1, False
+    assert list(keys.opened("gated")) == [queue]
+    assert keys.take(queue, new) is call
+    assert gate.taken == [(call, new)]
+    assert list(keys.seated([])) == []
+    waiting = Call(2)
+    gate.is_shut = True
+    wait(keys, "gated", waiting, queue)
+    keys.ended(call)
+    gate.passes, gate.is_shut = 1, False
+    assert list(keys.opened("gated")) == []
+    assert list(keys.seated([old])) == [queue]
+    assert keys.take(queue, old) is waiting
+
+
+def test_a_gate_outlives_its_idle_key() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(1)
+    keys.guard("gated", gate)
+    assert keys.is_idle("gated")
+    assert would_go(keys, "gated", queue) is seat
+    for number in range(3 * KEPT):
+        assert would_go(keys, number, queue) is seat
+    assert "gated" not in keys._keys
+    assert entered(keys, "gated", queue) is None, "its gate has counted one"
+    assert not keys.is_idle("gated")
+    keys.guard("gated", None)
+    assert list(keys.opened("gated")) == [queue]
+    assert keys.take(queue, seat) is not None
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_an_error_of_a_gate_loses_no_call(is_waiting: bool) -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(1, ZeroDivisionError())
+    keys.guard("gated", gate)
+    call = Call(key="gated")
+    if is_waiting:
+        wait(keys, "gated", call, queue)
+        with pytest.raises(ZeroDivisionError):
+            keys.take(queue, seat)
+        assert [lane.calls[0] for lane in queue.by_seat[seat]] == [call], "it is tried again"
+        assert forgotten(keys, queue) == [call]
+    else:
+        with pytest.raises(ZeroDivisionError):
+            keys.submitted(call, queue, ROOM)
+    assert keys.is_idle("gated")
+    assert len(keys) == 0

@@ -255,12 +255,14 @@ class Keys(Generic[C, S]):
 
     def _taken(self, lane: Lane[C, S], call: C) -> bool:
         """As `_passes`, for a call that was taken from its lane. It is put back unless it may begin."""
-        may_begin = False
         try:
             may_begin = self._passes(lane.key, call)
-        finally:
-            if not may_begin:
-                lane.calls.appendleft(call)
+        except BaseException:
+            lane.calls.appendleft(call)
+            self._list(lane)
+            raise
+        if not may_begin:
+            lane.calls.appendleft(call)
         return may_begin
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
