@@ -3,6 +3,7 @@
 import abc
 import functools
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, assert_type
 
@@ -181,6 +182,13 @@ def an_executor(executor: percore.LoopPoolExecutor) -> None:
     assert_type(executor.map(fetch, ["u"]), Iterator[int])
     assert_type(executor.statistics(), percore.Statistics)
     assert_type(executor.usage(), percore.Usage)
+
+
+async def sockets(own: socket.socket) -> None:
+    async with Runner(2, listen=["127.0.0.1:8080", own]) as runner:
+        assert_type(runner.addresses, tuple[str, ...])
+    Runner(listen=("unix:/run/app.sock",))
+    assert_type(percore.current_worker().sockets, tuple[socket.socket, ...])
 
 
 async def inside_a_call() -> None:

@@ -55,6 +55,8 @@ async def keywords(runner: Runner) -> None:
     await runner.map(fetch, ["u"], key=int.bit_length)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
     await runner.map(fetch, ["u"], [1], key=len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
     Runner(max_workers=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Runner(listen=[8080])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    Runner(listen=8080)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def a_map_is_asynchronous(results: Map[int]) -> None:
