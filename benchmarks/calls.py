@@ -238,3 +238,70 @@ def compiled(path: str) -> int:
     """Compile a module, and return the number of its constants."""
     with open(path, "rb") as file:
         return len(compile(file.read(), path, "exec", dont_inherit=True).co_consts)
+
+
+# Calls that make calls. They return the seconds that each took
+
+
+async def nested_trips(trips: int) -> float:
+    runner = _current_runner()
+    began = time.perf_counter()
+    for number in range(trips):
+        _check(await runner.run(same, number), number)
+    return (time.perf_counter() - began) / trips
+
+
+def sync_trips(trips: int) -> float:
+    runner = _current_runner()
+    began = time.perf_counter()
+    for number in range(trips):
+        _check(runner.run_sync(same, number), number)
+    return (time.perf_counter() - began) / trips
+
+
+async def nested_many(awaiters: int, calls: int) -> float:
+    runner = _current_runner()
+
+    async def some() -> None:
+        for number in range(calls):
+            _check(await runner.run(same, number), number)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(some() for _ in range(awaiters)))
+    return (time.perf_counter() - began) / awaiters / calls
+
+
+async def nested_results(items: int) -> float:
+    began = time.perf_counter()
+    _check(sum([result async for result in _current_runner().map(same, range(items))]), sum(range(items)))
+    return (time.perf_counter() - began) / items
+
+
+def sync_results(items: int) -> float:
+    began = time.perf_counter()
+    _check(sum(_current_runner().map(same, range(items))), sum(range(items)))
+    return (time.perf_counter() - began) / items
+
+
+async def nested_items(items: int, prefetch: int) -> float:
+    began = time.perf_counter()
+    stream = _current_runner().options(prefetch=prefetch).stream(give_numbers_in_loop, items)
+    _check(sum([item async for item in stream]), sum(range(items)))
+    return (time.perf_counter() - began) / items
+
+
+def sync_items(items: int, prefetch: int) -> float:
+    began = time.perf_counter()
+    _check(sum(_current_runner().options(prefetch=prefetch).stream(give_numbers_in_loop, items)), sum(range(items)))
+    return (time.perf_counter() - began) / items
+
+
+def _current_runner() -> percore.CurrentRunner:
+    import percore
+
+    return percore.current_runner()
+
+
+def _check(answer: object, expected: object) -> None:
+    if answer != expected:
+        raise ValueError("a call returned the result of another one")

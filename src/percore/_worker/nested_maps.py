@@ -124,7 +124,6 @@ class MapSource(Source):
                 for row in pulled.rows:
                     self._submit(row)
                 self._error, self._is_exhausted = pulled.error, pulled.is_end
-                self.families.channel.flush()
                 self.wake()
         except asyncio.CancelledError as error:
             if self.is_closed or self.family.is_over:
@@ -181,7 +180,8 @@ class MapSource(Source):
             item.row = None
         child = self.family.child(ItemChild, item.told)
         item.child = child
-        self.family.ask(request, child, self.families.channel.keep)
+        channel = self.families.channel
+        self.family.ask(request, child, channel.send if self._is_async else channel.keep)
         self._items[item] = None
 
     # Results
@@ -221,7 +221,8 @@ class MapSource(Source):
             if self._is_async and perf_counter() - began > _PULL_SECONDS:
                 self.loop.call_soon(self.wake)
                 break
-        self.families.channel.flush()
+        if not self._is_async:
+            self.families.channel.flush()
         if item is not None:
             return self._value(item)
         if not self._is_exhausted or self._items:

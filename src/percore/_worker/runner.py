@@ -393,7 +393,7 @@ class _ChildFuture(asyncio.Future[Any]):
         self._family = family
         self._span = span
         self._child = family.child(Child, self._told)
-        family.ask(request, self._child)
+        family.ask(request, self._child, family.families.channel.send)
 
     def _told(self, child: Child) -> None:
         if child.failure is not None:
