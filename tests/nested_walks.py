@@ -203,6 +203,12 @@ def map_down(depth: int) -> int:
     return sum(percore.current_runner().map(map_down, [depth - 1] * 2)) if depth else 1
 
 
+async def adown_with(depth: int, data: bytes) -> int:
+    """Go down with arguments that lie in a slot."""
+    result: Any = await percore.current_runner().run(adown_with, depth - 1, data) if depth else len(data)
+    return int(result)
+
+
 # Streams
 
 

@@ -14,7 +14,7 @@ from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.contract.test_nested_ends import check_empty, until
-from tests.internals import members_of
+from tests.internals import members_of, supervisor_of
 
 pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
 
@@ -249,6 +249,14 @@ async def test_a_death_is_retried(make_real: MakeRunner, tmp_path: Path) -> None
             assert await caller.run(walks.with_options, options, walks.die_once, str(tmp_path / str(number))) == "alive"
 
 
+async def test_callers_with_retries_leave_room_for_the_arguments_of_their_calls(make: MakeRunner) -> None:
+    """They keep their own arguments until they have ended."""
+    async with make(concurrency=1, retries=1, max_message=2**36) as runner:  # so there are few slots
+        store = supervisor_of(runner).store
+        assert await runner.run(walks.adown_with, 2 * store.room + 10, b"x" * 100_000) == 100_000
+        check_empty(runner)
+
+
 async def test_time_limits(make: MakeRunner) -> None:
     async with make(2) as runner:
         with pytest.raises(TimeoutError):
@@ -266,6 +274,7 @@ async def test_a_nested_call_that_does_not_begin_in_time(make: MakeRunner, log: 
             await runner.run(walks.with_options, {"queue_timeout": 0.05}, jobs.echo, 1)
         gate.open()
         assert await blocking == "x"
+        await until(lambda: not any(member.calls for member in members_of(runner)))  # the worker has been told that it is too late
         check_empty(runner)
 
 

@@ -94,6 +94,13 @@ class RelayStore:
     def adopt(self, pickle: memoryview | bytes) -> Payload:
         return bytes(pickle) if len(pickle) <= INLINE else self.keep(bytes(pickle))
 
+    def unplaced(self, parcel: int) -> Payload:
+        if parcel not in self._placed or len(self._placed) < self.room // 2:
+            return parcel
+        other = self.keep(self._kept[parcel])
+        self.discard(parcel)
+        return other
+
     def is_placed(self, parcel: int) -> bool:
         return parcel in self._placed
 

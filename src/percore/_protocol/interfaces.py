@@ -106,6 +106,12 @@ class Store(Protocol):
         There is always room for it, because the parcel need not be placed. The caller must discard it.
         """
 
+    def unplaced(self, parcel: int) -> Payload:
+        """Make room, if there is little, for other parcels: return this pickle as another parcel, or as bytes, instead of this one.
+
+        To be called for a parcel that a worker has read, and that may have to be sent again. The parcel may stay as it is.
+        """
+
     def is_placed(self, parcel: int) -> bool:
         """Whether `Channel.send_parcel` can send this parcel now, without waiting for room."""
 

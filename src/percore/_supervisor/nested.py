@@ -123,8 +123,14 @@ class Nested:
                 if not member.step_aside(caller):
                     return None, RuntimeError(_TOO_MANY)
                 parent.is_aside = True
+                self._make_room(caller)
             member.families[request.caller] = parent
         return parent, None
+
+    def _make_room(self, caller: PendingCall) -> None:
+        """Keep the arguments of a caller, if another attempt may need them, where they take no room that nested calls need."""
+        if type(caller.body) is int and caller.call_id not in caller.member.parked:
+            caller.body = self._store.unplaced(caller.body)
 
     def _call(self, parent: Parent, number: int, request: NestedRequest) -> NestedCall:
         """Make a nested call or stream. Nothing is sent yet.

@@ -67,6 +67,13 @@ class Arena(SlotWriter):
         parcel = None if self.is_scarce() else self.store(pickle)
         return self.kept(bytes(pickle)) if parcel is None else parcel
 
+    def unplaced(self, parcel: int) -> Payload:
+        if parcel < 0 or not self.is_scarce():
+            return parcel
+        data = bytes(self.read(parcel))
+        self.discard(parcel)
+        return self.kept(data)
+
     def is_placed(self, parcel: int) -> bool:
         return parcel >= 0
 
