@@ -8,7 +8,7 @@ from typing import Any
 
 import percore
 from tests.jobs import apass_gate, pass_gate, say
-from tests.nested_jobs import echo, fail
+from tests.nested_jobs import echo, fail, until_cancelled
 
 
 def double(value: int) -> int:
@@ -207,6 +207,65 @@ async def adown_with(depth: int, data: bytes) -> int:
     """Go down with arguments that lie in a slot."""
     result: Any = await percore.current_runner().run(adown_with, depth - 1, data) if depth else len(data)
     return int(result)
+
+
+def _waiting(log: str, gate: str) -> Iterator[tuple[str, str]]:
+    try:
+        yield log, gate
+        yield log, gate
+    finally:
+        say(log, "input closed")
+
+
+async def _awaiting(log: str, gate: str) -> AsyncIterator[tuple[str, str]]:
+    try:
+        yield log, gate
+        yield log, gate
+        await asyncio.get_running_loop().create_future()
+    finally:
+        say(log, "input closed")
+
+
+def _waiting_map(log: str, gate: str, source: str) -> percore.NestedMap[Any]:
+    inputs: Any = _waiting if source == "sync" else _awaiting
+    return percore.current_runner().starmap(until_cancelled, inputs(log, gate), window=2)
+
+
+async def leave_map(log: str, gate: str, other_gate: str, source: str) -> str:
+    """Leave a map behind, whose first result a task waits for."""
+    results = _waiting_map(log, gate, source)
+    first = asyncio.ensure_future(anext(results))
+    await apass_gate(other_gate)
+    assert not first.done()
+    return "left"
+
+
+async def amap_of_waiting(log: str, gate: str, source: str) -> list[Any]:
+    return await _waiting_map(log, gate, source)
+
+
+def one_of_three(path: str, number: int) -> str:
+    return die_once(path) if number == 2 else str(number)
+
+
+def map_with_death(path: str) -> list[Any]:
+    """Results, or the names of errors: of items that have another worker than this call."""
+    runner = percore.current_runner().options(retries=0)
+    results = list(runner.starmap(one_of_three, [(path, number) for number in (1, 2, 3)], key=key_of, return_exceptions=True))
+    return [result if isinstance(result, str) else (type(result).__name__, str(result)) for result in results]
+
+
+def map_with_retries(path: str) -> list[Any]:
+    runner = percore.current_runner().options(retries=3)
+    return list(runner.starmap(one_of_three, [(path, number) for number in (1, 2, 3)], key=key_of))
+
+
+def index() -> int:
+    return percore.current_worker().index
+
+
+def key_of(_path: str, number: int) -> str:
+    return f"item {number}"
 
 
 # Streams

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from percore import RemoteError, RunnerClosed, WorkerDied
+from percore import Rate, RemoteError, RunnerClosed, WorkerDied
 from tests import nested_jobs as jobs
 from tests import nested_walks as walks
 from tests.contract import stream_jobs as streams
@@ -278,6 +278,47 @@ async def test_a_nested_call_that_does_not_begin_in_time(make: MakeRunner, log: 
         check_empty(runner)
 
 
+async def test_the_rate_of_a_key_counts_nested_calls(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        runner.set_rate("slow", Rate(1, per=1000))
+        assert await runner.run(walks.with_options, {"key": "slow"}, jobs.echo, 1) == 1
+        with pytest.raises(TimeoutError, match="did not begin"):
+            await runner.run(walks.with_options, {"key": "slow", "queue_timeout": 0.05}, jobs.echo, 1)
+        assert await runner.run(walks.with_options, {"key": "fast", "queue_timeout": 20}, jobs.echo, 2) == 2
+        check_empty(runner)
+
+
+@pytest.mark.parametrize("source", ["sync", "async"])
+async def test_a_map_ends_with_its_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, source: str) -> None:
+    """Its calls are cancelled, and its inputs closed, whether the call has left it, or was cancelled."""
+    async with make(2) as runner:
+        future: asyncio.Future[Any] = runner.submit(walks.amap_of_waiting, log.path, gate.path, source)
+        assert await log.take(2) == ["begun", "begun"]
+        future.cancel()
+        assert sorted(await log.take(3)) == ["cancelled", "cancelled", "input closed"]
+        future = runner.submit(walks.leave_map, log.path, gate.path, other_gate.path, source)
+        assert await log.take(2) == ["begun", "begun"]
+        other_gate.open()
+        assert await future == "left"
+        assert sorted(await log.take(3)) == ["cancelled", "cancelled", "input closed"]
+        await until(lambda: not any(member.calls for member in members_of(runner)))
+        check_empty(runner)
+
+
+async def test_an_item_that_dies_with_its_worker(make_real: MakeRunner, tmp_path: Path) -> None:
+    async with make_real(3) as runner:
+        places = {key: await runner.options(key=key).run(walks.index) for key in ("item 2", *map(str, range(50)))}
+        caller = runner.options(key=next(key for key, place in places.items() if place != places["item 2"]))
+        results = await caller.run(walks.map_with_death, str(tmp_path / "one"))
+        assert [result if isinstance(result, str) else result[0] for result in results] == ["1", "WorkerDied", "3"]
+        assert await caller.run(walks.map_with_retries, str(tmp_path / "two")) == [
+            "1",
+            "alive",
+            "3",
+        ]
+        check_empty(runner)
+
+
 async def test_options_that_do_not_apply_are_refused(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for options, verb, text in (
@@ -288,6 +329,11 @@ async def test_options_that_do_not_apply_are_refused(make: MakeRunner, subtests:
             ({"retries": -1}, "run", "retries must be"),
             ({"prefetch": 0}, "stream", "prefetch must be"),
             ({"hard_timeout": "1"}, "run", "hard_timeout must be"),
+            (
+                {"rate": 1},
+                "run",
+                "CurrentRunner.options() got an unexpected keyword argument 'rate': a key gets its rate in the program",
+            ),
         ):
             with subtests.test(options=options), pytest.raises((TypeError, ValueError), match=re.escape(text)):
                 await runner.run(walks.refused, options, verb)

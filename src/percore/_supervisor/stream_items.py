@@ -73,6 +73,6 @@ def _stream_of(member: PoolWorker, call_id: int) -> StreamCall | NestedStream:
         KeyError, BrokenFrame: the worker has no such stream.
     """
     call = member.calls[call_id]
-    if not isinstance(call, StreamCall | NestedStream):
+    if type(call) is not StreamCall and type(call) is not NestedStream:
         raise BrokenFrame(f"items of call {call_id}, which is no stream")
     return call

@@ -29,6 +29,12 @@ In: TypeAlias = Iterable[A] | AsyncIterable[A]
 AnyItems: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 
 _LONGEST_NAME: Final = 256
+_ADVICE: Final = {
+    "rate": "a key gets its rate in the program, as in runner.set_rate(key, rate), and these calls count, too",
+    "window": "it is an argument of map, as in percore.current_runner().map(fn, items, window=10)",
+}
+"""Advice for keyword arguments of `Runner.options` and of maps."""
+
 _INHERIT: Final[Any] = object()
 """No key was given: the call belongs to the key of its caller."""
 
@@ -290,7 +296,7 @@ class CurrentRunner:
 
         return NestedStream(StreamSource(self._family, span, prefetch, request))
 
-    @advising("CurrentRunner.options", {})
+    @advising("CurrentRunner.options", _ADVICE)
     def options(  # noqa: PLR0913  # each is a documented option
         self,
         *,
