@@ -16,8 +16,9 @@ On systems without /proc, processes keep their command lines.
 import contextlib
 import os
 import sys
+from functools import cache
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 _LEAST: Final = len("percore: worker 1023") + 2
 """Bytes of arguments below which a title would not fit. A fork of a program that was started as `python x.py` has so few."""
@@ -40,10 +41,21 @@ def program_name() -> str:
 def set_title(what: str, program: str, short: str) -> None:
     """Show this process as `percore: <what> of <program>`, or by its short name if there is no room. Never raises."""
     text = f"percore: {what}" + f" of {program}" * bool(program)
-    try:
-        import_module("setproctitle").setproctitle(text)
-    except Exception:  # not installed, or unusable here
+    library = _library()
+    if library is None:
         _set_own(os.fsencode(text), short)
+    else:
+        with contextlib.suppress(Exception):  # as it does itself where it cannot set titles
+            library.setproctitle(text)
+
+
+@cache
+def _library() -> Any:
+    """Return setproctitle, or None. The fork server looks for it once for all its workers, which would search the path again."""
+    try:
+        return import_module("setproctitle")
+    except Exception:  # not installed, or unusable here
+        return None
 
 
 def _set_own(title: bytes, short: str) -> None:
