@@ -39,7 +39,6 @@ class Policy:
         hard_timeout: how many seconds one attempt may run, whatever it does. None: no limit.
         is_limited: whether the supervisor keeps a clock for the call.
         needs_plan: whether the policy has retries, a time limit or a rate.
-        has_limits: whether it has a time limit for which the supervisor keeps a clock, or a rate.
         lacks_key: whether it has a rate and no key.
     """
 
@@ -56,13 +55,11 @@ class Policy:
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
     is_limited: bool = field(init=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
-    has_limits: bool = field(init=False, repr=False, compare=False)
     lacks_key: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.is_limited = self.queue_timeout is not None or self.hard_timeout is not None
         self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited or self.rate is not None
-        self.has_limits = self.is_limited or self.rate is not None
         self.lacks_key = self.rate is not None and self.key is None
         if self.queue_left is None:
             self.queue_left = self.queue_timeout

@@ -226,15 +226,19 @@ class PoolWorker:
         unlimited = self.send
 
         def send(call: PendingCall) -> None:
-            begin_by = call.begin_by
-            if begin_by is not None and type(call.body) is int:
-                call.retry_plan().set_begin_by(begin_by)  # type: ignore[union-attr]  # a limited call has a policy
-            elif begin_by != self._begin_by:
-                self.tell(BEGIN_BY, 0, begin_by)
-                self._begin_by = begin_by
+            if call.begin_by != self._begin_by or type(call.body) is int:
+                self._tell_begin_by(call)
             unlimited(call)
 
         self.send = send  # type: ignore[method-assign]
+
+    def _tell_begin_by(self, call: PendingCall) -> None:
+        begin_by = call.begin_by
+        if begin_by is not None and type(call.body) is int:
+            call.retry_plan().set_begin_by(begin_by)  # type: ignore[union-attr]  # a limited call has a policy
+        elif begin_by != self._begin_by:
+            self.tell(BEGIN_BY, 0, begin_by)
+            self._begin_by = begin_by
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask the worker to hand back up to `wanted` plain calls that have not begun.

@@ -34,7 +34,7 @@ class Submission:
 
     def __init__(self, calls: "CallRegistry", functions: "Functions", contexts: "Contexts | None") -> None:
         self._calls = calls
-        self._limits = calls.limits
+        self._limit = calls.limits.limit
         self._loop: asyncio.AbstractEventLoop = calls.loop
         self._dispatch = calls.dispatch
         self._phase = calls.phase
@@ -133,8 +133,10 @@ class Submission:
             call.key = policy.key
             call.plan = None if policy.timeout is None else CallPlan(policy)
             call.begin_by = call.hard_by = None
-            if policy.has_limits:
+            if policy.is_limited:
                 self._limit(call, policy)
+            if policy.rate is not None:
+                self._calls.rates.limit(call, policy)
         call.future = Future(loop=self._loop)
         call.function = function
         call.kind = function.kind
@@ -226,8 +228,10 @@ class Submission:
             return False
         if context is not None or member is not None or (policy is not None and policy.needs_plan):
             call.plan = CallPlan(policy or DEFAULT, context, is_broadcast=member is not None)
-            if policy is not None and policy.has_limits:
+            if policy is not None and policy.is_limited:
                 self._limit(call, policy)
+            if policy is not None and policy.rate is not None:
+                self._calls.rates.limit(call, policy)
         # Pickling has run user code, which may have closed the runner or ended the worker that the call is for.
         if not self._phase.accepts:
             self._calls.refuse(call)
@@ -240,13 +244,6 @@ class Submission:
     def _refusal(self, policy: Policy | None) -> BaseException:
         """Return the error of a call that cannot be accepted: the runner is broken, or the options have a rate and no key."""
         return self._phase.refusal() if self._phase.broken is not None or policy is None else policy.no_key()
-
-    def _limit(self, call: SubmittedCall | Planned, policy: Policy) -> None:
-        """Start the clocks of a call, and let its key have its rate."""
-        if policy.rate is not None:
-            self._calls.rates.limit(call, policy)
-        if policy.is_limited:
-            self._limits.limit(call, policy)
 
     @staticmethod
     def _unpicklable(call: P, function: Function, error: BaseException) -> P:

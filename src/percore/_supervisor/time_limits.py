@@ -60,7 +60,7 @@ class TimeLimits:
         self.hard: HardLimits
         """The supervisor sets it."""
         self._timer: asyncio.TimerHandle | None = None
-        self._seconds = self._begin_by = self._due = 0.0
+        self._seconds = self._begin_by = self._open_until = self._due = 0.0
         self._looked = -inf
         """The latest deadline at the last look. Earlier ones need no further look."""
         self.is_in_use = False
@@ -73,19 +73,18 @@ class TimeLimits:
         seconds = policy.queue_left
         if seconds is None:
             return
-        when = monotonic() + seconds
         # Most calls share the deadline of the call before: then this is all that they cost.
-        if seconds != self._seconds or when >= self._begin_by:
-            self._open(seconds, rounded_up(when, grain(seconds)))
+        if seconds != self._seconds or monotonic() >= self._open_until:
+            self._open(seconds, rounded_up(monotonic() + seconds, grain(seconds)))
         call.begin_by = self._begin_by
 
     def _open(self, seconds: float, begin_by: float) -> None:
-        """Let the next calls have this deadline."""
+        """Let the calls of the next moments have this deadline."""
         if not self.is_in_use:
             self.is_in_use = True
             for member in self.members:
                 member.limit()
-        self._seconds, self._begin_by = seconds, begin_by
+        self._seconds, self._begin_by, self._open_until = seconds, begin_by, begin_by - seconds
         self._set_timer(begin_by + SETTLED)
 
     def _set_timer(self, when: float) -> None:
@@ -97,7 +96,7 @@ class TimeLimits:
 
     def _look(self) -> None:
         self._timer = None
-        self._begin_by = 0.0  # the next call opens a deadline, and so sets the timer
+        self._open_until = 0.0  # the next call opens a deadline, and so sets the timer
         began, earliest, due = monotonic(), inf, []
         before, self._looked = self._looked, began - SETTLED
         for call in self._calls.pending():
