@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 import time
 import weakref
 from collections import deque
@@ -136,7 +137,8 @@ class LoopPoolExecutor(Executor):
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
         self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
-        self._collected = weakref.ref(self, lambda _: portal.release())
+        # Bound here: when an interpreter ends that uWSGI embeds, executors outlive the globals of percore's modules.
+        self._collected = weakref.ref(self, lambda _, is_ending=sys.is_finalizing: None if is_ending() else portal.release())
 
     @property
     def _processes(self) -> "dict[int, WorkerProcess]":
