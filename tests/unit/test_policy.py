@@ -153,7 +153,7 @@ def test_a_rate_is_what_it_says(subtests: pytest.Subtests) -> None:
 def test_a_rate_needs_a_key_and_is_no_part_of_a_broadcast() -> None:
     rate = Rate(10, per=1)
     limited = policy(key="host", rate=rate)
-    assert (limited.rate, limited.lacks_key, limited.has_limits, limited.needs_plan) == (rate, False, True, True)
+    assert (limited.rate, limited.lacks_key, limited.is_limited, limited.needs_plan) == (rate, False, False, True)
     assert limited.for_stream().rate is rate
     without = policy(rate=rate)
     assert without.lacks_key
@@ -163,7 +163,7 @@ def test_a_rate_needs_a_key_and_is_no_part_of_a_broadcast() -> None:
         without.for_broadcast()
     with pytest.raises(TypeError, match=r"rate must be a percore\.Rate, .* not 10"):
         policy(key="host", rate=10)
-    assert not policy(key="host").has_limits
+    assert not policy(key="host").needs_plan
 
 
 def test_a_plan_announces_its_start_if_it_is_asked_to() -> None:
