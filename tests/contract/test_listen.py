@@ -189,7 +189,7 @@ async def test_a_worker_that_has_served_is_replaced_at_once_however_often_it_die
 
 async def _ask_dying(address: str) -> str:
     """The answer of a worker that may die before it has one; then it is empty."""
-    with suppress(ConnectionResetError):
+    with suppress(BrokenPipeError, ConnectionResetError):
         return await _ask(address)
     return ""
 

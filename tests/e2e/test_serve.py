@@ -45,7 +45,7 @@ class Server:
         try:
             writer.write(b"GET /page HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
             answer = await reader.read()
-        except ConnectionResetError:
+        except (BrokenPipeError, ConnectionResetError):
             answer = b""
         finally:
             writer.close()
