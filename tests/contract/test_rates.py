@@ -91,12 +91,20 @@ async def test_waiting_calls_hold_no_place_and_nobody_up(make: MakeRunner, log: 
         await waiting(runner, 0)
 
 
+@pytest.mark.parametrize("is_set", [False, True], ids=["options", "set_rate"])
 @KINDS
-async def test_the_time_counts_from_the_start_and_not_from_the_end(make: MakeRunner, log: Log, gate: Gate, hold: Hold) -> None:
+async def test_the_time_counts_from_the_start_and_not_from_the_end(
+    make: MakeRunner, log: Log, gate: Gate, hold: Hold, *, is_set: bool
+) -> None:
+    rate = percore.Rate(1, per=0.02)
     async with make() as runner:
-        view = runner.options(key="k", rate=percore.Rate(1, per=0.02))
-        calls = [view.submit(hold, log.path, gate.path, n) for n in range(4)]
-        assert await log.take(4) == ["0", "1", "2", "3"], "all run at once"
+        view = runner.options(key="k", rate=rate)
+        if is_set:
+            runner.set_rate("k", rate)
+            view = runner.options(key="k")
+        calls = [view.submit(hold, log.path, gate.path, n) for n in range(2)]
+        calls += [asyncio.ensure_future(view.run(hold, log.path, gate.path, n)) for n in (2, 3)]
+        assert sorted(await log.take(4)) == ["0", "1", "2", "3"], "all run at once"
         gate.open()
         starts = await asyncio.gather(*calls)
         assert most_within(starts, 0.02) == 1

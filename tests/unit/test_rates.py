@@ -121,7 +121,7 @@ class Shell:
 
     def submit(self, key: str, rate: Rate | None = SECOND) -> Call:
         policy = Policy(key=key, rate=rate)
-        call = Call(self.dispatch.names.of(key), plan=CallPlan(policy))
+        call = Call(self.dispatch.names.of(key), plan=None if rate is None else CallPlan(policy))
         if rate is not None:
             self.rates.limit(call, policy)  # type: ignore[arg-type]
         member = self.dispatch.submitted(call)
@@ -234,8 +234,7 @@ def test_a_call_that_was_not_sent_is_not_counted(shell: Shell) -> None:
 def test_a_call_without_a_mark_counts_from_what_its_worker_announces(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(monkeypatch, sees_starts=False)
     first, second, third = (shell.submit("k") for _ in range(3))
-    assert first.plan is not None
-    assert first.plan.announces
+    assert [call.plan is not None and call.plan.announces for call in (first, second)] == [True, False], "when it is sent"
     shell.clock.advance(0.5)
     shell.rates.began(first)  # type: ignore[arg-type]
     shell.clock.advance(0.5)
@@ -314,3 +313,14 @@ def test_options_of_a_later_call_let_the_calls_before_it_go(shell: Shell) -> Non
     calls.append(shell.submit("k", Rate(100, per=1, burst=100)))
     shell.clock.advance(0.0)
     assert sorted(map(calls.index, shell.sent)) == [0, 1, 2, 3]
+
+
+def test_calls_without_a_rate_of_their_own_announce_their_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell(monkeypatch, sees_starts=False)
+    shell.rates.set(shell.dispatch.names.of("k"), SECOND, 0.0)
+    first, second = shell.submit("k", None), shell.submit("k", None)
+    assert first.plan is not None
+    assert first.plan.announces
+    shell.rates.began(first)  # type: ignore[arg-type]
+    shell.clock.advance(1.0)
+    assert shell.sent == [first, second]

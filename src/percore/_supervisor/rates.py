@@ -18,6 +18,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from percore._calls.policy import DEFAULT, CallPlan
 from percore._common.log import Faults
 from percore._scheduler.buckets import Bucket
 from percore._scheduler.deadlines import Deadlines
@@ -81,6 +82,8 @@ class Gate:
         if not self.passes and not self._rates.may_pass(self):
             return False
         self.passes -= 1
+        if self._rates.announces:
+            _announce(call)
         self.held[call] = member
         return True
 
@@ -149,7 +152,8 @@ class Rates:
         self._loop = loop
         self._dispatch = dispatch
         self._progress = progress
-        self._announces = not sees_starts
+        self.announces = not sees_starts
+        """Whether workers have to announce the starts of calls."""
         self._gates: dict[Name, Gate] = {}
         self._enough = _FEW
         self._wakes: Deadlines[Gate] = Deadlines()
@@ -166,10 +170,6 @@ class Rates:
         name = call.key
         if name is None:
             return
-        if self._announces:
-            plan = call.retry_plan()
-            assert plan is not None
-            plan.announce()
         gate = self._gates.get(name)
         if gate is None or gate.asked is not policy.rate:
             self._ask(gate or self._add(name), policy.rate)
@@ -286,6 +286,14 @@ class Rates:
         if is_idle and gate.own is None and gate.bucket.is_full(now):
             self._dispatch.guard(gate.name, None)
             del self._gates[gate.name]
+
+
+def _announce(call: PendingCall) -> None:
+    """Let the worker announce the start of a call that is about to be sent, whether its own options have a rate or not."""
+    plan = call.retry_plan()
+    if plan is None:
+        plan = call.plan = CallPlan(DEFAULT)  # type: ignore[misc]  # a call with a key is no batch: its plan can be set
+    plan.announce()
 
 
 def _began(call: PendingCall, member: PoolWorker) -> float | None:
