@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import percore
 from percore._common.callables import qualified_name
@@ -54,16 +55,21 @@ class _Tracing:
 
     def __init__(self, *, spans: bool, tracer_provider: TracerProvider | None = None) -> None:
         self._spans = spans
-        self._tracer = trace.get_tracer(
-            "percore", vars(percore)["__version__"], tracer_provider
-        )  # one that finds a global provider set later
+        self._last: tuple[Callable[[], object], Carrier] = _nothing, {}
+        """The context of the last carrier, if it still exists, and this carrier."""
+        # Without a provider this one finds a global provider that is set later.
+        self._tracer = trace.get_tracer("percore", vars(percore)["__version__"], tracer_provider)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _in_worker, (self._spans,)
 
     def carrier(self) -> Carrier:
-        carrier: Carrier = {}
-        propagate.inject(carrier)
+        current = context.get_current()
+        last, carrier = self._last
+        if last() is not current:  # many calls are made in one context, and writing its headers costs more than a call
+            carrier = {}
+            propagate.inject(carrier)
+            self._last = ref(current), carrier
         return carrier
 
     def begin(self, fn: Callable[..., Any], key: object = None) -> "_Span":
@@ -105,6 +111,10 @@ class _Tracing:
             except BaseException as error:
                 _failed(span, error)
                 raise
+
+
+def _nothing() -> None:
+    return
 
 
 def _ignore(_error: BaseException) -> None:
