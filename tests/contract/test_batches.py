@@ -17,6 +17,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used, supervisor_of
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's", on="fake"),
@@ -51,8 +52,7 @@ async def _all_waiting(runner: percore.Runner, threads: int = 1) -> AsyncIterato
     dispatch = supervisor_of(runner).dispatch
     seats, dispatch.seats = dispatch.seats, []
     yield
-    while dispatch.waiting() < COUNT:  # noqa: ASYNC110  # there is no event for it
-        await asyncio.sleep(0)
+    await until(lambda: dispatch.waiting() >= COUNT)
     dispatch.seats = seats
     supervisor_of(runner).advance()
 
@@ -211,8 +211,7 @@ async def test_an_error_cancels_what_is_behind_it_while_a_stream_gives_what_is_b
         stream = aiter(_map(runner, "bare", jobs.fail_and_wait, (log.path, gate.path, 20)))
         async with _all_waiting(runner):
             first = asyncio.ensure_future(anext(stream))
-        while runner.statistics().failed == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().failed)
         await runner.run(jobs.aecho)
         gate.open()
         await runner.run(jobs.echo)
@@ -266,8 +265,7 @@ async def test_closing_cuts_a_batch_off(make: MakeRunner, sixteen: None, log: Lo
     with pytest.raises(percore.RunnerClosed):
         await task
     channel = worker_of(runner).channel
-    while not channel.has_read():  # noqa: ASYNC110  # the worker has read that it is to begin nothing more
-        await asyncio.sleep(0)
+    await until(lambda: channel.has_read())  # the worker has read that it is to begin nothing more
     gate.open()
     await closing
     assert log.rest() == []
@@ -374,8 +372,7 @@ async def test_a_death_cancels_what_is_behind_it(make_real: MakeRunner, sixteen:
         stream = aiter(runner.map(partial(jobs.die_at, log.path, 20), range(COUNT)))
         async with _all_waiting(runner):
             first = asyncio.ensure_future(anext(stream))
-        while runner.statistics().failed == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().failed)
         assert await runner.run(jobs.echo, 1) == 1
         assert max(map(int, log.rest())) == 20
         assert await first == 0

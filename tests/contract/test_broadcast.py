@@ -16,6 +16,7 @@ from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 from tests.internals import members_of, slots_used, supervisor_of
+from tests.waiting import until
 
 WHERE = pytest.mark.parametrize("fn", [jobs.where, jobs.awhere])
 HELD = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
@@ -115,8 +116,7 @@ async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner
             _go_on(worker)
             assert await task == [7, 7]
             assert await runner.broadcast(jobs.aecho, 1) == [1, 1]
-            while runner.statistics().running:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: not runner.statistics().running)
             assert runner.statistics().restarts == 0
         elif end == "is killed":
             worker.kill()
@@ -209,8 +209,7 @@ async def test_a_worker_dies_during_it(make: MakeRunner, log: Log, gate: Gate, f
                 """The other one is cancelled."""
         gate.open()
         await threads_ended(worker)
-        while runner.statistics().workers[1].state != "ready":  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().workers[1].state == "ready")
         assert [worker.generation for worker in await runner.broadcast(jobs.awhere)] == [1, 2]
 
 

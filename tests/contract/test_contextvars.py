@@ -13,6 +13,7 @@ from tests import jobs, variables
 from tests.contract.conftest import MakeRunner, kill_arrived, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import slots_used
+from tests.waiting import until
 
 VARIABLES = (variables.name, variables.level)
 READS = pytest.mark.parametrize("fn", [variables.read, variables.aread, variables.read_later])
@@ -103,8 +104,7 @@ async def test_in_every_worker_also_after_a_respawn(make: MakeRunner, fn: Any) -
         variables.name.set("everywhere")
         assert await runner.broadcast(fn) == [("everywhere", 0)] * 2
         worker_of(runner, 1).kill()
-        while runner.statistics().workers[1].generation == 1 or runner.statistics().workers[1].state != "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: (second := runner.statistics().workers[1]).generation > 1 and second.state == "ready")
         assert await runner.broadcast(fn) == [("everywhere", 0)] * 2
 
 

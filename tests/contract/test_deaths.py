@@ -20,6 +20,7 @@ from tests.contract.conftest import MakeRunner, kill_arrived
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
 from tests.internals import current_member, supervisor_of
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.differs(
@@ -231,13 +232,11 @@ async def test_k9_a_drained_worker_leaves_when_its_results_are_published(log: Lo
         futures = [runner.submit(jobs.await_pattern, log.path, gate.path, 50_000) for _ in range(20)]  # more than a ring holds
         await log.take(20)
         worker.kill(signal.SIGTERM)
-        while _worker(runner) is worker:  # noqa: ASYNC110  # the replacement is there: it has been heard that this one drains
-            await asyncio.sleep(0)
+        await until(lambda: _worker(runner) is not worker)  # the replacement is there: it has been heard that this one drains
         bell = worker.channel._bell.fileno()
         loop.remove_reader(bell)  # the supervisor's loop is busy with something else
         gate.open()
-        while worker.core.server.own_tasks():  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: not worker.core.server.own_tasks())
         for _ in range(20):
             await asyncio.sleep(0)
         assert worker.exitcode is None
@@ -399,6 +398,6 @@ async def test_a_lost_place_is_no_failed_start() -> None:
     async with FakeRunner(1) as runner, asyncio.timeout(20):
         for generation in range(2, 14):  # after ten failed starts in a row the runner would be broken
             _lose_place(_worker(runner))
-            while (now := runner.statistics().workers[0]).generation != generation or now.state != "ready":  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            await until(lambda wanted: runner.statistics().workers[0].generation == wanted, generation)
+            await until(lambda: runner.statistics().workers[0].state == "ready")
         assert await runner.run(jobs.aecho, 1) == 1

@@ -15,6 +15,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import supervisor_of
+from tests.waiting import until
 
 
 class Story:
@@ -243,8 +244,7 @@ async def test_keys_over_deaths_at_any_time(make: MakeRunner, log: Log, gate: Ga
             for _ in range(10):
                 story.hear(await log.next())
                 said += 1
-            while runner.statistics().workers[index].state != "ready":  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda place: runner.statistics().workers[place].state == "ready", index)
             worker = worker_of(runner, index)
             story.dead.add(worker.pid)
             worker.kill()

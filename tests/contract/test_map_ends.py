@@ -17,6 +17,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.internals import arena_of, supervisor_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("uvloop", because="the loop finalises async generators, and orders the callbacks of an end")
 
@@ -521,8 +522,7 @@ async def test_nothing_that_was_pulled_after_an_error_runs(make: MakeRunner, log
         first = asyncio.ensure_future(anext(iterator))
         await pulls.wait()
         assert await log.next() == "0"
-        while runner.statistics().failed == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().failed)
         goes_on.set()
         await asyncio.sleep(0)
         gate.open()
@@ -617,8 +617,7 @@ async def test_nobody_goes_through_all_calls_while_a_cancelled_one_runs_on(
         assert scanned.scans == 0
         assert len(supervisor.functions.retired) == 1
         gate.open()
-        while supervisor.functions.retired:  # noqa: ASYNC110  # a cancelled call ends without a word
-            await asyncio.sleep(0)
+        await until(lambda: not supervisor.functions.retired)  # a cancelled call ends without a word
         other_gate.open()
         await asyncio.gather(*others)
 
@@ -640,8 +639,7 @@ async def test_a_function_is_forgotten_when_the_last_of_its_calls_has_ended_in_a
         while len(supervisor.functions.retired) > 10:
             await runner.run(jobs.aecho)
         gate.open()
-        while supervisor.closing.unfinished():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: not supervisor.closing.unfinished())
         assert not supervisor.functions.retired
         kept = {supervisor.known[id(jobs.aecho)].number}
         assert all(member.defined <= kept for member in supervisor.members)

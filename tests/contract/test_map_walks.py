@@ -13,6 +13,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.counts import times
 from tests.internals import current_member, held_by, pulls, slots_used, supervisor_of
+from tests.waiting import until
 
 
 def refuse_some(number: int) -> int:
@@ -125,7 +126,6 @@ async def test_a_map_that_is_over_holds_nothing(make: MakeRunner, max_pending: i
                 walk = Walk(runner, random.Random(f"{seed} {part}"))
                 await walk.run()
                 walk.is_over()
-            while supervisor_of(runner).closing.unfinished():  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: not supervisor_of(runner).closing.unfinished())
             assert await runner.map(jobs.aecho, range(9)) == list(range(9))
             assert slots_used(runner) == 0

@@ -16,13 +16,9 @@ from tests import nested_jobs as jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, slots_used, supervisor_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110  # a state of the supervisor, which has no event
-        await asyncio.sleep(0)
 
 
 async def drain(runner: percore.Runner) -> None:

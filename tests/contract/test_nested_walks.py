@@ -13,8 +13,9 @@ from tests import nested_walks as walks
 from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
-from tests.contract.test_nested_ends import check_empty, until
+from tests.contract.test_nested_ends import check_empty
 from tests.internals import members_of, supervisor_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
 

@@ -12,6 +12,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import supervisor_of
+from tests.waiting import until
 
 
 async def _settle() -> None:
@@ -163,8 +164,7 @@ async def test_a_call_between_two_attempts_counts(make: MakeRunner) -> None:
     async with make(max_pending=1) as runner:
         view = runner.options(retries=1, retry_on=ValueError, backoff=1e6)
         call = view.submit(jobs.afail, ValueError("x"))
-        while runner.statistics().retried == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().retried)
         with pytest.raises(percore.RunnerFull):
             await runner.submit(jobs.aecho)
         call.cancel()

@@ -22,6 +22,7 @@ from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
 from tests.rows import repeats
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.differs("spawn", because="a successor is launched, and a worker's exit seen, in another way"),
@@ -64,8 +65,7 @@ async def test_t3_deaths_in_between(make: MakeRunner, limit: int, starts: Starts
         task = asyncio.create_task(runner.map(jobs.aecho, range(count), window=8).collect())
         threads = asyncio.create_task(runner.map(jobs.echo, range(count), window=8).collect())
         for i in range(starts(6)):
-            while runner.statistics().workers[i % 2].state != "ready":  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda place: runner.statistics().workers[place].state == "ready", i % 2)
             await runner.run(jobs.aecho)
             for member in members_of(runner)[: 1 + i % 2]:
                 member.worker.kill(signal.SIGKILL if i % 3 else signal.SIGTERM)

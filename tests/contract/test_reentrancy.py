@@ -23,6 +23,7 @@ from tests.contract.conftest import MakeRunner
 from tests.counts import times
 from tests.fakes import FakeRunner
 from tests.internals import supervisor_of
+from tests.waiting import until
 
 variable: ContextVar[Any] = ContextVar("variable")
 
@@ -244,8 +245,7 @@ class Acts:
 async def _nothing_is_left(runner: Runner) -> None:
     await runner.broadcast(jobs.aecho)
     supervisor = supervisor_of(runner)
-    while supervisor.closing.unfinished() or supervisor.functions.retired:  # noqa: ASYNC110  # cancelled calls end without a word
-        await asyncio.sleep(0)
+    await until(lambda: not (supervisor.closing.unfinished() or supervisor.functions.retired))  # cancelled calls end without a word
     assert (supervisor.store.in_use, supervisor.dispatch.waiting(), len(supervisor.closing.enders)) == (0, 0, 0)
     for member in supervisor.members:
         assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.places)

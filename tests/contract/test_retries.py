@@ -18,6 +18,7 @@ from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, wor
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
 from tests.internals import slots_used, supervisor_of
+from tests.waiting import until
 
 BOTH = pytest.mark.parametrize("fn", [jobs.fail_first, jobs.afail_first])
 FOR_EVER = 1e6
@@ -26,8 +27,7 @@ FOR_EVER = 1e6
 
 async def _delayed(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their next attempt."""
-    while len(supervisor_of(runner).calls.retries.delayed) < count:  # noqa: ASYNC110  # there is no event for it
-        await asyncio.sleep(0)
+    await until(lambda: len(supervisor_of(runner).calls.retries.delayed) >= count)
 
 
 def _is_worth_it(error: BaseException) -> bool:

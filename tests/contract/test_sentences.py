@@ -41,6 +41,7 @@ from tests import jobs, nested_jobs, nested_walks, variables
 from tests.contract import share_jobs
 from tests.contract.conftest import worker_of
 from tests.fakes import FakeRunner
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -244,8 +245,7 @@ async def never_streamed(runner: Runner) -> None:
 
 async def dies(runner: Runner) -> None:
     call = runner.submit(asyncio.sleep, 3600)
-    while not runner.statistics().running:  # noqa: ASYNC110  # there is no event for it
-        await asyncio.sleep(0)
+    await until(lambda: runner.statistics().running)
     worker_of(runner).kill()
     await call
 
@@ -370,8 +370,7 @@ async def launched_in_vain(_: Runner) -> None:
         room = [fd for fd in range(len(used) + 2) if fd not in used][1]  # for the one descriptor that takes the answer
         resource.prlimit(server, resource.RLIMIT_NOFILE, (room, limits[1]))
         os.kill(pid, signal.SIGKILL)
-        while runner.statistics().restarts < 2:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().restarts >= 2)
         resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
         await runner.run(jobs.where)
 

@@ -23,6 +23,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.counts import times
 from tests.internals import slots_used, supervisor_of
+from tests.waiting import until
 
 COUNT = times(100, 10_000)
 """Of each row, single calls and items each; its cases share it."""
@@ -220,8 +221,7 @@ async def test_s1_a_row_that_does_not_pickle_ends_a_map_and_what_is_behind_it_do
             # Nobody reads the stream, so nothing else ends what is behind the failure.
             await runner.run(jobs.echo)
             await runner.run(jobs.aecho)
-            while (statistics := runner.statistics()).running or statistics.queued:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: not ((statistics := runner.statistics()).running or statistics.queued))
             assert (said, log.rest()) == ([*range(150)], [])
             assert [await anext(stream) for _ in range(149)] == [*range(1, 150)]
             with pytest.raises(ValueError, match="not to be pickled"):

@@ -17,6 +17,7 @@ from tests.contract import share_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import arena_of, slots_at_all, supervisor_of
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.warm_fork_server(imports="numpy"),
@@ -120,8 +121,7 @@ async def test_a_replaced_worker_sees_it(make: MakeRunner) -> None:
         shared = await runner.share(np.arange(SIZE))
         assert (await runner.run(share_jobs.avalue_of, shared)).sum() == shared.value.sum()
         worker_of(runner).kill(signal.SIGKILL)
-        while runner.statistics().restarts == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().restarts)
         assert (await runner.run(share_jobs.avalue_of, shared)).sum() == shared.value.sum()
         shared.close()
         await until_free(runner)
@@ -330,8 +330,7 @@ async def test_it_waits_for_a_slot(make: MakeRunner, log: Log, gate: Gate) -> No
         slots = [arena(runner).take() for _ in range(16)]
         sharing = asyncio.create_task(runner.share(data))
         withdrawn = asyncio.create_task(runner.share(data))
-        while len(arena(runner)._waiters) != 2:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: len(arena(runner)._waiters) == 2)
         withdrawn.cancel()
         for slot in slots:
             assert slot is not None
@@ -352,8 +351,7 @@ async def test_cancelled_it_keeps_nothing(make: MakeRunner) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         async with asyncio.timeout(20):
-            while arena(runner).in_use:  # noqa: ASYNC110  # a thread gives it back
-                await asyncio.sleep(0)
+            await until(lambda: not arena(runner).in_use)  # a thread gives it back
 
 
 async def test_cancelled_when_it_has_just_been_stored_it_keeps_nothing(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:

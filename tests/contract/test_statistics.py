@@ -16,6 +16,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 from tests.internals import current_member, members_of, replace_members
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("relay", because="a message tells when a worker has read on, and nothing tells how far a call is")
 
@@ -198,8 +199,7 @@ async def _block(runner: percore.Runner, log: Log, gate: Gate) -> int:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     silent = current_member(runner, blocked)
     assert silent is not None
-    while silent.silence() < BLOCKED:  # noqa: ASYNC110  # only the clock changes it
-        await asyncio.sleep(0)
+    await until(lambda: silent.silence() >= BLOCKED)  # only the clock changes it
     return blocked
 
 
@@ -265,8 +265,8 @@ async def test_a_worker_that_drains_still_counts(make: MakeRunner, log: Log, gat
         await log.next()
         (member,) = members_of(runner)
         member.worker.kill(signal.SIGTERM)
-        while (snapshot := runner.statistics()).restarts == 0:  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: runner.statistics().restarts)
+        snapshot = runner.statistics()
         assert (snapshot.done, snapshot.running) == (1, 1)
         gate.open()
         await future

@@ -25,6 +25,7 @@ from tests.counts import times
 from tests.fakes import FakeRunner
 from tests.internals import members_of, supervisor_of
 from tests.sweep import places
+from tests.waiting import until
 
 LARGE = 150_000
 """Bytes that travel in a slot."""
@@ -72,8 +73,7 @@ async def nothing_is_held(runner: percore.Runner) -> None:
     """No call, place or slot is taken; the runner works."""
     supervisor = supervisor_of(runner)
     async with asyncio.timeout(30):
-        while supervisor.closing.unfinished():  # noqa: ASYNC110  # there is no event for it
-            await asyncio.sleep(0)
+        await until(lambda: not supervisor.closing.unfinished())
         assert await runner.map(jobs.aecho, range(100)) == list(range(100))
         assert await runner.map(jobs.echo, [[i] for i in range(100)]) == [[i] for i in range(100)]
     assert supervisor.store.in_use == 0
@@ -215,8 +215,7 @@ async def test_c6_cancelled_at_every_step_of_a_death(place: str, strike: Strike)
             assert outcomes.keys() <= {"cancelled", "value", "WorkerDied"}
             await nothing_is_held(runner)
             async with asyncio.timeout(30):
-                while not all(slot.current and slot.current.is_ready for slot in supervisor_of(runner).slots):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                await until(lambda: all(slot.current and slot.current.is_ready for slot in supervisor_of(runner).slots))
     assert hits
 
 

@@ -11,6 +11,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")
 
@@ -25,8 +26,9 @@ BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, jobs.later_wait_fo
 async def _late(runner: percore.Runner, count: int = 1) -> None:
     """Wait until so many calls wait for their threads, to be attempted once more."""
     members = members_of(runner)
-    while sum(call.plan is not None and call.plan.late is not None for m in members for call in m.calls.values()) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(
+        lambda: sum(call.plan is not None and call.plan.late is not None for m in members for call in m.calls.values()) >= count
+    )
 
 
 # Coroutines

@@ -21,6 +21,7 @@ import percore
 from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.fault_programs import fds, run, say
+from tests.waiting import until
 
 SERVED = 100
 
@@ -301,10 +302,8 @@ async def large_replies(kills: str) -> None:
             before, ok = runner.statistics().restarts, told["ok"]
             say("kill", [_pids(runner)[kill % 3]])
             async with asyncio.timeout(20):
-                while runner.statistics().restarts == before or told["ok"] < ok + 8:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-                while any(worker.state != "ready" for worker in runner.statistics().workers):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                await until(lambda old, most: runner.statistics().restarts > old and told["ok"] >= most, before, ok + 8)
+                await until(lambda: all(worker.state == "ready" for worker in runner.statistics().workers))
         is_over = True
         async with asyncio.timeout(20):
             await asyncio.gather(*lanes)

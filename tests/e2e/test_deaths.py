@@ -17,6 +17,7 @@ from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Program, Watch, Wire, figures
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.warm_fork_server,
@@ -202,8 +203,7 @@ async def test_k13_a_death_as_argument_or_result_goes_costs_no_result(call: Any,
         pid = pid_of(runner)
         assert await ended(runner.submit(call, size, argument)) == calls.pattern(7, size)
         async with asyncio.timeout(LIMIT):
-            while runner.statistics().restarts == 0:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: runner.statistics().restarts)
         assert runner.statistics().failed == 0
         await serves(runner)
         assert pid_of(runner) != pid

@@ -315,12 +315,13 @@ def test_p7_stopped_starved_and_interrupted_under_load(
                     program.expect("at")
                     ctrl_c()
 
-            for way, disturb in [
+            ways: list[tuple[str, Callable[[], None]]] = [
                 ("the supervisor is stopped", lambda: stopped([program.pid])),
                 ("all are stopped", lambda: stopped(pids)),
                 ("hardly any time is no reason to kill", starved),
                 ("peers 30: an interrupt drops no call", interrupted),
-            ]:
+            ]
+            for way, disturb in ways:
                 with subtests.test(way):
                     disturb()
                     program.expect("at")

@@ -29,6 +29,7 @@ from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 from tests.e2e.scripts import python
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("uvloop", because="processes are launched and awaited through the loop's descriptors and threads")
 
@@ -315,8 +316,7 @@ async def born(launcher: Launcher, end: End) -> ForkedProcess:
     process = launcher.launch(b"idle", [null], end)
     os.close(null)
     assert isinstance(process, ForkedProcess)
-    while process.pid is None:  # noqa: ASYNC110  # there is no event for it
-        await asyncio.sleep(0)
+    await until(lambda: process.pid is not None)
     return process
 
 
@@ -330,8 +330,7 @@ async def test_a_slow_fork_server_is_given_time_to_tell_a_code(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(process, "_known_code", looks.append)
         process.kill()
-        while len(looks) < 2:  # noqa: ASYNC110  # when the child is dead, and when patience is over
-            await asyncio.sleep(0)
+        await until(lambda: len(looks) >= 2)  # when the child is dead, and when patience is over
     assert not end.told()
     loop.add_reader(report.fileno(), process._on_report)
     assert await end.code() == -9

@@ -21,6 +21,7 @@ from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.e2e.scripts import python
 from tests.faults import LIMIT, Watch, Wire, count_lines, wait_stopped
 from tests.internals import current_member
+from tests.waiting import until
 
 pytestmark = pytest.mark.warm_fork_server
 
@@ -382,8 +383,7 @@ async def test_k6_a_lifespan_that_raises_in_a_replacement_is_told_and_tried_agai
         kill(pid_of(runner))
         waiting = runner.submit(calls.who)
         async with asyncio.timeout(LIMIT):
-            while "no such database today" not in caplog.text:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: "no such database today" in caplog.text)
         flag.unlink()
         index, generation, _ = await ended(waiting)
         assert (index, generation > 2) == (0, True)

@@ -12,6 +12,7 @@ from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import Watch, Wire, wait_stopped
 from tests.internals import members_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.warm_fork_server, pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")]
 
@@ -20,12 +21,10 @@ async def beside(runner: percore.Runner, pid: int, count: int) -> list[tuple[int
     """Wait until that worker, which is stopped, counts as silent: then so many calls are run by the other one."""
     (stopped,) = (member for member in members_of(runner) if member.pid == pid)
     (other,) = (member for member in members_of(runner) if member is not stopped)
-    while not stopped.silence():  # noqa: ASYNC110  # only the clock changes it
-        await asyncio.sleep(0)
+    await until(lambda: stopped.silence())  # only the clock changes it
     places = []
     for _ in range(count):
-        while not other.has_read():  # noqa: ASYNC110  # on a loaded machine it may be as silent for a moment
-            await asyncio.sleep(0)
+        await until(lambda: other.has_read())  # on a loaded machine it may be as silent for a moment
         places.append(await ended(runner.submit(calls.who)))
     return places
 
@@ -135,8 +134,7 @@ async def test_k9_a_worker_that_swallows_sigterm_goes_on_and_can_be_killed_and_c
         assert await ended(runner.submit(calls.who)) == (0, generation, pid)
         if generation == 1:
             kill(pid)
-            while runner.statistics().restarts == 0:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0)
+            await until(lambda: runner.statistics().restarts)
     with Watch([pid]) as worker:
         await asyncio.wait_for(runner.aclose(), HARD)
         assert worker.wait_gone(0) == []

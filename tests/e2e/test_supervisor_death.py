@@ -65,7 +65,8 @@ class Doomed:
         self._stderr_before = len(mother.program.stderr)
         self._folder = folder / "temporary"
         self._folder.mkdir()
-        self.pid, self._fork = 0, None
+        self.pid: int = 0
+        self._fork: int | None = None
         mother.fork(state, method, self._folder)
 
     def __enter__(self) -> Self:
