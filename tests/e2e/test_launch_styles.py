@@ -514,6 +514,14 @@ def run_notebook(cells: list[str], folder: Path) -> list[dict[str, str]]:
     return told
 
 
+BAR = """\
+import contextlib, io
+with contextlib.redirect_stderr(io.StringIO()) as bar:
+    await runner.map(scale, [1] * 50, progress=True)
+print('50/50' in bar.getvalue())
+"""
+
+
 @pytest.mark.parametrize("method", ["forkserver", *repeats("spawn")])
 def test_s8_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nbclient")
@@ -529,6 +537,8 @@ def test_s8_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "FACTOR = 5\nprint(await runner.map(scale, [1, 2]))",
             "class Point:\n    pass\nprint(type(await runner.run(Point)) is Point)",
             "try:\n    await runner.run(fail, Point())\nexcept Oops as error:\n    print(type(error.point) is Point)",
+            BAR,
+            "print('text/html' in get_ipython().display_formatter.format(runner.statistics())[0])",
             "await runner.run(print, 'from a worker')\nawait runner.aclose()",
             "left_open = await percore.Runner(1).__aenter__()\nprint(await left_open.run(name))",
         ],
@@ -544,6 +554,8 @@ def test_s8_a_notebook(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "first True\n",
         "second\n",
         "[5, 10]\n",
+        "True\n",
+        "True\n",
         "True\n",
         "True\n",
         "",

@@ -1,6 +1,7 @@
 """The command line: `percore doctor` and `percore bench`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +10,11 @@ import percore
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status. `arguments`: those of the command line; None: those of this program."""
-    sys.exit(_run(_parser().parse_args(arguments)))
+    options = _parser().parse_args(arguments)
+    try:
+        sys.exit(_run(options))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:
