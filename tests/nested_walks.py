@@ -398,6 +398,24 @@ def large(numbers: int) -> Iterator[bytes]:
         yield bytes([number % 256]) * (1_000_000 if number % 3 else 10)
 
 
+def waits_in_a_generator(log: str, gate: str) -> Iterator[int]:
+    runner = percore.current_runner()
+    try:
+        yield 1
+        runner.run_sync(until_cancelled, log, gate)
+    finally:
+        runner.run_sync(say, log, "cleaned up")
+
+
+async def awaits_in_a_generator(log: str, gate: str) -> AsyncIterator[int]:
+    runner = percore.current_runner()
+    try:
+        yield 1
+        await runner.run(until_cancelled, log, gate)
+    finally:
+        await runner.run(say, log, "cleaned up")
+
+
 # Retries
 
 

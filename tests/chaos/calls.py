@@ -237,6 +237,33 @@ def caller_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[An
     return value, outcomes
 
 
+async def caller_by_maps(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
+    """As `caller`, by maps of one item each."""
+    value = _enter_alone(uuid)
+    runner = percore.current_runner()
+    NUMBER.set(uuid + 1)
+    first = runner.map(task, [uuid + 1], [seconds], return_exceptions=True)
+    NUMBER.set(uuid + 2)
+    second = runner.starmap(thread, [(uuid + 2, size)], return_exceptions=True)
+    outcomes = await asyncio.gather(first.collect(), second.collect())
+    return value, [outcome for (outcome,) in outcomes]
+
+
+def caller_by_maps_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
+    """As `caller_by_maps`, one after the other."""
+    value = _enter_alone(uuid)
+    runner = percore.current_runner()
+    outcomes: list[Any] = []
+    nested: list[tuple[Any, float]] = [(task, seconds), (thread, size)]
+    for number, (fn, argument) in enumerate(nested, uuid + 1):
+        token = NUMBER.set(number)
+        try:
+            outcomes += list(runner.map(fn, [number], [argument], return_exceptions=True))
+        finally:
+            NUMBER.reset(token)
+    return value, outcomes
+
+
 # Calls with a key: while one of them runs no other process may have one of that key
 
 
@@ -323,6 +350,35 @@ async def parts_of_task(uuid: int, count: int, seconds: float) -> AsyncIterator[
             yield part(uuid, number)
     finally:
         await asyncio.sleep(seconds)  # closing takes its time
+
+
+def parts_passed_on(uuid: int, count: int, seconds: float) -> Iterator[Any]:
+    """As `parts`, from another call. If the worker of that one dies, it goes on from there."""
+    enter(uuid)
+    taken = 0
+    while taken < count:
+        with contextlib.suppress(percore.WorkerDied):
+            for item in percore.current_runner().options(prefetch=2, key=None).stream(_rest_of_parts, uuid, taken, count, seconds):
+                taken += 1
+                yield item
+
+
+async def parts_passed_on_by_task(uuid: int, count: int, seconds: float) -> AsyncIterator[Any]:
+    """As `parts_passed_on`."""
+    enter(uuid)
+    taken = 0
+    while taken < count:
+        with contextlib.suppress(percore.WorkerDied):
+            stream = percore.current_runner().options(prefetch=2, key=None).stream(_rest_of_parts, uuid, taken, count, seconds)
+            async for item in stream:
+                taken += 1
+                yield item
+
+
+def _rest_of_parts(uuid: int, first: int, count: int, seconds: float) -> Iterator[Any]:
+    for number in range(first, count):
+        time.sleep(seconds)
+        yield part(uuid, number)
 
 
 # Items of maps

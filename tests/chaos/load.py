@@ -116,6 +116,8 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "large_item": (5, calls.large_result, 20, {}),
 }
 SHAPES: Final = {"list": 3, "pairs": 5, "stream": 4, "left": 2, "collected": 1, "cancelled": 1}
+CALLERS: Final = (calls.caller, calls.caller_in_thread, calls.caller_by_maps, calls.caller_by_maps_in_thread)
+PARTS: Final = (calls.parts, calls.parts_of_task, calls.parts_passed_on, calls.parts_passed_on_by_task)
 UNITS: Final = {"single": 86, "nested": 4, "map": 6, "stream": 3, "broadcast": 1}
 
 
@@ -214,7 +216,7 @@ class Load:
     async def _stream(self, uuid: int, decide: random.Random) -> None:
         """Take a stream to its end, or leave it early in one of several ways. Its items are right, in order and without a gap."""
         count = decide.randint(1, 60)
-        fn: Any = decide.choice([calls.parts, calls.parts_of_task])
+        fn: Any = decide.choice(PARTS)
         options: dict[str, Any] = {"prefetch": decide.choice([1, 4, 16]), "key": decide.choice([None, "stream"])}
         leave = decide.choice(["end", "end", "break", "drop", "cancel"])
         most = decide.randint(1, count) if leave in ("break", "drop") else count + 1
@@ -243,7 +245,7 @@ class Load:
 
     async def _nested(self, uuid: int, decide: random.Random) -> None:
         """A call that makes two calls. If it has not told of them, they may have run or not."""
-        fn: Any = decide.choice([calls.caller, calls.caller_in_thread])
+        fn: Any = decide.choice(CALLERS)
         told: list[Any] = []
         context = copy_context()
         context.run(calls.NUMBER.set, uuid)

@@ -156,6 +156,21 @@ async def test_a_stream_that_is_dropped_or_loses_its_consumer_closes_its_generat
         check_empty(runner)
 
 
+async def test_a_generator_that_waits_for_its_call_is_closed(
+    make: MakeRunner, log: Log, gate: Gate, subtests: pytest.Subtests
+) -> None:
+    """Its call is cancelled, and its clean-up may make another one."""
+    async with make(2) as runner:
+        for fn in (walks.waits_in_a_generator, walks.awaits_in_a_generator):
+            with subtests.test(fn=fn.__name__):
+                async with runner.stream(fn, log.path, gate.path) as items:
+                    assert await anext(items) == 1
+                    assert await log.next() == "begun"
+                assert sorted(log.rest()) == ["cancelled", "cleaned up"]
+        await until(lambda: not any(member.calls for member in members_of(runner)))
+        check_empty(runner)
+
+
 async def test_the_errors_of_a_stream(make: MakeRunner) -> None:
     async with make(2) as runner:
         for outer in (walks.astream, walks.stream):
@@ -166,6 +181,7 @@ async def test_the_errors_of_a_stream(make: MakeRunner) -> None:
             with pytest.raises(RemoteError, match="could not be unpickled here"):
                 await runner.run(outer, streams.of_unreadable)
         assert await runner.run(walks.aclose_failing) == "at the close"
+        await until(lambda: not any(member.calls for member in members_of(runner)))
         check_empty(runner)
 
 
@@ -173,6 +189,7 @@ async def test_a_generator_that_dies_with_its_worker(make_real: MakeRunner) -> N
     async with make_real(2) as runner:
         for outer in (walks.astream, walks.stream):
             for number in range(50):  # until the two have different workers
+                await until(lambda: sum(member.is_ready for member in members_of(runner)) == 2)
                 with pytest.raises(WorkerDied) as caught:
                     await runner.options(key="consumer").run(outer, walks.yield_then_die, key=str(number))
                 if caught.value.call == "yield_then_die":
@@ -312,6 +329,7 @@ async def test_an_item_that_dies_with_its_worker(make_real: MakeRunner, tmp_path
         caller = runner.options(key=next(key for key, place in places.items() if place != places["item 2"]))
         results = await caller.run(walks.map_with_death, str(tmp_path / "one"))
         assert [result if isinstance(result, str) else result[0] for result in results] == ["1", "WorkerDied", "3"]
+        await until(lambda: sum(member.is_ready for member in members_of(runner)) == 3)
         assert await caller.run(walks.map_with_retries, str(tmp_path / "two")) == [
             "1",
             "alive",

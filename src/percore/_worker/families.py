@@ -215,13 +215,13 @@ class Families:
         family.end()
         return is_cancelled
 
-    def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
-        """End the nested calls of a call that goes on."""
+    def fail(self, call_id: int, error: Callable[[], BaseException], *, refuses: bool = True) -> None:
+        """End the nested calls of a call that goes on. `refuses`: it can make no more."""
         family = self.open.get(call_id)
         if family is not None:
             family.is_cancelled |= error is asyncio.CancelledError
             with family.lock:
-                family.refusal = error
+                family.refusal = error if refuses else None
             family.fail(error)
 
     def forget(self, child: Child) -> None:

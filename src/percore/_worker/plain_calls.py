@@ -56,8 +56,8 @@ class Ends(Protocol):
     def left(self, call_id: int) -> bool:
         """End those of a call that is about to be answered. Return whether the call was cancelled while it had nested calls."""
 
-    def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
-        """End those of a call that goes on."""
+    def fail(self, call_id: int, error: Callable[[], BaseException], *, refuses: bool = True) -> None:
+        """End those of a call that goes on. `refuses`: it can make no more."""
 
 
 class NoNested:
@@ -70,7 +70,7 @@ class NoNested:
         """There are none."""
         return False
 
-    def fail(self, call_id: int, error: Callable[[], BaseException]) -> None:
+    def fail(self, call_id: int, error: Callable[[], BaseException], *, refuses: bool = True) -> None:
         """There are none."""
 
 
@@ -315,9 +315,12 @@ class PlainCalls:
                 with self._tracing.around(fn):
                     stream.run(fn, args, kwargs)
         except BaseException as error:
-            if self.families.open:
-                self.families.left(call_id)
-            if not stream.is_abandoned:
+            was_cancelled = bool(self.families.open) and self.families.left(call_id)
+            if stream.is_abandoned:
+                return
+            if was_cancelled and stream.is_closing and isinstance(error, asyncio.CancelledError):  # of a nested call
+                send(CANCELLED, call_id, None)
+            else:
                 self._answers.error(call_id, error.error if type(error) is ItemFailed else error, send)
         else:
             if self.families.open:

@@ -264,7 +264,8 @@ class Server:
         elif self._plain.cancel(call_id, None):
             self._channel.send(CANCELLED, call_id, None)
         else:
-            self.families.fail(call_id, asyncio.CancelledError)
+            # The clean-up of a generator may make calls. A plain function is not told that it was cancelled.
+            self.families.fail(call_id, asyncio.CancelledError, refuses=call_id not in self._streams)
 
     def _finish(self, _zero: int, _body: None) -> None:
         if not self.finished.done():
