@@ -1,6 +1,6 @@
 """Tables of figures: columns aligned, and HTML in which nothing of the figures is markup."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from percore import Statistics, WorkerStatistics
@@ -21,13 +21,20 @@ def test_html_escapes_what_it_shows() -> None:
 
 def test_statistics_without_a_worker_show_what_is_not_known() -> None:
     figures = {"running": 1, "queued": 2, "done": 3, "failed": 4, "retried": 5, "restarts": 6}
-    gone = made(WorkerStatistics, index=0, pid=None, state="gone", loop_lag=None, **figures)
-    ready = made(WorkerStatistics, index=1, pid=77, state="ready", loop_lag=0.00123, **figures)
+    gone = made(WorkerStatistics, index=0, pid=None, state="gone", loop_lag=None, memory=None, **figures)
+    ready = made(WorkerStatistics, index=1, pid=77, state="ready", loop_lag=0.00123, memory=None, **figures)
     assert str(made(Statistics, workers=(gone, ready), **figures)).splitlines() == [
         "worker  state  PID  running  queued  done  failed  retried  restarts     lag",
         "0       gone     -        1       2     3       4        5         6       -",
         "1       ready   77        1       2     3       4        5         6  1.2 ms",
         "total                     1       2     3       4        5         6",
+    ]
+    sampled = replace(ready, memory=30 << 20)
+    assert str(made(Statistics, workers=(gone, sampled), **figures)).splitlines() == [
+        "worker  state  PID  running  queued  done  failed  retried  restarts     lag    memory",
+        "0       gone     -        1       2     3       4        5         6       -         -",
+        "1       ready   77        1       2     3       4        5         6  1.2 ms  30.0 MiB",
+        "total                     1       2     3       4        5         6          30.0 MiB",
     ]
 
 

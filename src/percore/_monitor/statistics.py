@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from percore._monitor.tables import Table
+from percore._monitor.tables import Table, mebibytes
 
 _HEAD: Final = ("worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag")
+_WORDS: Final = frozenset({0, 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ class WorkerStatistics:
 class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
-    `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. The
-    calls that wait in the supervisor are counted in the totals alone. A notebook shows the table.
+    `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. With
+    `max_memory_per_worker` there is a column `memory`. The calls that wait in the supervisor are counted in the totals alone. A notebook
+    shows the table.
 
     Attributes:
         running: calls that run in workers.
@@ -94,7 +96,12 @@ class Statistics:
             (str(one.index), one.state, "-" if one.pid is None else str(one.pid), *_counts(one), _lag(one.loop_lag))
             for one in self.workers
         ]
-        return Table(_HEAD, (*rows, ("total", "", "", *_counts(self), "")), frozenset({0, 1}))
+        total = ("total", "", "", *_counts(self), "")
+        sizes = [one.memory for one in self.workers]
+        if not any(size is not None for size in sizes):  # nothing samples it
+            return Table(_HEAD, (*rows, total), _WORDS)
+        shown = ["-" if size is None else mebibytes(size) for size in (*sizes, sum(size or 0 for size in sizes))]
+        return Table((*_HEAD, "memory"), [(*row, size) for row, size in zip((*rows, total), shown, strict=True)], _WORDS)
 
 
 def _counts(of: WorkerStatistics | Statistics) -> tuple[str, ...]:

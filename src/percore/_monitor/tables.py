@@ -5,6 +5,11 @@ from html import escape
 from typing import NamedTuple
 
 
+def mebibytes(size: int) -> str:
+    """Return a number of bytes in MiB, as tables show it."""
+    return f"{size / 2**20:.1f} MiB"
+
+
 class Table(NamedTuple):
     """A table whose last row has the totals.
 

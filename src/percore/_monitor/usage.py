@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from percore._monitor.tables import Table
+from percore._monitor.tables import Table, mebibytes
 from percore._monitor.threads import in_thread
 
 if TYPE_CHECKING:
@@ -86,11 +86,7 @@ class Usage:
 
 
 def _figures(rss: int, uss: int | None, cpu: float, threads: int) -> tuple[str, ...]:
-    return _mebibytes(rss), "-" if uss is None else _mebibytes(uss), f"{cpu:.1f}", str(threads)
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    return mebibytes(rss), "-" if uss is None else mebibytes(uss), f"{cpu:.1f}", str(threads)
 
 
 class UsageMeter:
