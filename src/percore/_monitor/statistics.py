@@ -63,7 +63,7 @@ class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
     `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. With
-    `max_memory_per_worker` there is a column `memory`. The calls that wait in the supervisor are counted in the totals alone. A notebook
+    `max_memory_per_worker` there is a column `memory`. Calls that wait in the supervisor are counted in the totals alone. A notebook
     shows the table.
 
     Attributes:
