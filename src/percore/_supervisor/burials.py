@@ -94,7 +94,9 @@ class Burials:
 
     def _bury(self, slot: "WorkerSlot", member: PoolWorker, end: Exit, faults: Faults) -> None:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
-        slot.end = member.end = end = _with_memory(end, member)
+        slot.end = member.end = end
+        with faults:
+            slot.end = member.end = end = _with_memory(end, member)
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
