@@ -63,8 +63,9 @@ class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
     `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. With
-    `max_memory_per_worker` it has a column `memory`. Only the totals count the calls that wait in the supervisor. A notebook shows the
-    table.
+    `max_memory_per_worker` it has a column `memory`. Only the totals count the calls that wait in the supervisor.
+
+    A notebook shows the table.
 
     Attributes:
         running: calls that run in workers.

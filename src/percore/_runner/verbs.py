@@ -182,7 +182,7 @@ for _verb in (Verbs.submit, Verbs.run, Verbs.stream, Verbs.broadcast):
 
 
 class Options(Verbs):
-    """A view of a runner whose calls have a key, a rate, retries or time limits. `runner.options(...)` creates it, at little cost."""
+    """A view of a runner whose calls have a key, a rate, retries or time limits. `runner.options(...)` makes it, at little cost."""
 
     __slots__ = ("__weakref__", "_check_open", "_policy", "_supervisor")
 
