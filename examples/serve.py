@@ -26,9 +26,13 @@ async def serve() -> AsyncIterator[None]:
     app.router.add_get("/{path:.*}", hello)
     server = web.AppRunner(app, access_log=None, shutdown_timeout=4)
     await server.setup()
-    for sock in percore.current_worker().sockets:
-        await web.SockSite(server, sock, backlog=4096).start()
+    sites = [web.SockSite(server, sock, backlog=4096) for sock in percore.current_worker().sockets]
+    for site in sites:
+        await site.start()
     yield
+    for site in sites:
+        await site.stop()  # accept no more
+    await asyncio.sleep(0.1)  # let requests arrive on connections accepted a moment ago: they would be closed
     await server.cleanup()
 
 

@@ -7,6 +7,7 @@ python examples/serve_asgi.py 127.0.0.1:8000 unix:/tmp/app.sock
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -32,6 +33,12 @@ class Server(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # SIGTERM and Ctrl-C are percore's: it ends the lifespan
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()  # accept no more
+        await asyncio.sleep(0.1)  # let requests arrive on connections accepted a moment ago: they would be closed
+        await super().shutdown(sockets)
 
     async def run_until_over(self) -> None:
         await self.serve(sockets=list(percore.current_worker().sockets))
