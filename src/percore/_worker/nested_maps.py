@@ -6,7 +6,7 @@ results that it takes.
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
@@ -282,8 +282,8 @@ class NestedMap(Walk[T_co]):
     def __await__(self) -> Generator[Any, None, list[T_co]]:
         return self.collect().__await__()
 
-    async def collect(self) -> list[T_co]:
-        """Return all results as a list. In a coroutine; a plain function writes `list(...)`.
+    def collect(self) -> Coroutine[Any, Any, list[T_co]]:
+        """Return a coroutine that returns all results as a list. For a coroutine; a plain function writes `list(...)`.
 
         If cancelled, it cancels the calls that are not done.
 
@@ -291,8 +291,11 @@ class NestedMap(Walk[T_co]):
             RuntimeError: the map was used before, or this is not the worker's event loop.
             Exception: the first error that any call raises, unless `return_exceptions` is set; or the error of an input.
         """
+        self._is_asked = True  # also if a task of this coroutine is cancelled before it begins
+        return self._collected()
+
+    async def _collected(self) -> list[T_co]:
         source = cast(MapSource, self._source)
-        self._is_asked = True
         check_in_loop(source.family, "await is", "write `list(...)` around the map")
         if self._is_begun or source.is_closed:
             raise RuntimeError("a map is used once; call runner.map(...) again for another round")
