@@ -188,6 +188,7 @@ async def sockets(own: socket.socket) -> None:
     async with Runner(2, listen=["127.0.0.1:8080", own]) as runner:
         assert_type(runner.addresses, tuple[str, ...])
     Runner(listen=("unix:/run/app.sock",))
+    Runner(max_memory_per_worker=512 * 2**20)
     assert_type(percore.current_worker().sockets, tuple[socket.socket, ...])
 
 
