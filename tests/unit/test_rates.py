@@ -324,3 +324,17 @@ def test_calls_without_a_rate_of_their_own_announce_their_start_too(monkeypatch:
     shell.rates.began(first)  # type: ignore[arg-type]
     shell.clock.advance(1.0)
     assert shell.sent == [first, second]
+
+
+def test_what_was_made_up_for_is_no_burst_later(shell: Shell) -> None:
+    """Calls that waited may begin many at once. Later ones may not, though the gate let them pass without a look."""
+    fast = Rate(1000, per=1)
+    calls = [shell.submit("k", fast) for _ in range(10)]
+    shell.begin(calls[0])
+    shell.clock.advance(0.2)
+    assert shell.sent == calls, "percore was late by more than they take"
+    for call in calls[1:]:
+        shell.begin(call)
+    shell.clock.advance(10.0)
+    later = [shell.submit("k", fast) for _ in range(10)]
+    assert shell.sent[10:] == later[:1]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from percore._supervisor.pool_worker import PoolWorker
 
 _PLENTY: Final = 64
-"""If so many calls may begin now, the gate lets a quarter of them pass without looking at a clock or at marks."""
+"""If so many calls may begin now, and as a burst, the gate lets a quarter of them pass without looking at a clock or at marks."""
 
 _SOONEST: Final = 0.001
 """Seconds until the timer, at least: a loop whose clock has coarse ticks would run it again and again until its time has come."""
@@ -211,7 +211,9 @@ class Rates:
             gate.look()
             free = bucket.free(now, len(gate.held))
         if free > 0:
-            gate.passes = max(1, free // 4 if free >= _PLENTY else 1)
+            # Those that pass later, without a look, may all begin at once: no more than a part of the burst.
+            most = free if bucket.rate is None else min(free, bucket.rate.burst)
+            gate.passes = most // 4 if most >= _PLENTY else 1
             return True
         gate.is_shut = True
         gate.due = bucket.due(now, len(gate.held))
