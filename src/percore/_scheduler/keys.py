@@ -288,11 +288,11 @@ class Keys(Generic[C, S]):
         `was_sent`: whether its worker was sent the call.
         """
         key = self._keys[call.key]
-        was_shut = key.gate is not None and _came_through(key.gate, call, was_sent=was_sent)
         if key.round != self.round:
             self._place(key)
         running = key.running
         key.running = running - 1
+        was_shut = key.gate is not None and _came_through(key.gate, call, was_sent=was_sent)
         if key.is_home or (key.is_seated and (running > 1 or not key.is_idle())):
             if running < self._limit and not was_shut:  # its lanes are listed already
                 if running == 1 and not key.is_noted:
