@@ -137,8 +137,8 @@ class LoopPoolExecutor(Executor):
         is_pool = broken == "pool"
         setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
         self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
-        # Bound here: when an interpreter ends that uWSGI embeds, executors outlive the globals of percore's modules.
-        self._collected = weakref.ref(self, lambda _, is_ending=sys.is_finalizing: None if is_ending() else portal.release())
+        is_ending = sys.is_finalizing  # bound here: where uWSGI embeds an interpreter, executors outlive the globals of modules
+        self._collected = weakref.ref(self, lambda _: None if is_ending() else portal.release())
 
     @property
     def _processes(self) -> "dict[int, WorkerProcess]":
