@@ -10,6 +10,7 @@ import pytest
 import percore
 from tests.e2e import fault_calls as calls
 from tests.faults import LIMIT
+from tests.waiting import until
 
 HARD = 2.0
 """Seconds within which a death must have ended its calls."""
@@ -44,5 +45,4 @@ async def serves(runner: percore.Runner, count: int = 40) -> None:
 async def all_ready(runner: percore.Runner, generation: int) -> None:
     """Every worker is of that generation and ready."""
     async with asyncio.timeout(LIMIT):
-        while any((worker.generation, worker.state) != (generation, "ready") for worker in runner.statistics().workers):
-            await runner.run(calls.accept)
+        await until(lambda: all((it.generation, it.state) == (generation, "ready") for it in runner.statistics().workers))

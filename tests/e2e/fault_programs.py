@@ -16,6 +16,7 @@ from typing import Any
 import percore
 from tests.e2e import fault_calls as calls
 from tests.internals import channel_of, members_of
+from tests.waiting import until
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -95,8 +96,7 @@ def _wait_for_line(wire: str) -> None:
 async def _works(runner: percore.Runner) -> None:
     async with asyncio.timeout(10):
         assert await runner.map(calls.accept, range(200)) == [1] * 200
-        while any(worker.state != "ready" for worker in runner.statistics().workers):
-            await runner.run(calls.who)
+        await until(lambda: all(worker.state == "ready" for worker in runner.statistics().workers))
 
 
 def interrupted_program(name: str) -> None:

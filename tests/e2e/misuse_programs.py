@@ -22,6 +22,7 @@ from tests import jobs
 from tests.e2e import nested_calls
 from tests.e2e.fault_programs import new_loop, run, say
 from tests.internals import channel_of, members_of
+from tests.waiting import until
 
 LIMIT = 20.0
 
@@ -320,8 +321,8 @@ async def _work(method: Any, told: list[Any], between: Callable[[], object] = in
                 for worker in runner.statistics().workers:
                     os.kill(worker.pid or 0, signal.SIGTERM)
                 async with asyncio.timeout(LIMIT):
-                    while any(worker.generation == 1 for worker in runner.statistics().workers):
-                        await runner.run(jobs.aecho)
+                    await until(lambda: all(worker.generation > 1 for worker in runner.statistics().workers))
+                    await runner.run(jobs.aecho)
         told.append(runner.statistics().failed)
 
 
