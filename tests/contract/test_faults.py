@@ -38,7 +38,15 @@ OTHERS: Final = tuple(
 )
 
 SPINE: Final = {
-    *("Burials.exited", "Burials._bury", "Deaths.end_calls", "Deaths._return", "Deaths._return.<locals>.each", "Deaths._give_up"),
+    *(
+        "Burials.exited",
+        "Burials._bury",
+        "Burials._fill",
+        "Deaths.end_calls",
+        "Deaths._return",
+        "Deaths._return.<locals>.each",
+        "Deaths._give_up",
+    ),
     *("CallRegistry.give_up", "CallRegistry.failed_with"),
     "Supervisor.advance",
     *("Outcomes.receiver.<locals>.receive", "Outcomes._isolate"),

@@ -124,6 +124,12 @@ class Burials:
         faults.surely(member.worker.close)
         with faults:
             self._report_death(member, state)
+        self._fill(slot, member, state, faults, began=began)
+        with faults:
+            self._keeper.advance()
+
+    def _fill(self, slot: "WorkerSlot", member: PoolWorker, state: State, faults: Faults, *, began: bool) -> None:
+        """Fill the slot of a dead worker. `state`: the one in which it died. `began`: whether it had begun a call."""
         # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
         is_first, began = self._pool.first_start.is_on, began or state is State.DRAINING
         if not member.was_ready:
@@ -136,8 +142,6 @@ class Burials:
         if faults.last is not None:
             with faults:
                 self._pool.succeed_despite(slot)
-        with faults:
-            self._keeper.advance()
 
     def _is_gone(self, member: PoolWorker) -> None:
         if not member.life.is_gone:
