@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -331,6 +332,58 @@ def test_another_thread_waits_for_the_whole_main(tmp_path: Path, runs: Any, monk
     second.join(20)
     assert results == [9, 9]
     assert runs() == 1
+
+
+class _ToldLock:
+    """The lock of an importer. It tells when another thread than the first one is about to take it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._first = threading.get_ident()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._first:
+            self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('by its author')"])
+def test_a_name_that_another_worker_has_sent_waits_for_the_whole_main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Workers pickle functions of the script as names of `__mp_main__`, for example when a call makes calls."""
+    install(script(tmp_path, f"def f(): return late\nsys.percore_meet()\nlate = 9\n{ending}"))
+    importer: Any = vars(sys.modules["__main__"])["__getattr__"].__self__
+    lock = importer._lock = _ToldLock(importer._lock)
+    results: list[object] = []
+
+    def second_looks() -> None:
+        try:
+            results.append(pickle.loads(b"c__mp_main__\nf\n.")())
+        except ImportError as error:
+            results.append(str(error.__cause__))
+
+    second = threading.Thread(target=second_looks)
+
+    def meet() -> None:  # in the middle of the script, which this thread runs
+        second.start()
+        assert lock.is_wanted.wait(20)
+        assert results == []
+
+    monkeypatch.setattr(sys, "percore_meet", meet, raising=False)
+    if ending:
+        with pytest.raises(ImportError, match="by its author"):
+            look_up("f")
+    else:
+        assert look_up("f")() == 9
+        assert type(sys.modules["__mp_main__"]) is ModuleType
+    second.join(20)
+    assert results == ["by its author" if ending else 9]
 
 
 @pytest.mark.usefixtures("fresh")

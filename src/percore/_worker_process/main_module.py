@@ -8,8 +8,8 @@ without a `__module__`.
 
 Guarantees:
 - The main runs once. If it fails, the failure is remembered and raised at each later lookup.
-- A thread that looks up a name in `__main__` while another thread runs it waits until that run ends, because a function found
-  halfway would lack its globals. The thread that runs it sees the names defined so far, as in any import cycle.
+- A thread that looks up a name in `__main__` or `__mp_main__` while another thread runs it waits until that run ends, because a
+  function found halfway would lack its globals. The thread that runs it sees the names defined so far, as in any import cycle.
 - After the run, `__main__` is the module whose dictionary is the globals of the main's functions.
 
 Assumption: no two threads wait for each other's import. They would deadlock on a library module that does
@@ -107,7 +107,7 @@ class _Importer:
         return ImportError(f"the worker could not import your {self._kind} {self._info.target!r}: {reason}", name="__main__")
 
     def _run(self) -> None:
-        module = ModuleType("__mp_main__")
+        module = _running_main(self)
         # Set before the main runs: in an import cycle, this thread looks up names here while it runs the main.
         self._module = module
         sys.modules["__mp_main__"] = module  # dataclasses and typing look up the module of a class while they create it
@@ -121,9 +121,25 @@ class _Importer:
             self._module = None
             sys.modules.pop("__mp_main__", None)
         else:
+            module.__class__ = ModuleType
             sys.modules["__main__"] = module
         finally:
             context.importing_main = False
+
+
+def _running_main(importer: _Importer) -> ModuleType:
+    """Return a module for the main. Until its class is changed, another thread that looks up a name in it waits for the importer.
+
+    Pickles of other workers name `__mp_main__`, so they find this module, and not the `__main__` that waits.
+    """
+
+    class RunningMain(ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            if name.isidentifier() and not name.startswith("__"):
+                importer.module()
+            return ModuleType.__getattribute__(self, name)  # not by `super`: the class may have changed meanwhile
+
+    return RunningMain("__mp_main__")
 
 
 def _line_of_main(failure: BaseException) -> TracebackType | None:
