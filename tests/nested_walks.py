@@ -416,6 +416,23 @@ async def awaits_in_a_generator(log: str, gate: str) -> AsyncIterator[int]:
         await runner.run(say, log, "cleaned up")
 
 
+def _two(stream_key: str | None, call_key: str | None, prefetch: int) -> tuple[percore.CurrentRunner, percore.CurrentRunner]:
+    runner = percore.current_runner()
+    of_stream = runner.options(prefetch=prefetch) if stream_key is None else runner.options(prefetch=prefetch, key=stream_key)
+    return of_stream, runner if call_key is None else runner.options(key=call_key)
+
+
+async def astream_and_key(stream_key: str | None, call_key: str | None, prefetch: int) -> list[int]:
+    """Make a call for each item, with this key."""
+    of_stream, of_calls = _two(stream_key, call_key, prefetch)
+    return [await of_calls.run(double, item) async for item in of_stream.stream(count, 5)]
+
+
+def stream_and_key(stream_key: str | None, call_key: str | None, prefetch: int) -> list[int]:
+    of_stream, of_calls = _two(stream_key, call_key, prefetch)
+    return [of_calls.run_sync(double, item) for item in of_stream.stream(count, 5)]
+
+
 # Retries
 
 

@@ -414,6 +414,21 @@ async def test_callers_whose_worker_leaves_get_an_error(
         check_empty(runner)
 
 
+async def test_a_stream_with_a_key_that_its_consumer_wants(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    async with asyncio.timeout(40), make(2, per_key=1) as runner:
+        for fn in (walks.stream_and_key, walks.astream_and_key):
+            with subtests.test(fn=fn.__name__):
+                # Without keys of their own, the stream and the calls do not wait for each other.
+                assert await runner.options(key="a").run(fn, None, None, 2) == [0, 2, 4, 6, 8]
+                assert await runner.options(key="a").run(fn, "b", "c", 2) == [0, 2, 4, 6, 8]
+                with pytest.raises(RuntimeError, match="count holds the key 'b' and waits for the key 'b'"):
+                    await runner.options(key="a").run(fn, "b", "b", 2)
+                # The generator ends without its consumer, and its key gets free.
+                assert await runner.options(key="a").run(fn, "b", "b", 16) == [0, 2, 4, 6, 8]
+        await until(lambda: not any(member.calls for member in members_of(runner)))
+        check_empty(runner)
+
+
 async def test_keys_in_one_order_are_no_cycle(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, per_key=1) as runner:
         calls = [

@@ -140,7 +140,7 @@ class Nested:
             RuntimeError: callers would wait for each other's keys.
             Exception: an option is invalid, or could not be unpickled.
         """
-        key = parent.key() if request.inherits else None
+        key = parent.key(is_stream=request.prefetch > 0) if request.inherits else None
         if request.key is not None:
             key = self._dispatch.names.of(request.key)
             if key in parent.keys:
@@ -266,8 +266,8 @@ class Nested:
         """Return the callers that would wait for each other if this call wanted this key."""
         if not self._dispatch.keys.is_taken(key):
             return []
-        wanting = {call: {key} for call in parent.callers()}
-        return knot(key, self._holders, lambda call: {*_wanted(call), *wanting.get(call, ())})
+        wanting = dict.fromkeys(parent.callers(), key)
+        return knot(key, self._holders, lambda call: _wanted(call, wanting))
 
     def _holders(self, key: Any) -> "Iterable[PendingCall]":
         """Return the calls for which a call with this key has to wait; none if it need not wait."""
@@ -302,19 +302,30 @@ class Nested:
                 self._store.discard(room.lent.popitem()[1])
 
 
-def _wanted(call: PendingCall) -> set[Any]:
-    """Return the keys for which this call waits: nested calls that it has made, directly or indirectly, want them."""
+def _wanted(call: PendingCall, wanting: "dict[PendingCall, Any]") -> set[Any]:
+    """Return the keys for which this call waits: nested calls that it has made, directly or indirectly, want them.
+
+    The generator of a stream that may produce no more waits for what its consumer waits for. `wanting`: callers of a call that is
+    about to be made, and the key that it wants.
+    """
     wanted: set[Any] = set()
-    todo = [call]
+    todo, seen = [call], {id(call)}
     while todo:
         call = todo.pop()
+        if call in wanting:
+            wanted.add(wanting[call])
+        related: list[PendingCall] = []
+        if isinstance(call, NestedStream) and call.is_aside and isinstance(call.asker, Parent):
+            related.append(call.asker.call)
         member: PoolWorker | None = call.member
         family = None if member is None else member.families.get(call.call_id)
         if isinstance(family, Parent):
             asked = family.room.asked
             nested = [asked[number][1] for number in family.children if number in asked]
             wanted.update(one.key for one in nested if one.member is None and one.key is not None)
-            todo += [one for one in nested if one.member is not None]
+            related += [one for one in nested if one.member is not None and not (isinstance(one, NestedStream) and one.is_aside)]
+        todo += [one for one in related if id(one) not in seen]
+        seen.update(map(id, related))
     return wanted
 
 

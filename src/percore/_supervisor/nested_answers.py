@@ -76,15 +76,19 @@ class Parent(Family):
         """The held answer."""
         self._name: Name | None = None
 
-    def key(self) -> Name | None:
+    def key(self, *, is_stream: bool = False) -> Name | None:
         """Return the key of nested calls without a key of their own; None if the call has none.
 
-        It has the same worker as the call's key, and does not wait for it: the call holds that key for them.
+        It has the same worker as the call's key, and does not wait for it: the call holds that key for them. Each stream has one
+        for itself, since it ends only when its consumer goes on, and that may be waiting for another nested call.
         """
-        if self.call.key is not None and self._name is None:
-            self._name = Name(self.call.key.value, self.call.key.key_hash)
-            self.answers.dispatch.keys.join(self._name, self.member)
-        return self._name
+        if self.call.key is None or (self._name is not None and not is_stream):
+            return self._name
+        name = Name(self.call.key.value, self.call.key.key_hash)
+        self.answers.dispatch.keys.join(name, self.member)
+        if not is_stream:
+            self._name = name
+        return name
 
     def callers(self) -> list[PendingCall]:
         """Return the call, its caller, the caller's caller, and so on."""
@@ -112,9 +116,15 @@ class Parent(Family):
 
     def items(self, call: NestedStream, values: list[Any], pickled: list[int]) -> None:
         self.answers.pass_on(self, call, ANSWER_ITEMS, (values, pickled))
+        self._look_at(call)
 
     def item(self, call: NestedStream, data: memoryview | bytes) -> None:
         self.answers.pass_on(self, call, ANSWER_ITEM, self.answers.store.adopt(data))
+        self._look_at(call)
+
+    def _look_at(self, call: NestedStream) -> None:
+        if call.is_aside and call.key is not None:  # calls that want its key now wait for its consumer
+            self.answers.dispatch.keys.changes += 1
 
     # As Relatives
 
