@@ -300,10 +300,9 @@ def _preloads_of_program() -> list[str]:
 
     Without `__main__`, which stands in that list by default: workers import the script only if a call needs it.
     """
-    module: Any = sys.modules.get("multiprocessing.forkserver")
-    if module is None:
-        return []
-    return [str.__str__(name) for name in module.set_forkserver_preload.__self__._preload_modules if name != "__main__"]
+    of_multiprocessing: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    names: list[str] = getattr(of_multiprocessing, "_preload_modules", [])
+    return [str.__str__(name) for name in names if name != "__main__"]
 
 
 servers = ForkServers()
