@@ -58,7 +58,7 @@ def test_every_page_is_visited_once(farm: Farm, mode: Mode, tmp_path: Path) -> N
 
 def test_pages_are_fetched_in_all_workers(farm: Farm, tmp_path: Path) -> None:
     output = tmp_path / "pages.jsonl"
-    summary = scrape("--workers", "2", "--seconds", "0.4", "--output", output, *farm.starts)
+    summary = scrape("--workers", "2", "--seconds", "1", "--output", output, *farm.starts)
     assert {page["worker"] for page in read_pages(output) if not page["error"]} == {0, 1}
     shares = re.findall(r"(\d): (\d+)%", figure(summary, "workers' shares")[0])
     assert [worker for worker, _ in shares] == ["0", "1"]
@@ -134,7 +134,7 @@ def test_ctrl_c_keeps_what_it_has(farm: Farm, mode: Mode, tmp_path: Path) -> Non
 
 
 def test_without_arguments_it_compares_itself_on_the_farm() -> None:
-    summary = scrape("--seconds", "0.4")
+    summary = scrape("--seconds", "1")
     percore, single = (float(cell) for cell in figure(summary, "pages/s"))
     assert min(percore, single) > 0
     for cell in figure(summary, "the farm's own CPU share"):
@@ -146,7 +146,7 @@ def test_without_arguments_it_compares_itself_on_the_farm() -> None:
 
 def test_a_live_display_on_a_terminal(farm: Farm) -> None:
     terminal, other_end = pty.openpty()
-    command = [*SCRAPE, "--workers", "2", "--seconds", "0.4", *farm.starts]
+    command = [*SCRAPE, "--workers", "2", "--seconds", "1", *farm.starts]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     crawler = subprocess.Popen(command, stdin=other_end, stdout=other_end, stderr=other_end, env=environment)
     os.close(other_end)
