@@ -29,10 +29,19 @@ app = Starlette(routes=[Route("/{path:path}", hello)])
 
 
 class Server(uvicorn.Server):
-    is_over = False
+    def __init__(self) -> None:
+        super().__init__(uvicorn.Config(app, access_log=False, log_level="warning", timeout_graceful_shutdown=4))
+        self.is_up = asyncio.Event()
+        self.is_over = False
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # SIGTERM and Ctrl-C are percore's: it ends the lifespan
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            raise RuntimeError("the application has not started")
+        self.is_up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -48,9 +57,10 @@ class Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serve() -> AsyncIterator[None]:
-    server = Server(uvicorn.Config(app, access_log=False, log_level="warning", timeout_graceful_shutdown=4))
+    server = Server()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.run_until_over())
+        await server.is_up.wait()
         yield
         server.is_over = server.should_exit = True
 

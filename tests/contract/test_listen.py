@@ -18,7 +18,7 @@ from percore import Runner
 from percore._common.system import HAS_REUSEPORT
 from percore._scheduler.replacement import LIMIT, RestartBudget
 from tests import jobs
-from tests.contract import listen_jobs
+from tests.contract import life_jobs, listen_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.faults import wait_stopped
@@ -213,6 +213,24 @@ async def test_a_runner_that_breaks_refuses_connections(make_real: MakeRunner, m
         with pytest.raises(percore.RunnerBroken):
             await _call_for_ever(runner)
         await _refused(address)
+
+
+async def test_servers_that_fail_as_soon_as_they_are_ready_break_the_runner(
+    make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = RestartBudget.died
+    monkeypatch.setattr(RestartBudget, "died", lambda budget: None if died(budget) is None else 0.0)
+    async with make_real(lifespan=life_jobs.always_fails, listen=[TCP]) as runner:
+        broken: asyncio.Queue[percore.RunnerBroken] = asyncio.Queue()
+        fail = supervisor_of(runner).fail
+
+        def fail_and_tell(error: percore.RunnerBroken) -> None:
+            fail(error)
+            broken.put_nowait(error)
+
+        monkeypatch.setattr(supervisor_of(runner), "fail", fail_and_tell)
+        worker_of(runner).kill()
+        assert "the token server is gone" in str(await broken.get())
 
 
 async def _call_for_ever(runner: Runner) -> None:

@@ -21,7 +21,7 @@ from percore._common.system import HAS_REUSEPORT
 from percore._listening import endpoints, steering
 from percore._listening.endpoints import Endpoint, FileEndpoint, SharedEndpoint, SplitEndpoint, endpoint_of
 from percore._listening.steering import program
-from percore._scheduler.listening import plan
+from percore._scheduler.listening import SOON, has_served, plan
 
 ANY = InternetAddress(socket.AF_INET, ("127.0.0.1", 0))
 needs_reuseport = pytest.mark.skipif(not HAS_REUSEPORT, reason="the system gives all connections to one socket")
@@ -49,6 +49,13 @@ def test_which_slots_have_sockets_and_get_connections(subtests: pytest.Subtests)
     ]:
         with subtests.test(slots=slots, used=used):
             assert tuple(map(set, plan(slots, used))) == (kept, steered)
+
+
+def test_a_worker_that_was_ready_has_served_unless_its_lifespan_fails_soon() -> None:
+    assert has_served(was_ready=True, has_failed=False, age=0.0)
+    assert has_served(was_ready=True, has_failed=True, age=SOON)
+    assert not has_served(was_ready=True, has_failed=True, age=SOON - 1)
+    assert not has_served(was_ready=False, has_failed=False, age=SOON)
 
 
 def test_the_program_chooses_among_the_given_sockets(subtests: pytest.Subtests) -> None:

@@ -1,7 +1,10 @@
 """Which slots of a pool keep their listening sockets, and which of them get new connections."""
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+SOON: Final = 10.0
+"""Seconds within which a lifespan that fails has not served."""
 
 
 class ListeningSlot(Protocol):
@@ -45,3 +48,14 @@ def plan(slots: Iterable[ListeningSlot], used: Collection[int]) -> Plan:
     wanted = frozenset(slot.index for slot in in_use)
     served = frozenset(slot.index for slot in in_use if slot.is_served)
     return Plan(wanted.union(used), served or wanted)
+
+
+def has_served(*, was_ready: bool, has_failed: bool, age: float) -> bool:
+    """Whether a dead worker with sockets has done any work. It may have answered requests, of which only its lifespan knows.
+
+    Args:
+        was_ready: whether it was ready before it died.
+        has_failed: whether its lifespan failed. If that happens soon, it would happen again and again.
+        age: seconds since it was started.
+    """
+    return was_ready and (not has_failed or age >= SOON)

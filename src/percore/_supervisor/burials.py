@@ -11,6 +11,7 @@ from percore._common.log import Faults, report
 from percore._common.worker_errors import KILLED, how, mebibytes, signal_of
 from percore._protocol.interfaces import Exit
 from percore._scheduler.lifecycle import Event, State
+from percore._scheduler.listening import has_served
 from percore._supervisor.deaths import Deaths
 from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
@@ -108,9 +109,7 @@ class Burials:
         began = self._deaths.end_calls(member, faults)
         with faults:
             member.check_empty()
-        # A worker that is ready may serve on its sockets, of which nobody here learns.
-        has_served = member.was_ready and self._pool.listening.is_used
-        began = began or member.done > 0 or member.retried > 0 or end.place_lost or has_served
+        began = began or member.done > 0 or member.retried > 0 or end.place_lost or self._has_served(member)
         with faults:
             self._calls.shares.buried(member)
         with faults:
@@ -142,6 +141,11 @@ class Burials:
         if faults.last is not None:
             with faults:
                 self._pool.succeed_despite(slot)
+
+    def _has_served(self, member: PoolWorker) -> bool:
+        age = self._calls.loop.time() - member.started_at
+        has_failed = member.failure is not None
+        return self._pool.listening.is_used and has_served(was_ready=member.was_ready, has_failed=has_failed, age=age)
 
     def _is_gone(self, member: PoolWorker) -> None:
         if not member.life.is_gone:
