@@ -16,6 +16,15 @@ import percore
 from tests.jobs import apass_gate, say
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has the address ::1."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @asynccontextmanager
 async def serve(log: str = "") -> AsyncIterator[None]:
     """Serve on all sockets of the worker. At the end accept what waits there, and answer all that was accepted."""

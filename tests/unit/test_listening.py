@@ -22,6 +22,7 @@ from percore._listening import endpoints, steering
 from percore._listening.endpoints import Endpoint, FileEndpoint, SharedEndpoint, SplitEndpoint, endpoint_of
 from percore._listening.steering import program
 from percore._scheduler.listening import SOON, has_served, plan
+from tests.contract.listen_jobs import has_ipv6
 
 ANY = InternetAddress(socket.AF_INET, ("127.0.0.1", 0))
 needs_reuseport = pytest.mark.skipif(not HAS_REUSEPORT, reason="the system gives all connections to one socket")
@@ -231,6 +232,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         endpoint_of(address).open(2)
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6")
 def test_ipv6_does_not_take_the_port_of_ipv4() -> None:
     with opened(InternetAddress(socket.AF_INET6, ("::1", 0))) as endpoint:
         assert endpoint.of(0).getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
