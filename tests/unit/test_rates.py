@@ -326,6 +326,20 @@ def test_calls_without_a_rate_of_their_own_announce_their_start_too(monkeypatch:
     assert shell.sent == [first, second]
 
 
+def test_a_gate_that_has_opened_early_is_woken_again_after_others_have_crowded_it_out(shell: Shell) -> None:
+    first, second = shell.submit("k"), shell.submit("k")
+    shell.end(first)  # it has not begun: the second goes at once, and nothing waits at the gate any more
+    for number in range(100):
+        shell.submit(f"other {number}", Rate(1, per=100)), shell.submit(f"other {number}", Rate(1, per=100))
+    shell.clock.advance(0.5)
+    shell.begin(second)
+    third = shell.submit("k")
+    shell.clock.advance(0.5)
+    assert third not in shell.sent
+    shell.clock.advance(0.5)
+    assert third in shell.sent
+
+
 def test_what_was_made_up_for_is_no_burst_later(shell: Shell) -> None:
     """Calls that waited may begin many at once. Later ones may not, though the gate let them pass without a look."""
     fast = Rate(1000, per=1)

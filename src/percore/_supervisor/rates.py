@@ -223,7 +223,7 @@ class Rates:
     def _wake_at(self, gate: Gate) -> None:
         """Let the timer look at a gate when it is due."""
         if gate.due < gate.wakes_at:
-            self._wakes.sweep(lambda one: not one.is_shut)
+            self._wakes.sweep(_needs_no_timer)
             self._wakes.at(gate.due).append(gate)
             gate.wakes_at = gate.due
             self._set_timer()
@@ -288,6 +288,14 @@ class Rates:
         if is_idle and gate.own is None and gate.bucket.is_full(now):
             self._dispatch.guard(gate.name, None)
             del self._gates[gate.name]
+
+
+def _needs_no_timer(gate: Gate) -> bool:
+    """Whether a gate that is about to be swept from the timer's list is open. It is listed again when it is next shut."""
+    if gate.is_shut:
+        return False
+    gate.wakes_at = inf
+    return True
 
 
 def _announce(call: PendingCall) -> None:
