@@ -2,6 +2,7 @@
 
 The program itself only forks supervisors, one after the other: an interpreter for each would be most of the work of 200 kills. The
 judge asks for one by a line on the wire, `STATE METHOD FOLDER` (for temporary files), and "end" ends the program.
+When that one is dead and reaped, the program says `over`.
 A supervisor says `ready` with its pid, workers say `calls` when they do what the state is about.
 """
 
@@ -247,6 +248,7 @@ def main(wire: str) -> None:
             if pid == 0:
                 supervise(*line.split())
             os.waitpid(pid, 0)
+            say("over")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ class Doomed:
         if kind is not None:  # the next test meets nobody of this one
             with Watch([self.pid, *self.alive()]) as left:
                 left.kill()
+            self._program.expect("over")
             return
+        self._program.expect("over")
         assert self._program.stderr[self._stderr_before :] == ""
         assert self.alive() == []
         assert list(self._folder.iterdir()) == []
