@@ -23,8 +23,8 @@ from percore._worker.context import current_worker
 try:
     from opentelemetry import context, propagate, trace
     from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
-except ImportError as error:
-    raise ImportError("percore.opentelemetry needs OpenTelemetry: pip install percore[otel]") from error
+except ImportError as _error:
+    raise ImportError("percore.opentelemetry needs OpenTelemetry: pip install percore[otel]") from _error
 
 __all__ = ["instrument", "uninstrument"]
 
