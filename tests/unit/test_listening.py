@@ -179,6 +179,20 @@ def test_the_socket_of_a_slot_that_is_not_kept_is_closed() -> None:
             _connect(endpoint)
 
 
+@needs_reuseport
+def test_a_copy_of_a_socket_that_is_not_kept_gets_no_connections() -> None:
+    with opened(ANY, 3) as endpoint, endpoint.of(1).dup() as copy:  # as a process has it that becomes another program just now
+        for slots in [{0, 2}, {0}]:
+            endpoint.keep(slots)
+            endpoint.steer(slots)
+            dealt = _dealt(endpoint, [0])
+            if 2 in slots:
+                dealt += _dealt(endpoint, [2], 0)
+            assert (set(dealt), dealt.total()) == (slots, 64)
+        with pytest.raises(OSError, match="Invalid argument"):
+            copy.accept()
+
+
 def test_without_reuseport_all_slots_share_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "HAS_REUSEPORT", False)
     with opened(ANY, 2) as endpoint:

@@ -178,7 +178,7 @@ class SplitEndpoint:
 
     def keep(self, slots: Collection[int]) -> None:
         for slot in self._socks.keys() - slots:
-            self._socks.pop(slot).close()
+            _end(self._socks.pop(slot))
             number, last = self._order.index(slot), self._order.pop()
             if number < len(self._order):
                 self._order[number] = last  # as the kernel does
@@ -203,6 +203,18 @@ class SplitEndpoint:
         self._socks.clear()
         self._order.clear()
         self._steered = None
+
+
+def _end(sock: socket.socket) -> None:
+    """Let a socket listen no more, and close it.
+
+    Closing it is not enough: a fork that is about to become another program, or that a worker has left behind, may have it, too. As
+    long as it listens, the system gives it connections, which nobody would accept.
+    """
+    with suppress(OSError):  # the program has closed its descriptor
+        sock.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        sock.close()
 
 
 def _forsake_all() -> None:
