@@ -11,7 +11,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
-from tests.internals import members_of, slots_used
+from tests.internals import members_of, slots_used, supervisor_of
 from tests.relay.near import RelayWorker
 
 pytestmark = pytest.mark.differs("uvloop", "relay", because="uvloop's clock has coarse ticks; a relay cannot read start marks")
@@ -204,3 +204,32 @@ async def test_bad_ones_are_refused(make: MakeRunner, subtests: pytest.Subtests)
         for seconds in [0, -1, float("nan"), float("inf"), "1", True]:
             with subtests.test(seconds=seconds), pytest.raises((TypeError, ValueError), match="queue_timeout"):
                 runner.options(queue_timeout=cast(Any, seconds))
+
+
+async def test_an_error_while_calls_are_looked_through_loses_no_timeout(
+    make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the KeyboardInterrupt of a Ctrl-C."""
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    async with make(concurrency=1) as runner:
+        calls = supervisor_of(runner).calls
+        pending, errors = calls.pending, ["first", "second"]
+
+        def interrupted() -> Any:
+            if errors:
+                raise RuntimeError(errors.pop(0))
+            return pending()
+
+        monkeypatch.setattr(calls, "pending", interrupted)
+        with pytest.raises(TimeoutError, match="ran for longer"):
+            await runner.options(hard_timeout=TINY).run(jobs.await_, log.path, gate.path, "runs")
+        assert told == ["first", "second"]
+        assert await log.take(2) == ["runs", "cancelled runs"]
+        held = await hold(runner, jobs.await_, log, gate)
+        errors += ["third", "fourth"]
+        with pytest.raises(TimeoutError, match=LATE):
+            await runner.options(queue_timeout=TINY).run(jobs.await_, log.path, gate.path)
+        assert told == ["first", "second", "third", "fourth"]
+        gate.open()
+        await asyncio.gather(*held)

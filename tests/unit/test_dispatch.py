@@ -1519,3 +1519,17 @@ def test_a_call_with_a_key_that_was_not_sent_does_not_count_as_sent() -> None:
     assert dispatch.next(TASK) == (call, seat)
     dispatch.left(call)
     assert dispatch.next(TASK) == (other, seat)
+
+
+def test_calls_come_and_go_while_the_waiting_ones_are_read() -> None:
+    """A garbage collection may run user code at any moment."""
+    dispatch: Dispatch[Unit, Seat] = Dispatch(1, 1)
+    waiting = [Call(THREAD, number, key) for number, key in enumerate([None, None, "a", "a", "b"])]
+    for call in waiting:
+        dispatch.submitted(call)
+    read = []
+    for call in dispatch.calls():
+        read.append(call)
+        dispatch.submitted(Call(THREAD, 9))
+        dispatch.submitted(Call(THREAD, 9, f"new {len(read)}"))
+    assert [call for call in read if call.number < 9] == waiting

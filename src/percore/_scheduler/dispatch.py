@@ -426,11 +426,14 @@ class Dispatch(Generic[C, S]):
                 into.append(batch)
 
     def calls(self) -> Iterator[C]:
-        """Yield all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches."""
+        """Yield all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches.
+
+        Meanwhile a garbage collection may run user code that makes or cancels calls.
+        """
         for queue in (*self.singles, *self._maps):
-            yield from queue.calls
-            for lane in queue.lanes.values():
-                yield from lane.calls
+            yield from list(queue.calls)
+            for lane in list(queue.lanes.values()):
+                yield from list(lane.calls)
 
     def _has_plain(self) -> bool:
         """Whether a plain call waits that any worker may take."""

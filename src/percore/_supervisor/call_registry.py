@@ -81,7 +81,9 @@ class CallRegistry:
 
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""
-        held = [call for member in self.members for call in member.calls.values()]
+        held: list[PendingCall] = []
+        for member in list(self.members):
+            held += list(member.calls.values())  # at once: a garbage collection may run user code that makes or cancels calls
         return [*held, *self.dispatch.calls(), *self.broadcasts.calls(), *self.retries.delayed]
 
     def withdraw(self, call: Awaited) -> None:

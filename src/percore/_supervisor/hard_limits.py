@@ -98,7 +98,11 @@ class HardLimits:
         self._timer = None
         self._seconds = 0.0  # the next call sets the timer
         now = monotonic()
-        limited = [call for call in self._calls.pending() if call.hard_by is not None]
+        try:
+            limited = [call for call in self._calls.pending() if call.hard_by is not None]
+        except BaseException:  # such as a KeyboardInterrupt: look again, or no call would ever exceed its limit
+            self._set_timer(now + _SOONEST)
+            raise
         due = [call for call in limited if call.hard_by <= now]  # type: ignore[operator]
         try:
             Faults("calls exceeded their hard_timeout").run(

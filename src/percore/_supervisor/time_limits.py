@@ -98,8 +98,13 @@ class TimeLimits:
         self._timer = None
         self._open_until = 0.0  # the next call opens a deadline, and so sets the timer
         began, earliest, due = monotonic(), inf, []
+        try:
+            pending = self._calls.pending()
+        except BaseException:  # such as a KeyboardInterrupt: look again, or no caller would hear
+            self._set_timer(began + SETTLED)
+            raise
         before, self._looked = self._looked, began - SETTLED
-        for call in self._calls.pending():
+        for call in pending:
             begin_by = call.begin_by
             if begin_by is None or begin_by <= before:
                 continue
