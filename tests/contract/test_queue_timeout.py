@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 import percore
+from percore._protocol.interfaces import Fate
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
@@ -150,6 +151,29 @@ async def test_its_worker_dies_before_it_begins(make: MakeRunner, log: Log, gate
         result = (await asyncio.gather(call, return_exceptions=True))[0]
         assert result == "never" if said == "never" else isinstance(result, TimeoutError)
         assert await patient == "runs"
+
+
+async def test_its_worker_dies_when_it_is_too_late(make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. the mark is seen  2. the worker clears it, since it is too late  3. it dies  4. no other worker gets ready."""
+    async with make(threads=1) as runner:
+        held = await hold(runner, jobs.wait, log, gate)
+        call = runner.options(queue_timeout=TINY).submit(jobs.echo, "never")
+        (member,), engine = members_of(runner), supervisor_of(runner).engine
+        fate = member.fate
+        with monkeypatch.context() as patched:
+            patched.setattr(member, "fate", lambda one: Fate(begun=True) if one is call else fate(one))
+            with pytest.raises(TimeoutError, match=LATE.replace("0.02", "0.04")):  # by then that one was looked at
+                await runner.options(queue_timeout=2 * TINY).run(jobs.echo, "never")
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "start", lambda *_: None)
+            worker_of(runner).kill()
+            with pytest.raises(TimeoutError, match=LATE):
+                await call
+        with pytest.raises(percore.WorkerDied):
+            await held[0]
+        gate.open()
+        engine.on_place()
+        assert await runner.run(jobs.echo, 1) == 1
 
 
 async def test_later_attempts_wait_as_long_as_they_must(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:

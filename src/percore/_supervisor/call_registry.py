@@ -312,7 +312,7 @@ class CallRegistry:
             self._progress.advance()
 
     def returned(self, call: PendingCall) -> None:
-        """Queue a call again that its worker has handed back, or end it if its time to begin is over."""
+        """Queue a call again that its worker has handed back or not begun, or end it if its time to begin is over."""
         if is_late(call):
             self.release(call)
             call.set_exception(late(call))

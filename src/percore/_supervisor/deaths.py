@@ -129,7 +129,7 @@ class Deaths:
 
     def _requeue(self, call: PendingCall) -> None:
         if not call.done():
-            self._calls.dispatch.returned([(call, call.queue)])
+            self._calls.returned(call)
 
     def _refuse(self, member: PoolWorker, call: PendingCall) -> None:
         """End a call that had not begun, if no worker will run it. `_lost_items` has handled batches."""
