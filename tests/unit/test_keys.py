@@ -678,3 +678,23 @@ def test_an_error_of_a_gate_loses_no_call(is_waiting: bool) -> None:
             keys.submitted(call, queue, ROOM)
     assert keys.is_idle("gated")
     assert len(keys) == 0
+
+
+def test_a_key_that_was_dropped_while_its_lane_was_listed_takes_no_new_key_of_its_name_with_it() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, other = keys_with(seats), Queue(), Queue()
+    calls = [Call() for _ in range(65)]
+    for call in calls:
+        wait(keys, "k", call, queue)
+    for call in calls:  # so many are dropped at once, while their lane is still listed
+        call.is_done = True
+        keys.cancelled("k", queue)
+    assert not queue.lanes["k"].calls
+    for name in range(2 * KEPT):
+        would_go(keys, name, other)
+    assert "k" not in keys._keys
+    assert entered(keys, "k", queue) is seat
+    assert keys.take(queue, seat) is None
+    for name in range(2 * KEPT):
+        would_go(keys, name, other)
+    keys.ended(Call(key="k"))

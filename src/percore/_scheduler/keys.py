@@ -109,7 +109,8 @@ class Keys(Generic[C, S]):
         while len(noted) > KEPT and 2 * len(noted) > len(self._keys):
             oldest = noted.popleft()
             oldest.is_noted = False
-            if oldest.is_idle():
+            # One that was dropped before, when a worker's list still had its lane, may have been noted again since.
+            if oldest.is_idle() and self._keys.get(oldest.name) is oldest:
                 self._drop(oldest)
 
     def _drop(self, key: Key[C, S]) -> None:
