@@ -148,6 +148,25 @@ async def both(log: str, gate: str) -> list[str]:
     return list(await asyncio.gather(*(runner.run(aheld, log, gate, str(number)) for number in range(2))))
 
 
+async def refused_then_waits(log: str, gate: str) -> None:
+    """Make a call that is refused, since this call has its key, and go on."""
+    try:
+        await with_key("k")
+    except ValueError:
+        say(log, "refused")
+    await apass_gate(gate)
+
+
+def late_call_and_say(log: str, gate: str, fn: Callable[..., Any]) -> None:
+    """Call a function only after the gate was opened, and say by which error the call ends."""
+    say(log, "begun")
+    pass_gate(gate)
+    try:
+        percore.current_runner().run_sync(fn)
+    except (asyncio.CancelledError, TimeoutError) as error:
+        say(log, type(error).__name__)
+
+
 def call_and_say(log: str, fn: Callable[..., Any]) -> None:
     """Call a function, and say by which TimeoutError the call ends."""
     try:

@@ -209,6 +209,38 @@ async def adown_with(depth: int, data: bytes) -> int:
     return int(result)
 
 
+def map_over_slow_input(log: str, gate: str) -> list[Any]:
+    """Map over an input whose second item comes only after the gate was opened."""
+
+    def rows() -> Iterator[tuple[str, str]]:
+        yield log, "first"
+        pass_gate(gate)
+        yield log, "second"
+
+    return list(percore.current_runner().starmap(say, rows()))
+
+
+async def amap_over_unequal_inputs(log: str, gate: str) -> list[Any]:
+    """Map over two inputs, of which the longer one waits for the gate when it is closed."""
+
+    async def short() -> AsyncIterator[int]:
+        yield 1
+
+    async def long() -> AsyncIterator[int]:
+        try:
+            yield 10
+            yield 20
+        finally:
+            try:
+                await apass_gate(gate)
+            except asyncio.CancelledError:
+                say(log, "cut off")
+            else:
+                say(log, "closed")
+
+    return [value async for value in percore.current_runner().map(add, long(), short())]
+
+
 def _waiting(log: str, gate: str) -> Iterator[tuple[str, str]]:
     try:
         yield log, gate

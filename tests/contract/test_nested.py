@@ -12,6 +12,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
 from tests.internals import members_of, slots_used
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
 
@@ -103,6 +104,33 @@ async def test_a_timeout_reaches_the_nested_calls(log: Log) -> None:
         with pytest.raises(TimeoutError, match=r"^call_and_say ran for longer than timeout=0\.5 s$"):
             await runner.options(timeout=0.5).run(jobs.call_and_say, log.path, jobs.for_ever)
         assert await log.next() == "the call that waits for this one has run for longer than its timeout"
+
+
+async def test_a_call_that_has_ended_before_its_first_nested_call_gets_no_answer(make: MakeRunner, log: Log, gate: Gate) -> None:
+    """Its thread runs on: what it then waits for would keep the thread for ever."""
+    async with make(threads=2) as runner:
+        call = runner.submit(jobs.late_call_and_say, log.path, gate.path, jobs.for_ever)
+        late = runner.options(timeout=0.05).submit(jobs.late_call_and_say, log.path, gate.path, jobs.for_ever)
+        assert await log.take(2) == ["begun"] * 2
+        call.cancel()
+        with pytest.raises(TimeoutError):
+            await late
+        await runner.run(jobs.adown, 0)  # by then the worker has read the cancellation
+        gate.open()
+        async with asyncio.timeout(20):
+            assert sorted(await log.take(2)) == ["CancelledError", "TimeoutError"]
+            await until(lambda: not any(member.calls for member in members_of(runner)))
+
+
+async def test_a_refused_call_costs_its_caller_no_place(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(concurrency=1) as runner:
+        caller = runner.options(key="k").submit(jobs.refused_then_waits, log.path, gate.path)
+        assert await log.take(1) == ["refused"]
+        other = runner.submit(jobs.aheld, log.path, gate.path, "y")
+        assert "waits for a worker" in repr(other)
+        gate.open()
+        await caller
+        assert await other == "y"
 
 
 async def test_a_closing_runner_waits_for_nested_calls(make: MakeRunner) -> None:

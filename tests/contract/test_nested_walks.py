@@ -26,6 +26,23 @@ ONE_PLACE = {"concurrency": 1, "threads": 1}
 # Maps
 
 
+async def test_calls_of_a_map_begin_while_its_input_keeps_the_thread_waiting(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(threads=2) as runner:
+        future = runner.submit(walks.map_over_slow_input, log.path, gate.path)
+        assert await log.take(1) == ["first"]
+        gate.open()
+        assert await future == [None, None]
+        assert await log.take(1) == ["second"]
+        check_empty(runner)
+
+
+async def test_the_clean_up_of_a_longer_input_is_not_cut_off(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make() as runner:
+        assert await runner.run(walks.amap_over_unequal_inputs, log.path, gate.path) == [11]
+        gate.open()
+        assert await log.take(1) == ["closed"]
+
+
 async def test_a_map_gives_its_results_in_every_way(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make(2, concurrency=2, threads=2) as runner:
         for outer in MAPS:

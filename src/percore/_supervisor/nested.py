@@ -101,6 +101,7 @@ class Nested:
             call = self._call(parent, number, request)
         except Exception as error:
             self._refuse(room, number, error)
+            self.answers.look_over(parent)
             return
         room.asked[number] = parent, call
         if (held := parent.asks(number)) is not None:

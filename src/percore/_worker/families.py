@@ -191,6 +191,8 @@ class Families:
         self.numbers = itertools.count(1)
         self.children: dict[int, Child] = {}
         self.open: dict[int, Family] = {}
+        self._cancelled: set[int] = set()
+        """Plain calls that were cancelled and run on. Some may have ended since."""
         self._noted = noted
         self.handlers: dict[int, Callable[[int, Any], object]] = {
             op: lambda number, body, op=op: self._answer(number, op, body) for op in (ANSWER_VALUE, ANSWER_RESULT, ANSWER_ERROR)
@@ -202,8 +204,11 @@ class Families:
         if family is None:
             family = self.open.setdefault(call_id, Family(self, call_id))
             self._noted.add(call_id)
-            if self.plain.has_expired(call_id):  # it was no family yet when `fail` looked for it
+            # It may have been no family yet when `fail` looked for it.
+            if self.plain.has_expired(call_id):
                 family.refusal = caller_overran
+            elif call_id in self._cancelled:
+                family.refusal, family.is_cancelled = asyncio.CancelledError, True
         return family
 
     def left(self, call_id: int) -> bool:
@@ -217,6 +222,9 @@ class Families:
 
     def fail(self, call_id: int, error: Callable[[], BaseException], *, refuses: bool = True) -> None:
         """End the nested calls of a call that goes on. `refuses`: it can make no more."""
+        if refuses and error is asyncio.CancelledError:
+            runs = self.plain.threads.runs
+            self._cancelled = set(filter(runs, (*self._cancelled, call_id)))  # before the look for a family: see `of`
         family = self.open.get(call_id)
         if family is not None:
             family.is_cancelled |= error is asyncio.CancelledError

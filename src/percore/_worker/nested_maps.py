@@ -29,6 +29,9 @@ WINDOW: Final = 256
 _HEAVIEST: Final = 64 << 20
 """Bytes of pickled arguments and results of the items in the window, from which on no more items are pulled."""
 
+_KEEP: Final = 0.002
+"""Seconds that the call of an item may wait for those of the next items, which a thread pulls meanwhile."""
+
 _PULL_SECONDS: Final = 0.003
 """How long pulling from sync inputs may keep the event loop busy before other tasks run."""
 
@@ -86,7 +89,7 @@ class MapSource(Source):
         """Unordered: the items to return."""
         self._failed: deque[_Item] = deque()
         """Items that have failed, if the map stops early."""
-        self._is_async = self._is_exhausted = self._is_begun = False
+        self._is_async = self._is_exhausted = self._is_begun = self._is_watched = False
         self._error: BaseException | None = None
         """The error of an input, to raise after the results."""
         self._weights = [0, 0, 0]
@@ -183,6 +186,17 @@ class MapSource(Source):
         channel = self.families.channel
         self.family.ask(request, child, channel.send if self._is_async else channel.keep)
         self._items[item] = None
+        if not self._is_async and not self._is_watched:
+            self._is_watched = True
+            self.loop.call_soon_threadsafe(self._watch)
+
+    def _watch(self) -> None:
+        self.loop.call_later(_KEEP, self._flush_kept)
+
+    def _flush_kept(self) -> None:
+        """Send the calls of items that wait for more. Their thread may be waiting for its input, so the loop does this."""
+        self._is_watched = False  # first: an item that is pulled from now on sets the timer again
+        self.families.channel.flush()
 
     # Results
 
@@ -261,10 +275,15 @@ class MapSource(Source):
             if item.child is not None:
                 self.family.drop_soon(item.child)
         if self.feeder is not None:
-            self.loop.call_soon_threadsafe(self.feeder.cancel)
+            self.loop.call_soon_threadsafe(self._end_feeder)
         elif self._is_begun:
             self._is_exhausted = True
             self.inputs.close_now()
+
+    def _end_feeder(self) -> None:
+        """Stop pulling async inputs. A feeder that closes them already is left alone, since their clean-up may wait."""
+        if self.feeder is not None and not self._is_exhausted:
+            self.feeder.cancel()
 
 
 class NestedMap(Walk[T_co]):

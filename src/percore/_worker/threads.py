@@ -214,6 +214,10 @@ class Threads:
             del self._beside[call_id], self.waiting[call_id]
             raise
 
+    def runs(self, call_id: int) -> bool:
+        """Whether a thread runs this call."""
+        return call_id in self._running
+
     def is_idle(self) -> bool:
         """Whether no call waits or runs."""
         return not self.waiting and not self._running
