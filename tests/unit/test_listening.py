@@ -18,7 +18,7 @@ import pytest
 
 from percore._common.addresses import InternetAddress, UnixAddress
 from percore._common.system import HAS_REUSEPORT
-from percore._listening import endpoints, steering
+from percore._listening import binding, endpoints, steering
 from percore._listening.endpoints import Endpoint, FileEndpoint, SharedEndpoint, SplitEndpoint, endpoint_of
 from percore._listening.steering import program
 from percore._scheduler.listening import SOON, has_served, plan
@@ -290,6 +290,42 @@ def test_a_path_on_which_somebody_listens_is_refused(tmp_path: Path, backlog: in
         with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
             """Never."""
         assert os.path.exists(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell which paths are bound")
+def test_a_path_on_which_somebody_is_about_to_listen_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a path")
+    with socket.socket(socket.AF_UNIX) as starting:
+        starting.bind(path)
+        with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
+            """Never."""
+        starting.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            accepted = starting.accept()[0]
+    with closing(accepted), opened(UnixAddress(path)) as endpoint:  # a connection of a server that has ended is in nobody's way
+        assert _dealt(endpoint, [0]).total() == 64
+
+
+def test_a_file_that_comes_while_a_dead_one_is_looked_at_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs find the file of a dead one. The other one replaces it first, and its file may have the same number."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    os.utime(path, (0, 0))
+    with socket.socket(socket.AF_UNIX) as other:
+
+        def late(_: str) -> bool:
+            os.unlink(path)
+            other.bind(path)
+            other.listen()
+            return False
+
+        monkeypatch.setattr(binding, "_is_bound", late)
+        monkeypatch.setattr(binding, "identity_of", lambda _: (0, 0))
+        with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
+            """Never."""
+        assert stat.S_ISSOCK(os.lstat(path).st_mode)
 
 
 def test_a_path_that_cannot_be_had_says_why(tmp_path: Path) -> None:

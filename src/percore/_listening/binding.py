@@ -12,6 +12,10 @@ from percore._common.addresses import InternetAddress, UnixAddress
 BACKLOG: Final = 65_535
 """More than any system allows, so each socket has the longest backlog that the system allows."""
 
+_UNCONNECTED: Final = "01"
+_ACCEPTS: Final = 0x10000
+"""In /proc/net/unix: the state of a socket that is connected to none, and the flag of one that listens."""
+
 _ADVICE: Final = {
     errno.EADDRINUSE: "another program or runner listens there: end it, or choose another address",
     errno.EACCES: "a port below 1024 needs the right to use it (CAP_NET_BIND_SERVICE), and a path a folder that may be written to",
@@ -110,12 +114,25 @@ def _remove_stale(path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            """Nobody listens."""
+            if _is_bound(path):  # somebody is about to listen
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
         except BlockingIOError:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None  # its backlog is full
         else:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    remove_file(path, identity_of(found))
+    with suppress(FileNotFoundError):  # somebody has removed it, or has put another one there that may have its number
+        if os.lstat(path).st_mtime_ns == found.st_mtime_ns:
+            remove_file(path, identity_of(found))
+
+
+def _is_bound(path: str) -> bool:
+    """Whether a socket is bound to this path that does not listen yet, as far as the system tells."""
+    with suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as file:
+        for line in file:
+            _, _, _, flags, _, state, _, *name = line.rstrip("\n").split(None, 7)
+            if name == [path] and state == _UNCONNECTED and not int(flags, 16) & _ACCEPTS:
+                return True
+    return False
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int]:
