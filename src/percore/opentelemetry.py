@@ -18,6 +18,7 @@ from weakref import ref
 import percore
 from percore._common.callables import qualified_name
 from percore._common.tracing import Carrier, Installed
+from percore._serialization.exception_state import text_of
 from percore._worker.context import current_worker
 
 try:
@@ -154,6 +155,10 @@ def _failed(span: trace.Span, error: BaseException) -> None:
         return
     kind = type(error)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    span.set_attribute("error.type", f"{module}{kind.__qualname__}")
-    span.record_exception(error)
-    span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {error}"))
+    name, text = f"{module}{kind.__qualname__}", text_of(error)
+    span.set_attribute("error.type", name)
+    try:
+        span.record_exception(error)
+    except Exception:  # the error has no text
+        span.add_event("exception", {"exception.type": name, "exception.message": text})
+    span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {text}"))

@@ -137,6 +137,20 @@ async def test_batches_share_a_span_and_tell_their_errors(make: MakeRunner) -> N
         assert {(span.status, *span.events) for span in spans if span.kind == "SERVER"} == {("ERROR", "ValueError")}
 
 
+async def test_an_error_without_a_text_stays_as_it_is(make: MakeRunner) -> None:
+    async with make(lifespan=traced.exporting) as runner:
+        for fn in (jobs.fail, jobs.afail):
+            with pytest.raises(jobs.BadText):
+                await runner.run(fn, jobs.BadText)
+            with pytest.raises(jobs.BadText):
+                await runner.submit(fn, jobs.BadText)
+        with pytest.raises(jobs.BadText):
+            await runner.map(jobs.fail, [jobs.BadText])
+        spans = await spans_of(runner)
+        assert {(span.status, *span.events) for span in spans} == {("ERROR", "tests.jobs.BadText")}
+        assert len(spans) == 10
+
+
 async def test_errors_retries_and_cancellation(make: MakeRunner, tmp_path: Path, gate: Gate, log: Log) -> None:
     async with make(lifespan=traced.exporting) as runner:
         for fn in (traced.fail, traced.afail):

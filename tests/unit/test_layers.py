@@ -62,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     # An extra, whose library percore does not need. `_common.tracing` is its seam, so nothing of percore imports it.
-    "opentelemetry": {"_common", "_worker"},
+    "opentelemetry": {"_common", "_serialization", "_worker"},
     # A program: it uses percore as users do, and reads what the system can do.
     "_cli": {"_common", "_runner"},
     # What `python -m percore` runs.
