@@ -151,6 +151,26 @@ def test_tqdm() -> None:
     assert "3 failed" in last
 
 
+def test_a_map_may_end_while_another_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection ends a map that nobody refers to, at any moment and in any thread."""
+    with terminal():
+        one, other = RichBar(), RichBar()
+        one.show(progress(1))
+        other.show(progress(1))
+        refresh, garbage = RichBar._shared.refresh, [other]
+
+        def refreshed() -> None:
+            if garbage:
+                garbage.pop().show(progress(2, is_over=True))
+            refresh()
+
+        monkeypatch.setattr(RichBar._shared, "refresh", refreshed)
+        one.show(progress(2))
+        assert (garbage, RichBar._maps) == ([], 1)
+        one.show(progress(3, is_over=True))
+    assert RichBar._shared is None
+
+
 def test_rich_shows_all_maps_at_once() -> None:
     with terminal() as shown:
         assert isinstance(automatic(), RichBar)

@@ -108,7 +108,8 @@ class RichBar:
     """A line of the bars that rich shows. Maps that run at the same time share one display, since a terminal has room for one."""
 
     seconds = _OFTEN
-    _lock: Final = threading.Lock()
+    _lock: Final = threading.RLock()
+    """Reentrant: while a bar is drawn, a garbage collection may end a map whose task nobody refers to."""
     _shared: Any = None
     _maps = 0
     """How many maps are shown now."""
