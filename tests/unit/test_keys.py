@@ -698,3 +698,12 @@ def test_a_key_that_was_dropped_while_its_lane_was_listed_takes_no_new_key_of_it
     for name in range(2 * KEPT):
         would_go(keys, name, other)
     keys.ended(Call(key="k"))
+
+
+def test_keys_whose_only_call_was_removed_are_dropped() -> None:
+    keys, queue = keys_with(seats_of(1)), Queue()
+    for name in range(10_000):
+        call = Call()
+        wait(keys, name, call, queue)
+        keys.remove(call, queue)
+    assert len(keys._keys) <= KEPT

@@ -340,6 +340,22 @@ def test_a_gate_that_has_opened_early_is_woken_again_after_others_have_crowded_i
     assert third in shell.sent
 
 
+def test_an_interrupted_look_at_marks_leaves_no_call_behind(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = shell.submit("k"), shell.submit("k")
+    shell.begin(first)
+
+    def interrupted(_call: Call) -> Fate:
+        monkeypatch.undo()
+        monkeypatch.setattr(module, "monotonic", lambda: shell.clock.now)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shell.member, "fate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shell.clock.advance(1.0)
+    shell.clock.advance(1.0)
+    assert shell.sent == [first, second]
+
+
 def test_what_was_made_up_for_is_no_burst_later(shell: Shell) -> None:
     """Calls that waited may begin many at once. Later ones may not, though the gate let them pass without a look."""
     fast = Rate(1000, per=1)

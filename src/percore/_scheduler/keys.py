@@ -282,6 +282,7 @@ class Keys(Generic[C, S]):
         if lane is not None and call in lane.calls:
             lane.calls.remove(call)
             queue.count -= 1
+            self._note(lane.key)
 
     def ended(self, call: C, *, was_sent: bool = True) -> Iterable[Lanes[C, S]]:
         """Note that a call is no longer under way. Return the queues from which a call may be sent now.

@@ -268,8 +268,10 @@ class Rates:
 
     def _open(self, gate: Gate) -> None:
         if gate.is_shut:
-            gate.open()
-            self._dispatch.opened(gate.name)
+            try:
+                gate.open()
+            finally:  # whatever the look at marks raises, such as a Ctrl-C: nothing else would list the calls
+                self._dispatch.opened(gate.name)
 
     def _add(self, name: Name) -> Gate:
         """Make a gate for a key that has none. Now and then drop those of idle keys that count nothing any more."""

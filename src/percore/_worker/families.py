@@ -244,10 +244,14 @@ class Families:
         if child.copies and op != ANSWER_VALUE and type(body) is int:
             body = self._copied(number, body)
         with child.family.lock:
-            child.family.children.pop(number, None)
-            self.forget(child)
-            child.answer = op, body
-        child.tell(child)
+            is_wanted = child.family.children.pop(number, None) is not None
+            if is_wanted:
+                self.forget(child)
+                child.answer = op, body
+        if is_wanted:
+            child.tell(child)
+        else:  # a thread has withdrawn it since this found it
+            self.read(child, op, body)
 
     def _copied(self, number: int, parcel: int) -> bytes:
         data = bytes(self.channel.read(parcel))
