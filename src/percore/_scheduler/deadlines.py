@@ -72,6 +72,6 @@ def rounded_up(when: float, step: float) -> float:
     return (when // step + 1.0) * step
 
 
-def next_look(earliest: float, began: float, ended: float) -> float:
-    """Return when to look through the calls again, if that took from `began` to `ended`: at the `earliest` deadline, or later."""
-    return max(earliest, ended + _PAUSE * (ended - began))
+def end_of_pause(began: float, ended: float) -> float:
+    """Return the time before which nobody looks through the calls again, if that took from `began` to `ended`."""
+    return ended + _PAUSE * (ended - began)

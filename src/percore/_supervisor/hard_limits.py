@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
-from percore._scheduler.deadlines import Deadlines, grain, next_look, rounded_up
+from percore._scheduler.deadlines import Deadlines, end_of_pause, grain, rounded_up
 from percore._scheduler.overruns import Overruns, Step, steps, waits
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class HardLimits:
         self.overruns: Overruns[PoolWorker] = Overruns()
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._seconds = self._until = 0.0
+        self._rests_until = -inf
+        """The end of the pause after the last look."""
 
     def limit(self, call: PendingCall, seconds: float) -> None:
         """Watch a call that is about to be accepted."""
@@ -79,7 +81,7 @@ class HardLimits:
         # one look more at those that still run then.
         if seconds != self._seconds:
             self._seconds, self._until = seconds, monotonic() + seconds
-            self._set_timer(self._until)
+            self._set_timer(max(self._until, self._rests_until))
         call.hard_by = self._until
 
     def _set_timer(self, when: float) -> None:
@@ -110,8 +112,9 @@ class HardLimits:
             )
         finally:
             earliest = min((when for call in limited if (when := call.hard_by) is not None and when > now), default=inf)
+            self._rests_until = end_of_pause(now, monotonic())
             if earliest < inf:
-                self._set_timer(next_look(earliest, now, monotonic()))
+                self._set_timer(max(earliest, self._rests_until))
             if (step := self._steps.next()) is not None:
                 self._set_timer(step)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL, WITHDRAW
-from percore._scheduler.deadlines import grain, next_look, rounded_up
+from percore._scheduler.deadlines import end_of_pause, grain, rounded_up
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,6 +63,8 @@ class TimeLimits:
         self._seconds = self._begin_by = self._open_until = self._due = 0.0
         self._looked = -inf
         """The latest deadline at the last look. Earlier ones need no further look."""
+        self._rests_until = -inf
+        """The end of the pause after the last look."""
         self.is_in_use = False
         """Whether any call had a `queue_timeout`. Only then workers are told by when calls must begin."""
 
@@ -88,6 +90,7 @@ class TimeLimits:
         self._set_timer(begin_by + SETTLED)
 
     def _set_timer(self, when: float) -> None:
+        when = max(when, self._rests_until)
         if self._timer is None or when < self._due:
             self.stop()
             self._due = when
@@ -112,8 +115,9 @@ class TimeLimits:
                 earliest = min(earliest, begin_by)
             else:
                 due.append(partial(self._expire, call))
+        self._rests_until = end_of_pause(began, monotonic())
         if earliest < inf:
-            self._set_timer(next_look(earliest + SETTLED, began, monotonic()))
+            self._set_timer(earliest + SETTLED)
         Faults("calls had waited for their queue_timeout").run(*due)
 
     def _expire(self, call: PendingCall) -> None:
