@@ -193,6 +193,14 @@ def test_a_copy_of_a_socket_that_is_not_kept_gets_no_connections() -> None:
             copy.accept()
 
 
+def test_a_descriptor_that_the_program_has_closed_hinders_no_end(tmp_path: Path) -> None:
+    for address in (ANY, UnixAddress(str(tmp_path / "s"))):
+        with opened(address, 2) as endpoint:
+            os.close(endpoint.of(1).fileno())
+            endpoint.keep({0})
+    assert not (tmp_path / "s").exists()
+
+
 def test_without_reuseport_all_slots_share_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "HAS_REUSEPORT", False)
     with opened(ANY, 2) as endpoint:

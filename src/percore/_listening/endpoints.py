@@ -119,7 +119,7 @@ class SharedEndpoint:
     def forsake(self) -> None:
         _open.discard(self)
         if self._sock is not None:
-            self._sock.close()
+            _close(self._sock)
             self._sock = None
 
 
@@ -199,7 +199,7 @@ class SplitEndpoint:
     def forsake(self) -> None:
         _open.discard(self)
         for sock in self._socks.values():
-            sock.close()
+            _close(sock)
         self._socks.clear()
         self._order.clear()
         self._steered = None
@@ -213,6 +213,10 @@ def _end(sock: socket.socket) -> None:
     """
     with suppress(OSError):  # the program has closed its descriptor
         sock.shutdown(socket.SHUT_RDWR)
+    _close(sock)
+
+
+def _close(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.close()
 
