@@ -220,6 +220,18 @@ def map_over_slow_input(log: str, gate: str) -> list[Any]:
     return list(percore.current_runner().starmap(say, rows()))
 
 
+async def closed_by_its_key() -> list[Any]:
+    """A map whose function of keys closes it. The call of that item would never end."""
+    results: percore.NestedMap[Any]
+
+    def key(_number: int) -> str:
+        results.close()
+        return "k"
+
+    results = percore.current_runner().map(until_ended, [1, 2], key=key)
+    return [value async for value in results]
+
+
 async def amap_over_unequal_inputs(log: str, gate: str) -> list[Any]:
     """Map over two inputs, of which the longer one waits for the gate when it is closed."""
 

@@ -131,6 +131,8 @@ async def test_a_refused_call_costs_its_caller_no_place(make: MakeRunner, log: L
         gate.open()
         await caller
         assert await other == "y"
+        (member,) = members_of(runner)
+        assert (member.load, member.families) == ([0, 0, 0], {})
 
 
 async def test_a_closing_runner_waits_for_nested_calls(make: MakeRunner) -> None:

@@ -36,6 +36,12 @@ async def test_calls_of_a_map_begin_while_its_input_keeps_the_thread_waiting(mak
         check_empty(runner)
 
 
+async def test_a_map_that_is_closed_while_it_pulls_makes_no_further_call(make: MakeRunner) -> None:
+    async with make() as runner, asyncio.timeout(20):
+        assert await runner.run(walks.closed_by_its_key) == []
+        check_empty(runner)
+
+
 async def test_the_clean_up_of_a_longer_input_is_not_cut_off(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         assert await runner.run(walks.amap_over_unequal_inputs, log.path, gate.path) == [11]

@@ -177,6 +177,8 @@ class MapSource(Source):
             self._items[item] = None
             self.answered(item)
             return
+        if self.is_closed:  # by the user's code
+            return
         item.size = len(request.pickle or b"")
         self._weights[0] += item.size
         if not spec.pairs:
