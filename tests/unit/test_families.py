@@ -1,6 +1,6 @@
 """The nested calls of a worker's calls, with a channel that the test plays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +14,10 @@ class Post:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
+        self.loop = self
+
+    def call_soon_threadsafe(self, call: Callable[[], object]) -> None:
+        call()
 
     def send_from_thread(self, op: int, number: int, _body: Any) -> None:
         self.sent.append((op, number))
@@ -47,3 +51,13 @@ def test_an_answer_that_meets_its_withdrawal_in_another_thread_is_told_to_nobody
     assert told == []
     assert post.sent == [(DROP, child.number), (TAKEN, child.number)]
     assert not families.children
+
+
+def test_families_that_tasks_of_ended_calls_ask_for_do_not_pile_up() -> None:
+    families = families_of(Post())
+    families.runs = lambda call_id: call_id % 10 == 0
+    for call_id in range(1000):
+        families.of(call_id)
+        assert len(families.open) <= 64 + 2 * call_id // 10 + 2
+    assert set(range(0, 1000, 10)) <= set(families.open)
+    assert families._noted == set(families.open)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from percore._worker.shared_objects import WorkerShares
     from percore._worker.terms import Variables
 
+_FEW: Final = 64
+
 _INLINE: Final = 16_384
 """Bytes of the largest pickle that is part of an ASK."""
 
@@ -193,6 +195,9 @@ class Families:
         self.open: dict[int, Family] = {}
         self._cancelled: set[int] = set()
         """Plain calls that were cancelled and run on. Some may have ended since."""
+        self.runs: Callable[[int], bool] = plain.threads.runs
+        """Whether a call runs. The server sets it, to ask for tasks, too."""
+        self._enough = _FEW
         self._noted = noted
         self.handlers: dict[int, Callable[[int, Any], object]] = {
             op: lambda number, body, op=op: self._answer(number, op, body) for op in (ANSWER_VALUE, ANSWER_RESULT, ANSWER_ERROR)
@@ -204,12 +209,23 @@ class Families:
         if family is None:
             family = self.open.setdefault(call_id, Family(self, call_id))
             self._noted.add(call_id)
+            if len(self.open) > self._enough:
+                self._enough = 2 * len(self.open)
+                self.channel.loop.call_soon_threadsafe(self._drop_left_behind)
             # It may have been no family yet when `fail` looked for it.
             if self.plain.has_expired(call_id):
                 family.refusal = caller_overran
             elif call_id in self._cancelled:
                 family.refusal, family.is_cancelled = asyncio.CancelledError, True
         return family
+
+    def _drop_left_behind(self) -> None:
+        """Drop the families of calls that have ended: tasks that they have left behind have asked for them. In the loop."""
+        for call_id in list(self.open):
+            if not self.runs(call_id):
+                self.open.pop(call_id, None)
+                self._noted.discard(call_id)
+        self._enough = max(_FEW, 2 * len(self.open))
 
     def left(self, call_id: int) -> bool:
         """A call ends: end its family, if it has one. Return whether the call was cancelled before."""

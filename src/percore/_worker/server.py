@@ -116,6 +116,7 @@ class Server:
         """Calls that were cancelled or may have nested calls."""
         self.families = Families(channel, self._plain, self._variables, self.shares, self._noted)
         self._plain.families = self.families
+        self.families.runs = self._runs
         self._start = task_starter(self._loop)
         self._is_draining = self._is_abandoned = False
         self._tickets: deque[None] = deque()
@@ -324,6 +325,10 @@ class Server:
     def threads(self) -> Threads:
         """The threads of plain functions."""
         return self._threads
+
+    def _runs(self, call_id: int) -> bool:
+        """Whether a call runs. To be asked between the steps of tasks."""
+        return call_id in self._tasks or call_id in self._handed_over or self._threads.runs(call_id)
 
     def own_tasks(self) -> set[asyncio.Task[Any]]:
         """Return the tasks of the calls that still run."""
