@@ -79,14 +79,18 @@ def check_polite(farm: Farm) -> None:
     assert max(seen.most_at_once for seen in visits.values()) == PER_HOST
 
 
-def check_workers(pages: list[Page], count: int) -> None:
-    """So many workers have fetched these pages, and those of a host are of one worker."""
+def check_workers(pages: list[Page], *, is_single: bool) -> None:
+    """Workers have fetched these pages, and those of a host are of one worker.
+
+    Hashes, which nobody knows beforehand, assign hosts to workers: once in 128 times one worker has all eight.
+    """
     workers: dict[str, set[int]] = {}
     for page in pages:
         if not page["error"]:
             workers.setdefault(urlsplit(page["url"]).netloc, set()).add(page["worker"])
     assert {len(ones) for ones in workers.values()} == {1}, "a host stays in one worker"
-    assert len(set().union(*workers.values()) - {None}) == count
+    used: set[int | None] = set().union(*workers.values())
+    assert used == {None} if is_single else used <= {0, 1}
 
 
 # Politeness
@@ -99,7 +103,7 @@ def test_a_whole_crawl_is_polite_and_a_host_stays_in_one_worker(farm: Farm, mode
     pages = read_pages(output)
     check_whole(farm, pages)
     check_polite(farm)
-    check_workers(pages, 0 if mode == ["--single"] else 2)
+    check_workers(pages, is_single=mode == ["--single"])
     visits = farm.visits()
     for number, seen in enumerate(visits.values()):
         assert next(iter(seen.paths)) == ROBOTS, "before anything else"
