@@ -18,7 +18,6 @@ MODULES: Final = (
     "percore._transport.channel",
     "percore._serialization.pickler",
     "percore._scheduler.dispatch",
-    "percore._worker_process.main",
     "percore._engines.processes.engine",
     "percore._calls.items",
     "percore._supervisor.pool",

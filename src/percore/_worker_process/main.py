@@ -12,47 +12,26 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
-from percore._protocol.worker_start import Given, WorkerStart
+from percore._protocol.worker_start import Given
 from percore._serialization import reducers
 from percore._serialization.pickler import MainInfo, load
 from percore._transport.doorbell import Bell
 from percore._transport.memory import Memory, keep_heap_warm
 from percore._transport.ring import RingWriter
-from percore._transport.worker_side import Layout, WorkerEnd
+from percore._transport.worker_side import WorkerEnd
 from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.executor_worker import logger as executor_logger
 from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
+from percore._worker_process.boot import STACKS_SIGNAL, Boot
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.title import program_name, set_title
 from percore._worker_process.world import lifelines
-
-STACKS_SIGNAL: Final = signal.SIGURG
-"""The signal upon which a worker writes the stacks of its threads. A process that has no handler for it ignores it."""
-
-
-class Boot(NamedTuple):
-    """What the supervisor sends to a worker process before the channel exists."""
-
-    start: WorkerStart
-    layout: Layout
-    debug: bool
-    main: tuple[Any, ...]
-    loop_factory: bytes
-    levels: Levels = (0, ())
-    parent: multiprocessing_state.Parent = multiprocessing_state.Parent(0, "MainProcess", ())
-    """The program, as multiprocessing knows it."""
-    authkey: bytes = b""
-    """multiprocessing's authentication key in the program."""
-    has_tracker: bool = False
-    """Whether there is a descriptor of the program's multiprocessing resource tracker."""
-    sockets: int = 0
-    """How many of the last descriptors are the sockets on which the worker serves."""
 
 
 def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn:

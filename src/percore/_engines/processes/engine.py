@@ -28,7 +28,7 @@ from percore._transport.doorbell import Haste
 from percore._transport.links import Link, Links
 from percore._transport.memory import keep_heap_warm
 from percore._worker_process import multiprocessing_state
-from percore._worker_process.main import Boot
+from percore._worker_process.boot import Boot
 
 _UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
 

@@ -1,0 +1,31 @@
+"""What a worker process is given for its start. The program imports this, and nothing of what runs in a worker: that takes time."""
+
+import signal
+from typing import Any, Final, NamedTuple
+
+from percore._protocol.worker_start import WorkerStart
+from percore._transport.worker_side import Layout
+from percore._worker_process import multiprocessing_state
+from percore._worker_process.log_forwarding import Levels
+
+STACKS_SIGNAL: Final = signal.SIGURG
+"""The signal upon which a worker writes the stacks of its threads. A process that has no handler for it ignores it."""
+
+
+class Boot(NamedTuple):
+    """What the supervisor sends to a worker process before the channel exists."""
+
+    start: WorkerStart
+    layout: Layout
+    debug: bool
+    main: tuple[Any, ...]
+    loop_factory: bytes
+    levels: Levels = (0, ())
+    parent: multiprocessing_state.Parent = multiprocessing_state.Parent(0, "MainProcess", ())
+    """The program, as multiprocessing knows it."""
+    authkey: bytes = b""
+    """multiprocessing's authentication key in the program."""
+    has_tracker: bool = False
+    """Whether there is a descriptor of the program's multiprocessing resource tracker."""
+    sockets: int = 0
+    """How many of the last descriptors are the sockets on which the worker serves."""
