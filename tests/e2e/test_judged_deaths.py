@@ -214,10 +214,12 @@ def test_k15_a_worker_that_eats_all_memory_dies_and_not_its_supervisor(
         gate.give(1)
         kind, name, text, memory = program.told("eaten")
         assert (kind, name) == ("WorkerDied", "SIGKILL")
-        assert "died by SIGKILL (killed by the kernel: out of memory; it had up to 2" in text
-        assert 128 << 20 < memory <= MemoryGroup.LIMIT
+        # The fork server tells the peak. From Linux 6.15 on the pidfd may tell the exit code before that.
+        had = "" if memory is None else "; it had up to 2"
+        assert f"died by SIGKILL (killed by the kernel: out of memory{had}" in text
+        assert memory is None or 128 << 20 < memory <= MemoryGroup.LIMIT
         assert program.told("beside") is False
-        ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(killed by the kernel: out of memory; it had up to .* MiB\)")
+        ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(killed by the kernel: out of memory(; it had up to .* MiB)?\)")
     finally:
         gate.close()
 

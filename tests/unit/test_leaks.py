@@ -96,8 +96,9 @@ def test_a_child_nobody_waited_for() -> None:
 def test_an_orphan_is_found_by_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "ORPHAN_PATIENCE", 0.2)
     before = leaks.snapshot()
-    child = f"s.Popen([sys.executable, '-c', {SLEEPER!r}], stdout=s.DEVNULL)"
-    code = f"import subprocess as s, sys; print({child}.pid, flush=True)"
+    # The kernel shows the mark only some time after `Popen` has returned: the child itself tells that it runs.
+    child = f"s.Popen([sys.executable, '-c', {'print(flush=True); ' + SLEEPER!r}], stdout=s.PIPE)"
+    code = f"import subprocess as s, sys; child = {child}; child.stdout.readline(); print(child.pid, flush=True)"
     answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, start_new_session=True)
     (sentence,) = leaks.since(before)
     assert sentence.startswith(f"orphaned process {int(answer.stdout)} ")
