@@ -18,6 +18,7 @@ from tests.contract import peer_jobs
 from tests.contract.conftest import MakeRunner
 from tests.counts import LONG, times
 from tests.internals import members_of, supervisor_of
+from tests.waiting import until
 
 BOTH = pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 
@@ -64,7 +65,7 @@ async def test_peers_8_a_runner_that_nobody_holds_any_more_ends_its_backlog(make
     for number, future in enumerate(futures):
         error = future.exception()
         assert isinstance(error, percore.RunnerClosed | percore.WorkerDied) or future.result() == number
-    assert not supervisor.members
+    await until(lambda: not supervisor.members)  # the last worker may still be ending
     assert assembly is not None
     await assembly.engine.aclose()
 
