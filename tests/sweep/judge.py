@@ -104,7 +104,7 @@ class Stage:
         """Forget the plans that nobody has carried out."""
         for path in self.folder.iterdir():
             if "." in path.name:
-                path.unlink()
+                path.unlink(missing_ok=True)  # a worker claims its plan at any time
         self.drain("stay")
         self.drain("gate")
 
