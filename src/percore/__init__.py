@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
     from percore._map.threaded import threaded
+    from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
     from percore._monitor.progress import Progress
     from percore._monitor.statistics import Statistics, WorkerStatistics
     from percore._monitor.usage import ProcessUsage, Usage
@@ -43,13 +44,16 @@ if TYPE_CHECKING:
 __all__ = [
     "CurrentRunner",
     "CurrentWorker",
+    "FunctionStatistics",
     "LoopPoolExecutor",
     "Map",
     "NestedMap",
     "NestedStream",
     "Options",
     "PayloadTooLarge",
+    "Percentiles",
     "PercoreError",
+    "Pickling",
     "ProcessUsage",
     "Progress",
     "Rate",
@@ -59,6 +63,7 @@ __all__ = [
     "RunnerBroken",
     "RunnerClosed",
     "RunnerFull",
+    "RunningCall",
     "Shared",
     "StartupFailed",
     "Statistics",
@@ -78,13 +83,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "CurrentRunner": "_worker.runner",
     "CurrentWorker": "_worker.context",
+    "FunctionStatistics": "_monitor.functions",
     "LoopPoolExecutor": "_executor.executor",
     "Map": "_map.map",
     "NestedMap": "_worker.nested_maps",
     "NestedStream": "_worker.nested_streams",
     "Options": "_runner.verbs",
     "PayloadTooLarge": "_common.errors",
+    "Percentiles": "_monitor.functions",
     "PercoreError": "_common.errors",
+    "Pickling": "_monitor.functions",
     "ProcessUsage": "_monitor.usage",
     "Progress": "_monitor.progress",
     "Rate": "_common.rates",
@@ -94,6 +102,7 @@ _HOMES = {
     "RunnerBroken": "_common.worker_errors",
     "RunnerClosed": "_common.errors",
     "RunnerFull": "_common.errors",
+    "RunningCall": "_monitor.functions",
     "Shared": "_protocol.shared",
     "StartupFailed": "_common.worker_errors",
     "Statistics": "_monitor.statistics",

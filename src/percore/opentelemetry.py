@@ -16,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 import percore
-from percore._common.callables import qualified_name
+from percore._common.callables import full_name, qualified_name
 from percore._common.tracing import Carrier, Installed
 from percore._serialization.exception_state import text_of
 from percore._worker.context import current_worker
@@ -145,8 +145,7 @@ class _Span:
 
 
 def _attributes(fn: Callable[..., Any]) -> dict[str, Any]:
-    module = getattr(fn, "__module__", None) or type(fn).__module__
-    return {"code.function.name": f"{'__main__' if module == '__mp_main__' else module}.{qualified_name(fn)}"}
+    return {"code.function.name": full_name(fn)}
 
 
 def _failed(span: trace.Span, error: BaseException) -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from percore._calls.meters import UNMETERED
 from percore._calls.nested import ForeignFunction, NestedStream
 from percore._calls.policy import CallPlan, Policy
 from percore._common.errors import RunnerClosed
@@ -25,7 +26,7 @@ class Ends:
         plan = CallPlan(Policy(prefetch=prefetch), prefetch=prefetch, steps_aside=True)
         queue: Any = Queue(Kind.TASK, depth=1)
         self.stream = NestedStream(
-            cast(Any, self), cast(Any, self), 1, ForeignFunction("pages", "jobs", Kind.TASK), queue, None, plan
+            cast(Any, self), cast(Any, self), 1, ForeignFunction("pages", "jobs", Kind.TASK, UNMETERED), queue, None, plan
         )
         self.stream.member = self
 

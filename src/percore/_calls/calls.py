@@ -45,6 +45,9 @@ class Outcome(Protocol):
     @property
     def plan(self) -> CallPlan | None: ...
 
+    @property
+    def function(self) -> Function: ...
+
     def done(self) -> bool:
         """Whether it has ended, was cancelled or was withdrawn."""
 

@@ -9,6 +9,7 @@ from itertools import islice
 from types import MethodType
 from typing import Any, Final, Protocol
 
+from percore._calls.meters import UNMETERED, Meter, Meters
 from percore._calls.shared_objects import Share, Shares
 from percore._common.callables import is_async_stream, is_coroutine_call, qualified_name
 from percore._protocol.interfaces import Store
@@ -30,11 +31,12 @@ _LOOKS: Final = 4
 class Function:
     """A function to call: how it is sent, and where its calls run. Number 0: it is sent with each call."""
 
-    __slots__ = ("cost", "fn", "kind", "number", "payload", "users")
+    __slots__ = ("cost", "fn", "kind", "meter", "number", "payload", "users")
 
-    def __init__(self, fn: Callable[..., Any], kind: int) -> None:
+    def __init__(self, fn: Callable[..., Any], kind: int, meter: Meter = UNMETERED) -> None:
         self.fn = fn
         self.kind = kind
+        self.meter = meter
         self.number = 0
         self.payload: Payload = b""
         self.users = 0
@@ -86,9 +88,10 @@ class Caller(Protocol):
 class Functions:
     """The functions of one runner, by number."""
 
-    def __init__(self, store: Store, shares: Shares, workers: Collection[Caller]) -> None:
+    def __init__(self, store: Store, shares: Shares, workers: Collection[Caller], meters: Meters) -> None:
         """`workers`: all workers that have not ended."""
         self.store = store
+        self._meters = meters
         self._workers = workers
         self._shares = shares
         self._pickler = store.pickler
@@ -115,7 +118,7 @@ class Functions:
         function = self.known.get(name)
         if function is not None:
             return function
-        function = Function(fn, stream_kind_of(fn) if is_stream else kind_of(fn))
+        function = Function(fn, stream_kind_of(fn) if is_stream else kind_of(fn), self._meters.of(fn))
         if is_by_reference(fn):
             try:
                 if not self._number(function):

@@ -315,12 +315,13 @@ class Batch(CallBase):
 class BatchItem(CallBase):
     """An item of a batch whose outcome the worker reports separately: an error, or a result that is not a scalar."""
 
-    __slots__ = ("_batch", "_index", "plan")
+    __slots__ = ("_batch", "_index", "function", "plan")
 
     body: None = None
 
     def __init__(self, batch: Batch, index: int) -> None:
         self._batch = batch
+        self.function = batch.function
         self._index = index
         self.plan = batch.map.plan()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
+from percore._calls.meters import Meter
 from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._common.worker_errors import WorkerDied
@@ -43,8 +44,8 @@ class ForeignFunction(Function):
 
     __slots__ = ("_name", "module")
 
-    def __init__(self, name: str, module: str, kind: int) -> None:
-        super().__init__(_nowhere, kind)
+    def __init__(self, name: str, module: str, kind: int, meter: Meter) -> None:
+        super().__init__(_nowhere, kind, meter)
         self._name = name
         self.module = module
 

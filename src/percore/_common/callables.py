@@ -19,6 +19,26 @@ def qualified_name(fn: object) -> str:
         return type(fn).__qualname__
 
 
+def full_name(fn: object) -> str:
+    """Return module and qualified name of the function behind partials, or of the class of a callable object. Never raises."""
+    for _ in range(20):
+        if not isinstance(fn, functools.partial):
+            break
+        fn = fn.func
+    try:
+        module = getattr(fn, "__module__", None) or type(fn).__module__
+    except Exception:  # as in `qualified_name`
+        module = type(fn).__module__
+    return name_in(module, qualified_name(fn))
+
+
+def name_in(module: object, name: str) -> str:
+    """Return the full name of what has this qualified name in this module. The main module has one name in all processes."""
+    if type(module) is not str or not module:
+        return name
+    return f"{'__main__' if module == '__mp_main__' else module}.{name}"
+
+
 def routines_of(fn: object) -> tuple[Any, Any]:
     """Return the functions that a call of `fn` runs: the one inside its partials, and the `__call__` of its class or None."""
     inner: Any = fn

@@ -52,6 +52,11 @@ IS_FREE_THREADED = "t" in sys.abiflags
 """Whether this is a free-threaded build of Python. The GIL may be enabled all the same."""
 
 
+def metrics_wanted() -> bool:
+    """Whether runners that start now measure their calls: PERCORE_METRICS is not 0."""
+    return os.environ.get("PERCORE_METRICS") != "0"
+
+
 def uvloop_wanted() -> bool:
     """Whether the default loop of workers may be uvloop. It must also be installed."""
     return "uvloop" not in _without

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from percore._monitor.functions import FunctionStatistics, Percentiles, RunningCall  # noqa: TC001  # for `get_type_hints`
 from percore._monitor.tables import Table, mebibytes
 
 _HEAD: Final = ("worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag")
@@ -37,6 +38,8 @@ class WorkerStatistics:
         restarts_for_memory: those of them whose reason was `max_memory_per_worker`.
         memory: bytes of memory that the current worker had at the last sample, about a second ago, shared memory left out. None
             without `max_memory_per_worker`, and before the first sample.
+        current: the calls that run in the current worker, the oldest first; at most 16 of them.
+        run: how many seconds the slot's calls have run; None until there are samples.
     """
 
     index: int
@@ -56,6 +59,8 @@ class WorkerStatistics:
     restarts: int
     restarts_for_memory: int
     memory: int | None
+    current: tuple[RunningCall, ...] = ()
+    run: Percentiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Statistics:
         retried: failed attempts that were followed by another attempt.
         restarts: replacements started.
         workers: one record per slot, by index.
+        functions: one record per function that has begun, in the order of their first calls. Empty with PERCORE_METRICS=0.
     """
 
     running: int
@@ -84,6 +90,7 @@ class Statistics:
     retried: int
     restarts: int
     workers: tuple[WorkerStatistics, ...]
+    functions: tuple[FunctionStatistics, ...] = ()
 
     def __str__(self) -> str:
         return self._table().text()

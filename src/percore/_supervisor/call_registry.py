@@ -327,12 +327,19 @@ class CallRegistry:
         if self.shares.held:
             self.shares.drop(call)
 
-    def ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False) -> None:
-        """Count a call, or an item of a batch, that has its outcome, and free its place in its worker."""
+    def ended(self, member: PoolWorker, target: Outcome, *, failed: bool = False, began: bool = True) -> None:
+        """Count a call, or an item of a batch, that has its outcome, and free its place in its worker.
+
+        `began`: False for a call that was cancelled before it began.
+        """
         target.leave(member)
         self.release(target)
         member.done += 1
         member.failed += failed
+        if began:
+            meter = target.function.meter
+            meter.ended += 1
+            meter.failed += failed
         if POINTS:
             point("supervisor.outcome.delivered")
 

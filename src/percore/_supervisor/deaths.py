@@ -44,8 +44,13 @@ class Deaths:
         if isinstance(call, Batch):
             items = call.size if fate.begun is None else fate.items
             self._lost_items(member, call, items, fate.age, faults)
-        elif not call.done() and (fate.begun is not False or self._phase.is_cut):
-            delay = self._lost(member, call, fate.age)
+            return
+        began = fate.begun is not False
+        if call.done():
+            if began:
+                call.function.meter.lost()
+        elif began or self._phase.is_cut:
+            delay = self._lost(member, call, fate.age, began=began)
             member.take(call.call_id)
             if delay is not None:
                 self._calls.again(call, delay)
@@ -59,10 +64,10 @@ class Deaths:
             failure.__cause__ = fault
         self._calls.give_up(call, failure or fault, faults)
 
-    def _lost(self, member: PoolWorker, call: PendingCall, age: float | None) -> float | None:
-        """Fail a call that had begun in the dead worker, or return the delay before its next attempt.
+    def _lost(self, member: PoolWorker, call: PendingCall, age: float | None, *, began: bool = True) -> float | None:
+        """Fail a call of the dead worker, or return the delay before its next attempt.
 
-        `age`: seconds since the call began; None: unknown.
+        `age`: seconds since the call began; None: unknown. `began`: False only while all calls are being cut off.
         """
         if self._phase.is_cut:
             self._calls.release(call)
@@ -86,6 +91,8 @@ class Deaths:
                 call.set_exception(error)
         member.done += 1
         member.failed += 1
+        if began:
+            call.function.meter.lost()
         return None
 
     def _lost_items(self, member: PoolWorker, batch: Batch, items: int, age: float | None, faults: Faults) -> None:
@@ -96,6 +103,7 @@ class Deaths:
             batch.settle(index)
             member.shrink(1)
             if item.done():
+                batch.function.meter.lost()
                 continue
             renewed = item.renewed()
             with inner:

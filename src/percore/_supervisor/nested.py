@@ -20,9 +20,11 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from percore._calls.calls import PendingCall
+from percore._calls.meters import Meters
 from percore._calls.nested import ForeignFunction, NestedCall, NestedStream
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._common.call_options import CallOptions, checked
+from percore._common.callables import name_in
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults
 from percore._protocol.messages import (
@@ -54,9 +56,10 @@ _TOO_MANY: Final = f"more than {MOST_ASIDE} calls of this worker wait for calls 
 class Nested:
     """The nested calls of one runner. The loop calls the methods."""
 
-    def __init__(self, calls: CallRegistry, concurrency: int, retries: int) -> None:
+    def __init__(self, calls: CallRegistry, concurrency: int, retries: int, meters: Meters) -> None:
         """`retries`: those of calls without options of their own."""
         self._calls = calls
+        self._meters = meters
         self._phase = calls.phase
         self._retries = retries
         self._policy = Policy(retries=retries) if retries else None
@@ -151,7 +154,8 @@ class Nested:
                 )
             if stuck := self._knot(key, parent):
                 raise _endless(stuck)
-        function = ForeignFunction(request.name, request.module, request.kind)
+        meter = self._meters.named(name_in(request.module, request.name))
+        function = ForeignFunction(request.name, request.module, request.kind, meter)
         queue = self._dispatch.level(parent.depth, request.kind)
         policy = self._policy if request.options is None else self._policy_of(RequestOptions(*request.options))
         call: NestedCall

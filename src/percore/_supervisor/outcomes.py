@@ -69,7 +69,7 @@ class Outcomes:
             VALUES: lambda call_id, body: self._values(member, call_id, body),
             RESULT: lambda call_id, body: self._result(member, call_id, body),
             ERROR: lambda call_id, body: self._error(member, call_id, body),
-            CANCELLED: lambda call_id, _: self._cancelled(member, call_id),
+            CANCELLED: lambda call_id, body: self._cancelled(member, call_id, is_unbegun=body is True),
             RETURNED: lambda call_id, body: self._returned(member, call_id, body),
             STARTED: lambda call_id, _: self._started(member, call_id),
             TIMED_OUT: lambda call_id, _: self._timed_out(member, call_id),
@@ -111,6 +111,7 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
+                        call.function.meter.ended += 1
                         if POINTS:
                             point("supervisor.outcome.delivered")
                         if op == VALUE:
@@ -135,6 +136,7 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
+                        call.function.meter.ended += 1
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
                             self._calls.release(call)
                         if POINTS:
@@ -210,6 +212,9 @@ class Outcomes:
         batch.values(first, results, size, failures)
         member.done += count
         member.failed += len(failures)
+        meter = batch.function.meter
+        meter.ended += count
+        meter.failed += len(failures)
         member.shrink(count)
         if not batch.outstanding:
             member.take(call_id)
@@ -342,7 +347,7 @@ class Outcomes:
         else:
             call.plan.late = delay
 
-    def _cancelled(self, member: PoolWorker, call_id: int) -> None:
+    def _cancelled(self, member: PoolWorker, call_id: int, *, is_unbegun: bool) -> None:
         target = self._target(member, call_id)
         plan = target.plan
         if plan is not None and plan.late is not None and not self._calls.phase.is_cut and self._is_late(member, target):
@@ -350,7 +355,7 @@ class Outcomes:
         if not target.done():
             # Its caller did not cancel it, or the future would be done. The runner's closing did.
             target.cut_off()
-        self._calls.ended(member, target)
+        self._calls.ended(member, target, began=not is_unbegun)
 
     def _returned(self, member: PoolWorker, call_id: int, count: int | None) -> None:
         calls = self._calls

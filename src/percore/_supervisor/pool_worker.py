@@ -408,6 +408,34 @@ class PoolWorker:
         running = tasks + self.load[Kind.BROADCAST] + min(threads, plain) + sum(self._aside)
         return running, max(0, plain - threads) + self._batched
 
+    def running(self, threads: int, *, may_look: bool) -> list[tuple[int, PendingCall]]:
+        """Return the calls that run, with their ids and the oldest first, as far as the supervisor knows. As `statistics`."""
+        calls = [(call_id, call) for call_id, call in list(self.calls.items()) if call_id not in self.parked]
+        has_read, free = self.has_read(), threads + self._aside[Kind.THREAD]
+        running: list[tuple[int, PendingCall]] = []
+        for call_id, call in calls:
+            is_plain = call.kind == Kind.THREAD
+            begun = self._has_begun(call_id) if may_look and (is_plain or not has_read) else None
+            if begun is None:  # nobody can tell: threads take plain calls in order, and the loop all others at once
+                begun = not is_plain or free > 0
+            free -= is_plain
+            if begun:
+                running.append((call_id, call))
+        return running
+
+    def _has_begun(self, call_id: int) -> bool | None:
+        try:
+            return self.worker.fate(call_id).begun
+        except ValueError:  # as in `statistics`
+            return False
+
+    def age(self, call_id: int, *, may_look: bool) -> float | None:
+        """Return for how many seconds a call has run; None if nobody can tell. `may_look` as in `statistics`."""
+        try:
+            return self.worker.fate(call_id).age if may_look else None
+        except ValueError:
+            return None
+
     def _held(self) -> tuple[int, int]:
         """Return the numbers of coroutine calls and of plain calls (a batch counts once) in the worker."""
         # Take the remainders instead of checking what has added to the loads: another thread may read them while they change.

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from percore._monitor.functions import FunctionStatistics, Pickling, RunningCall
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from percore._calls.functions import Function
+    from percore._calls.meters import Meter
+    from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
     from percore._supervisor.worker_slot import WorkerSlot
+
+_MOST_CURRENT: Final = 16
+"""Running calls of a worker that statistics show."""
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
@@ -22,6 +30,7 @@ def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
     may_look = is_here or _has_gil()
     in_use = len(supervisor.slots)
     workers = tuple(_of_slot(supervisor, slot, may_look) for slot in tuple(supervisor.pool.all_slots))  # also of removed slots
+    functions = _functions(supervisor, may_look) if supervisor.meters.is_on else ()
     return Statistics(
         running=sum(worker.running for worker in workers),
         queued=sum(worker.queued for worker in workers) + supervisor.calls.waiting(),
@@ -30,7 +39,32 @@ def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
         retried=sum(worker.retried for worker in workers),
         restarts=sum(worker.restarts for worker in workers),
         workers=workers[:in_use],
+        functions=functions,
     )
+
+
+def _functions(supervisor: Supervisor, may_look: bool) -> tuple[FunctionStatistics, ...]:
+    """Return the figures of all functions of which a call has begun."""
+    threads = supervisor.options.threads
+    running: Counter[Meter] = Counter()
+    for member in tuple(supervisor.members):
+        running.update(call.function.meter for _, call in member.running(threads, may_look=may_look))
+    figures = (_of_function(meter, running[meter]) for meter in supervisor.meters.all())
+    return tuple(one for one in figures if one.begun)
+
+
+def _of_function(meter: Meter, running: int) -> FunctionStatistics:
+    ended, failed = meter.ended, meter.failed
+    return FunctionStatistics(meter.name, ended + running, ended, failed, running, None, None, None, Pickling(), None)
+
+
+def _current(member: PoolWorker, threads: int, may_look: bool) -> tuple[RunningCall, ...]:
+    running = member.running(threads, may_look=may_look)[:_MOST_CURRENT]
+    return tuple(_running_call(member, call_id, call.function, may_look) for call_id, call in running)
+
+
+def _running_call(member: PoolWorker, call_id: int, function: Function, may_look: bool) -> RunningCall:
+    return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look))
 
 
 def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> WorkerStatistics:
@@ -63,4 +97,5 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
         restarts=slot.restarts,
         restarts_for_memory=slot.restarts_for_memory,
         memory=None if member is None else member.memory,
+        current=() if member is None else _current(member, supervisor.options.threads, may_look),
     )

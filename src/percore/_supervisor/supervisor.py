@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from percore._calls.context_variables import Contexts
 from percore._calls.functions import Function, Functions
+from percore._calls.meters import Meters
 from percore._calls.policy import Policy
 from percore._calls.shared_objects import Shares
 from percore._common.log import Faults
 from percore._common.options import RunnerOptions
+from percore._common.system import metrics_wanted
 from percore._common.worker_errors import RunnerBroken
 from percore._protocol.interfaces import Engine
 from percore._protocol.messages import Kind
@@ -60,7 +62,8 @@ class Supervisor:
         """All workers that have not ended. The pool adds and removes them."""
         self.calls = CallRegistry(loop, self.dispatch, self.shares, self.phase, self, self.members)
         self._broadcasts = self.calls.broadcasts
-        self.functions = Functions(store, self.shares, self.members)
+        self.meters = Meters(is_on=metrics_wanted())
+        self.functions = Functions(store, self.shares, self.members, self.meters)
         self.known = self.functions.known
         self.policy = Policy(retries=options.retries) if options.retries else None
         """The policy of calls without options of their own; None: the defaults."""
@@ -71,7 +74,7 @@ class Supervisor:
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
         self._is_settling = False
         self.submission = Submission(self.calls, self.functions, self.contexts)
-        self.nested = Nested(self.calls, options.concurrency, options.retries)
+        self.nested = Nested(self.calls, options.concurrency, options.retries, self.meters)
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
         self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
         self.calls.limits.hard = self._hard

@@ -263,7 +263,7 @@ class Server:
             else:
                 stream.close(task)
         elif self._plain.cancel(call_id, None):
-            self._channel.send(CANCELLED, call_id, None)
+            self._channel.send(CANCELLED, call_id, True)
         else:
             # The clean-up of a generator may make calls. A plain function is not told that it was cancelled.
             self.families.fail(call_id, asyncio.CancelledError, refuses=call_id not in self._streams)
