@@ -10,6 +10,8 @@ from percore import FunctionStatistics
 from tests import jobs, nested_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeWorker
+from tests.relay.near import RelayWorker
 from tests.waiting import until
 
 pytestmark = pytest.mark.differs("relay", because="nothing tells how far a call is")
@@ -100,3 +102,52 @@ async def test_metrics_can_be_switched_off(make: MakeRunner, monkeypatch: pytest
         await runner.run(jobs.echo, 1)
         statistics = runner.statistics()
         assert (statistics.functions, statistics.done) == ((), 1)
+        worker = worker_of(runner)
+        assert not isinstance(worker, FakeWorker) or worker.core.server.sampler is None
+
+
+async def test_waits_runs_and_payloads_are_measured_for_each_verb(make: MakeRunner) -> None:
+    """Also of a result that waits for room: there are 64 slots, and each of these takes one."""
+    async with make(threads=2) as runner:
+        sizes = [len(data) for data in await asyncio.gather(*(runner.submit(jobs.pattern, 300_000) for _ in range(200)))]
+        assert sizes == [300_000] * 200
+        await runner.run(jobs.aecho, [b"x" * 1000])
+        await runner.map(jobs.length, [b"x" * 50_000] * 100)
+        assert [item async for item in runner.stream(jobs.numbers)]
+        await runner.broadcast(jobs.where)
+        await runner.run(nested_jobs.down, 2)
+        measured = (jobs.pattern, jobs.aecho, jobs.length, jobs.numbers, jobs.where, nested_jobs.down)
+        await until(lambda: all(of(runner, fn).run for fn in measured))
+        for fn in measured:
+            found = of(runner, fn)
+            assert found.run is not None
+            assert 0 < found.run.p50 <= found.run.p90 <= found.run.p99
+            if not isinstance(worker_of(runner), RelayWorker):  # nobody sees when a call behind a relay begins
+                assert found.wait is not None
+                assert 0 <= found.wait.p50 <= found.wait.p90 <= found.wait.p99
+        large = of(runner, jobs.pattern)
+        assert large.payload is not None
+        assert large.payload.count > 0
+        assert large.payload.p50 == pytest.approx(300_000, rel=0.07)
+        assert (large.pickling.dumps, large.pickling.worker_loads) == (0, 0)
+        assert large.pickling.loads > 0 < large.pickling.load_seconds
+        await until(lambda: of(runner, jobs.pattern).pickling.worker_dumps > 0)
+        echoed = of(runner, jobs.aecho).pickling
+        assert (echoed.dumps, echoed.loads, echoed.worker_loads, echoed.worker_dumps) == (1, 1, 1, 1)
+        assert echoed.seconds > 0
+        (worker,) = runner.statistics().workers
+        assert worker.run is not None
+        assert worker.run.count == sum(0 if one.run is None else one.run.count for one in runner.statistics().functions)
+
+
+async def test_figures_outlive_the_worker(make: MakeRunner) -> None:
+    async with make() as runner:
+        await runner.run(jobs.echo, [1])
+        await until(lambda: of(runner, jobs.echo).run)
+        worker_of(runner).kill()
+        await until(lambda: runner.statistics().workers[0].restarts == 1)
+        await runner.run(jobs.aecho, 1)
+        assert of(runner, jobs.echo).run is not None
+        run = runner.statistics().workers[0].run
+        assert run is not None
+        assert run.count == 1

@@ -137,7 +137,7 @@ async def test_the_end_of_a_lease_is_told_after_its_beginning(*, is_function: bo
         assert (await asyncio.to_thread(answers.function, function))() == 100_000
         await asyncio.to_thread(told.has_ended.wait)
     else:
-        _, (got,), _ = await asyncio.to_thread(answers.unpack, 1, function, payload, told.send_from_thread)
+        _, (got,), _, _ = await asyncio.to_thread(answers.unpack, 1, function, payload, told.send_from_thread)
         assert got() == 100_000
     assert told.told == ([LEASED, UNLEASED] if is_function else [LEASED, UNLEASED, UNPICKLED])
     for one in (reader, memory):

@@ -180,6 +180,7 @@ LARGEST: Final[dict[str, Any]] = {
     "ITEMS": PICKLE,
     "ITEM": PICKLE,
     "ENDED": None,
+    "MEASURED": lambda: (WIDE * 256, ((1 << 10, 1 << 40),) * 400, *((1 << 62,) * 5)),
 }
 """By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
 

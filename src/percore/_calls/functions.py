@@ -6,6 +6,7 @@ The arguments of a call are pickled here too, since an error names the function 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
+from time import monotonic_ns
 from types import MethodType
 from typing import Any, Final, Protocol
 
@@ -238,13 +239,19 @@ class Functions:
             PicklingError, AttributeError, TypeError: an object cannot be pickled; the error names the argument.
             BaseException: any error that the user's objects raise while they are pickled.
         """
+        dumps = function.meter.dumps
+        dumps.left -= 1
+        began = monotonic_ns() if dumps.left < 0 else 0
         try:
-            return self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+            payload, met = self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
         except CANNOT as error:
             told = self._told(function, args, kwargs, error)
             if told is error:
                 raise
             raise told from error
+        if began:
+            function.meter.dumped(monotonic_ns() - began, self.size_of(payload))
+        return payload, met
 
     def _told(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
         """Return an error that names the argument, or the function, that could not be pickled."""

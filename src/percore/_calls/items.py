@@ -68,6 +68,7 @@ class Item(CallBase):
         "__weakref__",
         "_is_done",
         "_size",
+        "accepted_at",
         "body",
         "call_id",
         "function",
@@ -96,6 +97,7 @@ class Item(CallBase):
         self.member: Any = None
         self._size = size
         self._is_done = False
+        self.accepted_at = 0
 
     def done(self) -> bool:
         """Whether the item has ended or was cancelled."""
@@ -139,6 +141,7 @@ class Batch(CallBase):
     __slots__ = (
         "_ended",
         "_late",
+        "accepted_at",
         "body",
         "call_id",
         "function",
@@ -162,6 +165,7 @@ class Batch(CallBase):
     def __init__(self, running: RunningMap, run: Run, plan: CallPlan | None) -> None:
         self.map = running
         self.run = run
+        self.accepted_at = run.at
         self.body = None  # `message` has the bodies of the items
         self.plan = plan
         self.function = function = running.function
@@ -318,12 +322,17 @@ class BatchItem(CallBase):
     __slots__ = ("_batch", "_index", "function", "plan")
 
     body: None = None
+    accepted_at: int = 0  # the wait of a batch is measured as a whole
 
     def __init__(self, batch: Batch, index: int) -> None:
         self._batch = batch
         self.function = batch.function
         self._index = index
         self.plan = batch.map.plan()
+
+    @property
+    def call_id(self) -> int:
+        return self._batch.call_id
 
     def done(self) -> bool:
         """Whether the map does not need the item any more."""

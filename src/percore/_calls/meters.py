@@ -1,13 +1,15 @@
-"""Meters: what the supervisor counts of the calls of each function.
+"""Meters: what the supervisor counts and measures of the calls of each function.
 
 All `Function`s of one name share a meter, since a function that travels by value becomes a new `Function` with each call. The hot
-paths of `Outcomes` increment a meter's fields directly; everything else about it happens when somebody asks for statistics.
+paths of `Outcomes` increment `ended` directly and measure a call if `due` is reached; what a worker measures arrives in MEASURED.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, Final
 
 from percore._common.callables import full_name
+from percore._common.measuring import MOST_SKIPPED, Gauge, Histogram
 
 _MOST: Final = 1024
 """Names with a meter of their own. A program that makes functions without end, each with a name of its own, stays bounded."""
@@ -15,30 +17,110 @@ _MOST: Final = 1024
 OTHERS: Final = "(other functions)"
 """The name of the meter of all further functions."""
 
+_OFTEN_NS: Final = 1_000_000
+"""Nanoseconds between two measured waits below which fewer are measured."""
+
+_WORTH_NS: Final = 50_000_000
+"""Nanoseconds of pickling from which on it is worth advice."""
+
 
 class Meter:
-    """The counts of the functions of one name.
+    """The counts and the measured figures of the functions of one name.
 
     Attributes:
         name: module and qualified name.
         ended: calls that had begun in a worker and have ended, including failures. Each item of a map counts.
         failed: those that have ended with an exception or with the death of their worker.
+        due: the value of `ended` from which on the wait of a call is measured.
+        wait, run: nanoseconds.
+        payload: bytes of pickles.
+        dumps, loads: gauges of pickling arguments and of unpickling results.
+        pickled: by what was done (`dumps` and `loads` here, loads and dumps in workers), how often, and the nanoseconds.
     """
 
-    __slots__ = ("ended", "failed", "name")
+    __slots__ = ("_measured_at", "_skips", "due", "dumps", "ended", "failed", "loads", "name", "payload", "pickled", "run", "wait")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_on: bool = True) -> None:
+        """`is_on`: False for one that measures nothing."""
         self.name = name
         self.ended = 0
         self.failed = 0
+        self.due: float = 1 if is_on else inf
+        self.wait, self.run, self.payload = Histogram(), Histogram(), Histogram()
+        self.pickled = [(0, 0)] * 4
+        self.dumps = Gauge(self._dumped if is_on else None)
+        self.loads = Gauge(self._loaded if is_on else None)
+        self._skips = 1
+        self._measured_at = 0
 
     def lost(self) -> None:
         """Count a call that had begun in a worker and ended with its death."""
         self.ended += 1
         self.failed += 1
 
+    def waited(self, nanoseconds: int | None, now: int) -> None:
+        """Take the wait of the call that was due; None: it is unknown. `now`: the monotonic clock, in nanoseconds."""
+        if nanoseconds is not None:
+            self.wait.add(max(0, nanoseconds), self._skips)
+        is_often = now - self._measured_at < _OFTEN_NS
+        self._measured_at = now
+        self._skips = min(2 * self._skips, MOST_SKIPPED) if is_often else max(1, self._skips // 2)
+        self.due = self.ended + self._skips
 
-UNMETERED: Final = Meter("")
+    def dumped(self, nanoseconds: int, size: int) -> None:
+        """Take what pickling the arguments took that was due, and the size of the pickle."""
+        self.payload.add(size, self.dumps.skips)
+        self.dumps.took(nanoseconds)
+
+    def loaded(self, nanoseconds: int, size: int) -> None:
+        """Take what unpickling the result took that was due, and the size of the pickle."""
+        self.payload.add(size, self.loads.skips)
+        self.loads.took(nanoseconds)
+
+    def sized(self, size: int) -> None:
+        """Take the size of a pickle that passes through."""
+        if self.name:
+            self.payload.add(size)
+
+    def loaded_all(self, count: int, nanoseconds: int, size: int) -> None:
+        """Take what unpickling `count` results took, and the sum of their sizes."""
+        self.payload.add(size // count, count)
+        self._note(1, count, nanoseconds)
+
+    def measured(self, loads: int, load_ns: int, dumps: int, dump_ns: int) -> None:
+        """Take what pickling took in a worker: how often it unpickled arguments and pickled results, and the nanoseconds."""
+        self._note(2, loads, load_ns)
+        self._note(3, dumps, dump_ns)
+
+    def _dumped(self, nanoseconds: int, weight: int) -> None:
+        self._note(0, weight, nanoseconds * weight)
+
+    def _loaded(self, nanoseconds: int, weight: int) -> None:
+        self._note(1, weight, nanoseconds * weight)
+
+    def _note(self, what: int, count: int, nanoseconds: int) -> None:
+        calls, spent = self.pickled[what]
+        self.pickled[what] = calls + count, spent + nanoseconds
+
+    def advice(self) -> str | None:
+        """Return what to do if pickling takes longer than the work; else None."""
+        (_, dumped), (_, loaded), (_, worker_loaded), (_, worker_dumped) = self.pickled
+        whole, work = dumped + loaded + worker_loaded + worker_dumped, max(0, self.run.total - worker_loaded)
+        if whole < _WORTH_NS or whole <= work or not self.run.count:
+            return None
+        times = f"{whole / work:.1f} times as long as the work" if work else "all of the time"
+        if dumped + worker_loaded >= loaded + worker_dumped:
+            return (
+                f"pickling takes {times}, most of it for arguments: share what calls have in common (`runner.share`), "
+                "or send a path or a key instead of the data"
+            )
+        return (
+            f"pickling takes {times}, most of it for results: return less, for example a summary, "
+            "or write the data to a file and return its path"
+        )
+
+
+UNMETERED: Final = Meter("", is_on=False)
 """Takes the counts that nobody asks for."""
 
 

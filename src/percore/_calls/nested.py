@@ -62,13 +62,28 @@ class NestedCall(CallBase):
     """A call that another call has made from inside its worker."""
 
     __slots__ = (
-        *("__weakref__", "_is_over", "asker", "body", "call_id", "function", "key", "kind", "member", "number", "owner", "plan"),
+        *(
+            "__weakref__",
+            "_is_over",
+            "accepted_at",
+            "asker",
+            "body",
+            "call_id",
+            "function",
+            "key",
+            "kind",
+            "member",
+            "number",
+            "owner",
+            "plan",
+        ),
         "queue",
     )
 
     forwards = True
     is_short = False
     call_id: int
+    accepted_at: int
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,

@@ -35,7 +35,21 @@ class StreamCall(CallBase):
 
     __slots__ = (
         *("_closers", "_failure", "_gone", "_is_granting", "_loop", "_phase", "_ready", "_waiter"),
-        *("body", "call_id", "credits", "error", "function", "key", "kind", "member", "on_done", "owner", "plan", "span"),
+        *(
+            "accepted_at",
+            "body",
+            "call_id",
+            "credits",
+            "error",
+            "function",
+            "key",
+            "kind",
+            "member",
+            "on_done",
+            "owner",
+            "plan",
+            "span",
+        ),
     )
 
     queue: ClassVar[None] = None
@@ -46,6 +60,7 @@ class StreamCall(CallBase):
     kind: int
     body: tuple[Any, ...] | Payload
     call_id: int
+    accepted_at: int
 
     def __init__(
         self,

@@ -3,7 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+_LONGEST: Final = 256
+"""Characters of a full name."""
 
 
 def qualified_name(fn: object) -> str:
@@ -35,8 +38,8 @@ def full_name(fn: object) -> str:
 def name_in(module: object, name: str) -> str:
     """Return the full name of what has this qualified name in this module. The main module has one name in all processes."""
     if type(module) is not str or not module:
-        return name
-    return f"{'__main__' if module == '__mp_main__' else module}.{name}"
+        return name[:_LONGEST]
+    return f"{'__main__' if module == '__mp_main__' else module}.{name}"[:_LONGEST]
 
 
 def routines_of(fn: object) -> tuple[Any, Any]:

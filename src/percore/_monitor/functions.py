@@ -70,9 +70,11 @@ class FunctionStatistics:
         ended: calls that have begun and ended, including failures. A call cancelled before it began does not count.
         failed: calls that have ended with an exception or with the death of their worker. `ended` includes them.
         running: calls that run now. A batch of items of a map counts as one.
-        wait: seconds from the call's acceptance to its begin in a worker.
-        run: seconds from the call's begin to its end.
-        payload: bytes of the pickled arguments and of the pickled result together; 0 for values that travel without pickling.
+        wait: seconds from the call's acceptance to its begin in a worker. None also where the engine cannot tell the begin.
+        run: seconds from the call's begin, before its arguments are unpickled, to its end. The items of a map that travel together
+            count with their mean.
+        payload: bytes of a pickle: of the arguments, of the result or of an item of a stream. Values that travel without pickling,
+            such as numbers and short strings, do not count.
         pickling: what pickling arguments and results took.
         advice: what to do about it, if pickling takes longer than the work; else None.
     """

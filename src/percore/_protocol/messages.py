@@ -63,6 +63,7 @@ ITEMS: Final = 17  # the next items of a stream; body: from `WorkerChannel.pack_
 ITEM: Final = 18  # the next item of a stream; body: its pickle
 ENDED: Final = 19  # the generator of a stream has returned
 STARTED: Final = 20  # the call begins now; only if its TERMS ask for it
+MEASURED: Final = 21  # id: 0; body: what was measured of a function's calls, see percore._worker.sampling
 # Nested calls, which calls in this worker make. id: number of the nested call, given by the worker
 ASK: Final = 22  # make a call; body: a NestedRequest as a tuple
 ASKED: Final = 23  # body: the pickle that was too large for ASK

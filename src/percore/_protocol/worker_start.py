@@ -37,6 +37,7 @@ class WorkerStart:
         contextvars: module and name of each context variable of the runner.
         tracing: the pickled tracing library.
         executor: how the worker serves an executor; None for a Runner.
+        is_measured: whether the worker measures its calls.
     """
 
     index: int
@@ -47,3 +48,4 @@ class WorkerStart:
     contextvars: tuple[tuple[str, str], ...]
     tracing: bytes
     executor: ExecutorSettings | None
+    is_measured: bool = False

@@ -7,6 +7,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 
 import asyncio
 import os
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
@@ -21,6 +22,7 @@ from percore._scheduler.batching import Run
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.broadcasts import Broadcasts
+from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.retries import Retries
 from percore._supervisor.time_limits import TimeLimits, is_late, late
@@ -94,6 +96,7 @@ class CallRegistry:
 
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
+        call.accepted_at = monotonic_ns()
         member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
@@ -106,6 +109,7 @@ class CallRegistry:
 
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
+        call.accepted_at = monotonic_ns()
         if not self.watch.is_armed:
             self.watch.arm()
         try:
@@ -332,14 +336,16 @@ class CallRegistry:
 
         `began`: False for a call that was cancelled before it began.
         """
-        target.leave(member)
-        self.release(target)
-        member.done += 1
-        member.failed += failed
         if began:
             meter = target.function.meter
             meter.ended += 1
             meter.failed += failed
+            if meter.ended >= meter.due and target.accepted_at:
+                measure_wait(member, target, meter)  # before it leaves its place
+        target.leave(member)
+        self.release(target)
+        member.done += 1
+        member.failed += failed
         if POINTS:
             point("supervisor.outcome.delivered")
 

@@ -204,6 +204,7 @@ class Nested:
 
     def _accept(self, call: NestedCall, body: Payload) -> None:
         call.body = body
+        call.function.meter.sized(self._store.size(body) if type(body) is int else len(cast("bytes", body)))
         if POINTS:
             point("supervisor.nested.accepted")
         if self._phase.begins:

@@ -5,11 +5,12 @@ before that, the call ends when the supervisor processes the worker's death.
 """
 
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
+from percore._calls.meters import Meter
 from percore._common.errors import RemoteError, overrun, shown
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
@@ -37,6 +38,7 @@ from percore._serialization.exception_state import type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
 from percore._supervisor.call_registry import CallRegistry
+from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.time_limits import is_late
 
@@ -95,8 +97,10 @@ class Outcomes:
                         op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
                     ):
                         if op == RESULT and not call.future.done():
+                            loads = call.function.meter.loads
+                            loads.left -= 1
                             try:
-                                body = load(body)
+                                body = load(body) if loads.left >= 0 else _timed(call.function.meter, body)
                             except BaseException as error:
                                 self._not_loaded(member, call, error)
                                 if not channel.is_open:
@@ -111,7 +115,10 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
-                        call.function.meter.ended += 1
+                        meter = call.function.meter
+                        meter.ended += 1
+                        if meter.ended >= meter.due:
+                            measure_wait(member, call, meter)
                         if POINTS:
                             point("supervisor.outcome.delivered")
                         if op == VALUE:
@@ -136,7 +143,10 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
-                        call.function.meter.ended += 1
+                        meter = call.function.meter
+                        meter.ended += 1
+                        if meter.ended >= meter.due:
+                            measure_wait(member, call, meter)
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
                             self._calls.release(call)
                         if POINTS:
@@ -207,19 +217,33 @@ class Outcomes:
         count = len(results)
         if batch.queue.batches is not None and count and seconds >= 0:
             batch.queue.batches.cost.measured(count, seconds)
-        size = sum(len(results[place]) for place in pickled) if pickled else 0
-        failures = load_all(results, pickled) if pickled else {}
+        size, failures = self._load_results(batch, results, pickled) if pickled else (0, {})
         batch.values(first, results, size, failures)
         member.done += count
         member.failed += len(failures)
         meter = batch.function.meter
+        if not first and meter.ended >= meter.due:
+            measure_wait(member, batch, meter)
         meter.ended += count
         meter.failed += len(failures)
+        if count and seconds >= 0 and meter.name:
+            nanoseconds = int(seconds / count * 1e9)
+            meter.run.add(nanoseconds, count)
+            member.run_times.add(nanoseconds, count)
         member.shrink(count)
         if not batch.outstanding:
             member.take(call_id)
         if POINTS:
             point("supervisor.outcome.delivered")
+
+    @staticmethod
+    def _load_results(batch: Batch, results: list[Any], pickled: list[int]) -> tuple[int, dict[int, Exception]]:
+        """Unpickle these results of a batch. Return the size of their pickles, and the failures by place."""
+        size, began = sum(len(results[place]) for place in pickled), monotonic_ns()
+        failures = load_all(results, pickled)
+        if batch.function.meter.name:
+            batch.function.meter.loaded_all(len(pickled), monotonic_ns() - began, size)
+        return size, failures
 
     def _result(self, member: PoolWorker, call_id: int, payload: Payload) -> None:
         target, channel = self._target(member, call_id), member.worker.channel
@@ -233,11 +257,16 @@ class Outcomes:
             channel.release(payload)
             return
         if target.forwards:
-            target.forward(channel.read(payload), is_error=False)
+            data = channel.read(payload)
+            target.function.meter.sized(len(data))
+            target.forward(data, is_error=False)
+            del data
             channel.release(payload)
             self._calls.ended(member, target)
             return
-        received = channel.load(payload)
+        received, meter = channel.load(payload), target.function.meter
+        meter.loads.left -= 1
+        began = monotonic_ns() if meter.loads.left < 0 else 0
         try:
             result = received.load()
         except BaseException as error:
@@ -245,6 +274,8 @@ class Outcomes:
                 channel.release(payload)
             self._not_loaded(member, target, error)
             return
+        if began:
+            meter.loaded(monotonic_ns() - began, received.size)
         if not target.done():
             target.deliver(result, received.size)
         if not received.is_leased:
@@ -257,8 +288,10 @@ class Outcomes:
             call.drop()
         if call.done():  # cancelled: as in `_result`
             return True
+        loads = call.function.meter.loads
+        loads.left -= 1
         try:
-            result = load(pickled)
+            result = load(pickled) if loads.left >= 0 else _timed(call.function.meter, pickled)
         except BaseException as error:
             self._not_loaded(member, call, error)
             return False
@@ -392,6 +425,14 @@ class Outcomes:
             member.take(batch.call_id)
         if run is not None:
             self._calls.put_back(batch.map, run)
+
+
+def _timed(meter: Meter, pickled: Any) -> Any:
+    """Unpickle a result, and measure how long that takes."""
+    began = monotonic_ns()
+    result = load(pickled)
+    meter.loaded(monotonic_ns() - began, len(pickled))
+    return result
 
 
 def load_all(results: list[Any], places: list[int], what: str = "result") -> dict[int, Exception]:

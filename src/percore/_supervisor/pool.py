@@ -9,6 +9,7 @@ import signal
 from functools import partial
 from typing import Final, Protocol
 
+from percore._calls.meters import Meters
 from percore._common.errors import RunnerClosed, shown
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults, report
@@ -26,6 +27,7 @@ from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.listening import Listening
+from percore._supervisor.measuring import Measurements
 from percore._supervisor.memory_watch import MemoryWatch
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
@@ -57,6 +59,7 @@ class Pool:
         members: set[PoolWorker],
         keeper: Keeper,
         nested: Nested,
+        meters: Meters,
         observer: WorkerObserver | None = None,
     ) -> None:
         self.slots: list[WorkerSlot] = []
@@ -79,7 +82,7 @@ class Pool:
         seconds = {Deadline.START: self._options.start_timeout, Deadline.END: self._options.kill_after}
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
         self._nested = nested
-        self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested)
+        self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested, Measurements(meters))
         self._turn = Turn(calls.loop)
         self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
         self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
+from percore._common.measuring import Histogram
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
@@ -113,6 +114,8 @@ class PoolWorker:
         self.done = 0
         self.failed = 0
         self.retried = 0
+        self.run_times = Histogram()
+        """For how many nanoseconds its calls have run."""
         self._ran: dict[str, int] = {}
         """How many calls ran when the worker died, by the name of the function."""
         self._begin_by: float | None = None

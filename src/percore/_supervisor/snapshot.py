@@ -7,7 +7,8 @@ from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from percore._monitor.functions import FunctionStatistics, Pickling, RunningCall
+from percore._common.measuring import merged
+from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from percore._calls.functions import Function
     from percore._calls.meters import Meter
+    from percore._common.measuring import Histogram
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
     from percore._supervisor.worker_slot import WorkerSlot
@@ -54,8 +56,34 @@ def _functions(supervisor: Supervisor, may_look: bool) -> tuple[FunctionStatisti
 
 
 def _of_function(meter: Meter, running: int) -> FunctionStatistics:
-    ended, failed = meter.ended, meter.failed
-    return FunctionStatistics(meter.name, ended + running, ended, failed, running, None, None, None, Pickling(), None)
+    ended = meter.ended
+    return FunctionStatistics(
+        name=meter.name,
+        begun=ended + running,
+        ended=ended,
+        failed=meter.failed,
+        running=running,
+        wait=_percentiles(meter.wait, 1e9),
+        run=_percentiles(meter.run, 1e9),
+        payload=_percentiles(meter.payload, 1),
+        pickling=_pickling(meter),
+        advice=meter.advice(),
+    )
+
+
+def _pickling(meter: Meter) -> Pickling:
+    (dumps, dumped), (loads, loaded), (worker_loads, worker_loaded), (worker_dumps, worker_dumped) = meter.pickled
+    return Pickling(
+        *(dumps, dumped / 1e9, loads, loaded / 1e9),
+        *(worker_loads, worker_loaded / 1e9, worker_dumps, worker_dumped / 1e9),
+    )
+
+
+def _percentiles(histogram: Histogram, unit: float) -> Percentiles | None:
+    """Return the percentiles of a histogram whose values are given in this part of the unit that users see."""
+    if not histogram.count:
+        return None
+    return Percentiles(histogram.count, *(value / unit for value in histogram.percentiles(0.5, 0.9, 0.99)))
 
 
 def _current(member: PoolWorker, threads: int, may_look: bool) -> tuple[RunningCall, ...]:
@@ -97,5 +125,6 @@ def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> Worker
         restarts=slot.restarts,
         restarts_for_memory=slot.restarts_for_memory,
         memory=None if member is None else member.memory,
+        run=_percentiles(merged([past.run_times, *(other.run_times for other in members)]), 1e9),
         current=() if member is None else _current(member, supervisor.options.threads, may_look),
     )

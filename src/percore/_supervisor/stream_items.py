@@ -1,6 +1,7 @@
 """Handlers for the messages about the items of a stream, and about its end without an error."""
 
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any
 
 from percore._calls.nested import NestedStream
@@ -31,11 +32,19 @@ class StreamItems:
         if isinstance(stream, NestedStream):
             stream.arrived(values, pickled)
             return
-        failures = load_all(values, pickled, "item") if pickled and not stream.done() else {}
+        failures = self._load(stream, values, pickled) if pickled and not stream.done() else {}
         first = min(failures, default=None)
         stream.arrived(values if first is None else values[:first])
         if first is not None:
             stream.abandon(failures[first])
+
+    @staticmethod
+    def _load(stream: StreamCall, values: list[Any], pickled: list[int]) -> dict[int, Exception]:
+        size, began = sum(len(values[place]) for place in pickled), monotonic_ns()
+        failures = load_all(values, pickled, "item")
+        if stream.function.meter.name:
+            stream.function.meter.loaded_all(len(pickled), monotonic_ns() - began, size)
+        return failures
 
     def _item(self, member: PoolWorker, stream: StreamCall | NestedStream, payload: Payload) -> None:
         channel = member.worker.channel
@@ -46,7 +55,7 @@ class StreamItems:
         if stream.done():  # do not run user code (unpickling) for an item that nobody takes
             channel.release(payload)
             return
-        received = channel.load(payload)
+        received, began = channel.load(payload), monotonic_ns()
         try:
             item = received.load()
         except BaseException as error:
@@ -57,6 +66,8 @@ class StreamItems:
             if issubclass(type(error), KeyboardInterrupt):  # as for the result of a call
                 raise error
             return
+        if stream.function.meter.name:
+            stream.function.meter.loaded_all(1, monotonic_ns() - began, received.size)
         stream.arrived([item])
         if not received.is_leased:
             channel.release(payload)

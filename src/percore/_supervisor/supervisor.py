@@ -75,7 +75,7 @@ class Supervisor:
         self._is_settling = False
         self.submission = Submission(self.calls, self.functions, self.contexts)
         self.nested = Nested(self.calls, options.concurrency, options.retries, self.meters)
-        self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, observer)
+        self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, self.meters, observer)
         self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
         self.calls.limits.hard = self._hard
         self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from percore._common.measuring import Histogram, merged
 from percore._protocol.interfaces import Exit
 from percore._scheduler.replacement import Occupancy, Replacement
 from percore._supervisor.pool_worker import PoolWorker
@@ -17,11 +18,13 @@ class Past(NamedTuple):
     failed: int = 0
     retried: int = 0
     generation: int = 0
+    run_times: Histogram = Histogram()
 
     def with_(self, member: PoolWorker) -> "Past":
         """Return these counts with those of another dead worker added."""
-        done, failed, retried, _ = self
-        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation)
+        done, failed, retried, _, run_times = self
+        times = merged([run_times, member.run_times])
+        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation, times)
 
 
 class WorkerSlot(Replacement[PoolWorker]):

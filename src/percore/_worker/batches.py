@@ -76,7 +76,7 @@ class WorkerBatch:
         Before each step, set `marks[word]` to the number of items begun, including all items of the step.
         """
         self.results = results
-        call = fn if self.is_bare and not POINTS else partial(_call, fn, self.is_bare)
+        call = fn if self.is_bare and not POINTS else partial(_call, fn, self.is_bare, self.function)
         step = min(_LONGEST_STEP, max(1, self.end // _STEPS))
         while self.items:
             marks[word] = begun = self.begun + step
@@ -105,28 +105,44 @@ class WorkerBatch:
         return True
 
 
-def _call(fn: Callable[..., Any], is_bare: bool, body: Any) -> Any:
+def _call(fn: Callable[..., Any], is_bare: bool, function: WorkerFunction, body: Any) -> Any:
     if POINTS:
         point("worker.call.running")
     if is_bare:
         return fn(body)
     if type(body) is tuple:
         return fn(*body)
+    loads = function.gauges.loads
+    loads.left -= 1
+    began = time.monotonic_ns() if loads.left < 0 else 0
     try:
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", load(body))
     except IMPORT_ERRORS as error:
         advise_importing(error)
         raise
+    if began:
+        loads.took(time.monotonic_ns() - began)
     return fn(*args, **kwargs)
 
 
 class BatchResults:
     """Results of consecutive items of a batch, kept to be sent together. The thread calls the methods, except `flush_kept`."""
 
-    __slots__ = ("_answers", "_call_id", "_first", "_hand_over", "_lock", "_pickled", "_send", "_since", "_size", "values")
+    __slots__ = (
+        *("_answers", "_call_id", "_first", "_function", "_hand_over", "_lock", "_pickled", "_send", "_since", "_size"),
+        "values",
+    )
 
-    def __init__(self, call_id: int, answers: Answers, send: Send, hand_over: Callable[[int, Any, float | None], None]) -> None:
+    def __init__(
+        self,
+        call_id: int,
+        function: WorkerFunction,
+        answers: Answers,
+        send: Send,
+        hand_over: Callable[[int, Any, float | None], None],
+    ) -> None:
         self._call_id = call_id
+        self._function = function
         self._answers = answers
         self._send = send
         self._hand_over = hand_over
@@ -150,7 +166,8 @@ class BatchResults:
             self._first = index + 1
             self._hand_over(item_id(self._call_id, index), value, None)
         else:
-            pickled = self._answers.result(item_id(self._call_id, index), value, self._flush_then_send, keep_small=True)
+            item, gauges = item_id(self._call_id, index), self._function.gauges
+            pickled = self._answers.result(item, value, self._flush_then_send, gauges, keep_small=True)
             if pickled is None:
                 self.flush()
                 self._first = index + 1

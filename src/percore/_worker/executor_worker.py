@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
 from percore._serialization.advice import advise_main_thread, unpicklable
-from percore._worker.answers import Answers, Send, WorkerFunction
+from percore._worker.answers import Answers, Send, Unpacked, WorkerFunction
+from percore._worker.sampling import Sampler
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
@@ -48,13 +49,11 @@ class ThreadStart:
 class ExecutorAnswers(Answers):
     """Answers calls as the standard library's workers do."""
 
-    def __init__(self, channel: "WorkerChannel", *, is_pool: bool) -> None:
-        super().__init__(channel)
+    def __init__(self, channel: "WorkerChannel", sampler: Sampler | None = None, *, is_pool: bool) -> None:
+        super().__init__(channel, sampler)
         self._is_pool = is_pool
 
-    def unpack(
-        self, call_id: int, function: WorkerFunction | None, body: Body, send: Send
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
+    def unpack(self, call_id: int, function: WorkerFunction | None, body: Body, send: Send) -> Unpacked:
         """Like `Answers.unpack`, but in a pool a failure ends this process."""
         try:
             return super().unpack(call_id, function, body, send)

@@ -21,6 +21,7 @@ from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
 from percore._worker.context import of_id
 from percore._worker.recalls import Item, Recalls, Streams
+from percore._worker.sampling import UNGAUGED, FunctionGauges
 from percore._worker.streams import ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
@@ -85,11 +86,11 @@ class PlainCalls:
         threads: int,
         initializer: Callable[[], Callable[[], object]] | None,
         variables: Variables,
-        hand_over: Callable[[int, Any, float | None], None],
+        hand_over: Callable[..., None],
     ) -> None:
         """`initializer` unpickles and returns the user's thread initializer.
 
-        If a plain function returns an awaitable, its thread calls `hand_over(call_id, awaitable, deadline)`.
+        If a plain function returns an awaitable, its thread calls `hand_over(call_id, awaitable, deadline, gauges)`.
         """
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
@@ -306,7 +307,7 @@ class PlainCalls:
         send = self._channel.send_from_thread
         try:
             self._initialize()
-            fn, args, kwargs = self._answers.unpack(call_id, function, body, send)
+            fn, args, kwargs, stream.gauges = self._answers.unpack(call_id, function, body, send)
             if POINTS:
                 point("worker.call.running")
             if self._tracing is None:
@@ -315,6 +316,7 @@ class PlainCalls:
                 with self._tracing.around(fn):
                     stream.run(fn, args, kwargs)
         except BaseException as error:
+            self._measure(stream.gauges, call_id)
             was_cancelled = bool(self.families.open) and self.families.left(call_id)
             if stream.is_abandoned:
                 return
@@ -323,6 +325,7 @@ class PlainCalls:
             else:
                 self._answers.error(call_id, error.error if type(error) is ItemFailed else error, send)
         else:
+            self._measure(stream.gauges, call_id)
             if self.families.open:
                 self.families.left(call_id)
             if not stream.is_abandoned:
@@ -361,37 +364,46 @@ class PlainCalls:
     def _run_call(  # noqa: C901, PLR0912  # each further function would cost every call
         self, call_id: int, function: WorkerFunction | None, body: Body, timeout: float | None
     ) -> None:
-        send = self._channel.send_from_thread
+        send, gauges = self._channel.send_from_thread, UNGAUGED
         if timeout is not None:
             deadline = self._loop.time() + timeout
             self._loop.call_soon_threadsafe(self._watch, call_id, deadline)
         try:
             self._initialize()
-            fn, args, kwargs = self._unpack(call_id, function, body, send)
+            fn, args, kwargs, gauges = self._unpack(call_id, function, body, send)
             if POINTS:
                 point("worker.call.running")
             result = fn(*args, **kwargs) if kwargs else fn(*args)
             passes = self._passes(result)
             is_awaitable = not passes and hasattr(type(result), "__await__")  # may run code of a metaclass
         except BaseException as error:
+            self._measure(gauges, call_id)
             if self.families.open and self.families.left(call_id) and isinstance(error, asyncio.CancelledError):
                 send(CANCELLED, call_id, None)
             else:
                 self._answers.error(call_id, error, send)
         else:
-            if self.families.open and not is_awaitable:
-                self.families.left(call_id)
+            if not is_awaitable:
+                self._measure(gauges, call_id)
+                if self.families.open:
+                    self.families.left(call_id)
             if passes:
                 if POINTS:
                     point("worker.outcome.ready")
                 self._send_result(VALUE, call_id, result)
             elif is_awaitable:
-                self._hand_over(call_id, result, None if timeout is None else deadline)
+                self._hand_over(call_id, result, None if timeout is None else deadline, gauges)
             else:
-                self._answers.result(call_id, result, self._send_result)
+                self._answers.result(call_id, result, self._send_result, gauges)
         finally:
             if timeout is not None:
                 self._loop.call_soon_threadsafe(self._unwatch, call_id)
+
+    def _measure(self, gauges: FunctionGauges, call_id: int) -> None:
+        """Measure for how long a call has run, if it is due. Call it before the call is answered: then its mark is its own."""
+        gauges.left -= 1
+        if gauges.left < 0:
+            gauges.took(time.monotonic_ns() - self._marks[(call_id & self._mask) * MARK_WORDS + 1])
 
     def _run_items(self, call_id: int, batch: WorkerBatch, word: int) -> None:
         function = batch.function
@@ -402,7 +414,7 @@ class PlainCalls:
 
         fn = late if function.fn is None or self._initializer is not None else function.fn
         send = self._send_result if batch.end == 1 else self._channel.send_from_thread
-        results = BatchResults(call_id, self._answers, send, self._hand_over)
+        results = BatchResults(call_id, function, self._answers, send, self._hand_over)
         if self._tracing is None:
             batch.run(results, fn, self._marks, word)
         else:

@@ -53,6 +53,7 @@ from percore._worker.context import of_id
 from percore._worker.eager_tasks import task_starter
 from percore._worker.families import Families
 from percore._worker.plain_calls import PlainCalls
+from percore._worker.sampling import UNGAUGED, FunctionGauges, Sampler
 from percore._worker.shared_objects import WorkerShares
 from percore._worker.streams import TaskStream
 from percore._worker.terms import Terms, Variables, within
@@ -75,7 +76,7 @@ def _is_unbegun(task: asyncio.Task[None]) -> bool:
 class Server:
     """Serves one channel. The loop calls the methods, unless their docstring says otherwise."""
 
-    def __init__(  # parts of one worker, put together in one place
+    def __init__(  # noqa: PLR0913  # parts of one worker, put together in one place
         self,
         channel: "WorkerChannel",
         marks: StartMarks,
@@ -84,10 +85,12 @@ class Server:
         thread_initializer: Callable[[], Callable[[], object]] | None = None,
         variables: Variables | None = None,
         answers: Answers | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """`marks` has MARK_WORDS words per place; the number of places is a power of two.
 
-        `thread_initializer` unpickles and returns the user's thread initializer. `answers` defaults to `Answers(channel)`.
+        `thread_initializer` unpickles and returns the user's thread initializer. `answers` defaults to `Answers(channel, sampler)`.
+        `sampler`: None if nothing is measured.
         """
         self._channel = channel
         self._loop = channel.loop
@@ -98,7 +101,7 @@ class Server:
         self._functions: dict[int, WorkerFunction] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
-        self._handed_over: dict[int, tuple[Any, float | None]] = {}
+        self._handed_over: dict[int, tuple[Any, float | None, FunctionGauges]] = {}
         self._terms: dict[int, Terms] = {}
         self._limited: Terms | None = None
         """The terms of BEGIN_BY for the calls that have no terms of their own. Then `_terms` has them under 0, the id of no call:
@@ -106,7 +109,8 @@ class Server:
         self._variables = Variables(()) if variables is None else variables
         self._tracing = self._variables.tracing
         self.shares = WorkerShares(channel)
-        self._answers = Answers(channel) if answers is None else answers
+        self.sampler = sampler
+        self._answers = Answers(channel, sampler) if answers is None else answers
         self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
         self._recalls = self._plain.recalls
         self._threads = self._plain.threads
@@ -159,7 +163,7 @@ class Server:
                         marks = self._marks
                         marks[place + 1] = monotonic_ns()
                         marks[place] = call_id
-                        task = self._start(self._run(call_id, fn, body, None), function.name, None)
+                        task = self._start(self._run(call_id, fn, body, None, function.gauges), function.name, None)
                         if not task.done():
                             self._tasks[call_id] = task
                 else:
@@ -269,6 +273,8 @@ class Server:
             self.families.fail(call_id, asyncio.CancelledError, refuses=call_id not in self._streams)
 
     def _finish(self, _zero: int, _body: None) -> None:
+        if self.sampler is not None:
+            self.sampler.send()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -314,6 +320,8 @@ class Server:
 
     def stop(self) -> None:
         """Stop the threads and release the shared objects."""
+        if self.sampler is not None:
+            self.sampler.stop()
         self._plain.stop()
         self.shares.stop()
 
@@ -359,7 +367,7 @@ class Server:
                 and (fn := function.fn) is not None
                 and not POINTS
             ):
-                task = self._start(self._run(call_id, fn, body, None), function.name, None)
+                task = self._start(self._run(call_id, fn, body, None, function.gauges), function.name, None)
                 if not task.done():
                     self._tasks[call_id] = task
                 return
@@ -369,16 +377,16 @@ class Server:
         try:
             if terms is not None and terms.values is not None:
                 context = self._variables.context(terms.values)
-            fn, args, kwargs = self._answers.unpack(call_id, function, body, self._channel.send_later)
+            fn, args, kwargs, gauges = self._answers.unpack(call_id, function, body, self._channel.send_later)
             called = fn
             if terms is not None and terms.timeout is not None:
                 fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
             if context is not None and self._tracing is not None and terms is not None and not terms.prefetch:
                 fn, args, kwargs = traced, (self._tracing, called, fn, args, kwargs), None
             if terms is not None and terms.prefetch:
-                run = self._run_stream(call_id, terms.prefetch, fn, args, kwargs)
+                run = self._run_stream(call_id, terms.prefetch, fn, args, kwargs, gauges)
             else:
-                run = self._run(call_id, fn, args, kwargs)
+                run = self._run(call_id, fn, args, kwargs, gauges)
         except BaseException as error:  # user code ran: any exception is the outcome of this call
             self._answers.error(call_id, error, send)
             return
@@ -387,32 +395,56 @@ class Server:
         if not task.done():
             self._tasks[call_id] = task
 
-    async def _run(self, call_id: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    async def _run(
+        self,
+        call_id: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        gauges: FunctionGauges,
+    ) -> None:
         of_id.set(call_id)
         try:
             if POINTS:
                 point("worker.call.running")
             result = await (fn(*args, **kwargs) if kwargs else fn(*args))
         except BaseException as error:
+            self._measure(gauges, call_id)
             self._end_task(call_id, error)
         else:
+            gauges.left -= 1
+            if gauges.left < 0:  # as `_measure`
+                gauges.took(monotonic_ns() - self._marks[(call_id & self._mask) * MARK_WORDS + 1])
             self._tasks.pop(call_id, None)
             if self._noted:
                 self._leave(call_id)
             if POINTS:
-                self._answers.result(call_id, result, self._channel.send)
+                self._answers.result(call_id, result, self._channel.send, gauges)
             elif self._passes(result):
                 self._channel.send(VALUE, call_id, result)
             else:
-                self._answers.pickled(call_id, result, self._channel.send)
+                self._answers.pickled(call_id, result, self._channel.send, gauges)
         if self._is_draining:
             self._look_soon()
 
+    def _measure(self, gauges: FunctionGauges, call_id: int) -> None:
+        """Measure for how long a call has run, if it is due. Call it before the call is answered."""
+        gauges.left -= 1
+        if gauges.left < 0:
+            gauges.took(monotonic_ns() - self._marks[(call_id & self._mask) * MARK_WORDS + 1])
+
     async def _run_stream(
-        self, call_id: int, prefetch: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self,
+        call_id: int,
+        prefetch: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        gauges: FunctionGauges,
     ) -> None:
         of_id.set(call_id)
         stream = self._streams[call_id] = TaskStream(self._channel, self._answers, call_id, prefetch)
+        stream.gauges = gauges
         try:
             if POINTS:
                 point("worker.call.running")
@@ -422,9 +454,11 @@ class Server:
                 await traced(self._tracing, fn, stream.run, (fn, args, kwargs), None)
         except BaseException as error:
             del self._streams[call_id]
+            self._measure(gauges, call_id)
             self._end_task(call_id, error.error if type(error) is ItemFailed else error)
         else:
             del self._streams[call_id]
+            self._measure(gauges, call_id)
             self._tasks.pop(call_id, None)
             self._leave(call_id)
             self._channel.send(CANCELLED if stream.is_closing else ENDED, call_id, None)
@@ -466,16 +500,20 @@ class Server:
         except RuntimeError as error:  # the pool has no thread and cannot start one, as under a limit on processes
             self._answers.error(call_id, error, self._channel.send)
 
-    def _hand_over(self, call_id: int, awaitable: Any, deadline: float | None) -> None:
+    def _hand_over(self, call_id: int, awaitable: Any, deadline: float | None, gauges: FunctionGauges = UNGAUGED) -> None:
         """Await in the loop, until the deadline, what a plain function has returned. From the function's thread."""
-        self._handed_over[call_id] = awaitable, deadline  # before the thread ends the call, so that the loop always finds it
+        self._handed_over[call_id] = (
+            awaitable,
+            deadline,
+            gauges,
+        )  # before the thread ends the call, so that the loop always finds it
         self._loop.call_soon_threadsafe(self._await, call_id)
 
     def _await(self, call_id: int) -> None:
-        awaitable, deadline = self._handed_over.pop(call_id)
+        awaitable, deadline, gauges = self._handed_over.pop(call_id)
 
         async def wait_for() -> Any:
             async with asyncio.timeout_at(deadline):
                 return await awaitable
 
-        self._tasks[call_id] = self._loop.create_task(self._run(call_id, wait_for, (), None))
+        self._tasks[call_id] = self._loop.create_task(self._run(call_id, wait_for, (), None, gauges))

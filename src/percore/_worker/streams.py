@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ITEM, ITEMS, Payload
 from percore._worker.answers import SMALL, Answers
+from percore._worker.sampling import UNGAUGED
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
@@ -46,6 +47,8 @@ class _Stream:
     def __init__(self, channel: "WorkerChannel", answers: Answers, call_id: int, prefetch: int) -> None:
         self.is_closing = False
         """Whether the generator is to be closed."""
+        self.gauges = UNGAUGED
+        """Those of the generator function."""
         self._channel = channel
         self._answers = answers
         self._passes = answers.passes
@@ -85,7 +88,7 @@ class _Stream:
                 self._size += _HEAVIEST_INT if kind is int else 4 * len(item)
                 self._values.append(item)
             return None
-        payload = self._answers.item(item)
+        payload = self._answers.item(item, self.gauges)
         if type(payload) is not bytes or len(payload) > SMALL:
             return payload
         with self._lock:

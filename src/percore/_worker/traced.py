@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from percore._common.tracing import Tracing
-    from percore._worker.answers import Answers, WorkerFunction
+    from percore._worker.answers import Answers, Unpacked, WorkerFunction
 
-Unpack = Callable[..., tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]]
+Unpack = Callable[..., "Unpacked"]
 """`Answers.unpack`."""
 
 
@@ -23,14 +23,14 @@ async def traced(
 def traced_plain(tracing: "Tracing", unpack: Unpack) -> Unpack:
     """Return an `unpack` for plain functions that are to be traced."""
 
-    def unpacked(*call: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None]:
-        fn, args, kwargs = unpack(*call)
+    def unpacked(*call: Any) -> "Unpacked":
+        fn, args, kwargs, gauges = unpack(*call)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with tracing.around(fn):
                 return fn(*args, **kwargs)
 
-        return run, args, kwargs
+        return run, args, kwargs, gauges
 
     return unpacked
 

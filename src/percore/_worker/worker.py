@@ -9,6 +9,7 @@ from percore._serialization.pickler import load
 from percore._worker.context import WorkerContext, context_of_calls
 from percore._worker.executor_worker import ExecutorAnswers
 from percore._worker.lifespan import serve_until_finished
+from percore._worker.sampling import Sampler
 from percore._worker.server import Server
 from percore._worker.terms import Variables
 
@@ -42,6 +43,7 @@ class WorkerCore:
         except BaseException as error:
             self._failure = error
         executor, initializer = start.executor, start.thread_initializer
+        sampler = Sampler(channel) if start.is_measured else None
         self.server = self.calls.run(
             Server,
             channel,
@@ -50,7 +52,8 @@ class WorkerCore:
             # Unpickled later, where a failure can be reported.
             thread_initializer=(lambda: cast("Callable[[], object]", load(initializer))) if initializer else None,
             variables=Variables(start.contextvars, tracing),
-            answers=None if executor is None else ExecutorAnswers(channel, is_pool=executor.is_pool),
+            answers=None if executor is None else ExecutorAnswers(channel, sampler, is_pool=executor.is_pool),
+            sampler=sampler,
         )
         context.shares = self.server.shares
         if executor is None:
