@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 AWAITED, MAPPED = "an awaited call", "an item of a map"
 
 
-@row(rounds=200, seconds=60)
+@row(rounds=200, seconds=30)
 def metrics(quick: bool) -> Row:
     """The cost of measuring calls (`statistics().functions`): on against off with PERCORE_METRICS=0, 2 workers.
 
-    The calls of awaited_int and of map_tiny, which have no work, in many short rounds by turns. Both runners count calls; the one that
-    measures also takes samples of waits and runs, and its workers send them twice a second.
+    The calls of awaited_int and of map_tiny, which have no work, in many short rounds by turns. Both runners count calls; the one
+    that measures also takes samples of waits and runs, and its workers send them twice a second.
     """
     awaiters, items = (50, range(50_000)) if quick else (200, range(200_000))
     expected = list(items)

@@ -8,16 +8,24 @@ MS = 1_000_000
 def test_waits_of_calls_in_a_hurry_are_measured_ever_less_often_and_stand_for_more() -> None:
     meter = Meter("f")
     gaps = []
-    for now in range(1, 11):
-        meter.ended = int(meter.due)
-        meter.waited(7, now * 1000)
-        gaps.append(meter.due - meter.ended)
-    assert gaps == [2, 4, 8, 16, 32, 32, 32, 32, 32, 32]
-    assert meter.wait.counts == {7: 1 + 2 + 4 + 8 + 16 + 5 * 32}
-    for place in range(6):
-        meter.waited(None, (place + 1) * 10 * MS)
-    assert meter.due - meter.ended == 1
-    assert meter.wait.count == 191
+    for now in range(1, 13):
+        mark = meter.mark(now * 1000)
+        assert mark
+        meter.waited(mark, now * 1000 + 7)
+        gaps.append(meter.left + 1)
+    assert gaps == [2, 4, 8, 16, 32, 64, 128, 256, 512, 512, 512, 512]
+    assert meter.wait.counts == {7: sum((1, *gaps[:-1]))}
+    for place in range(9):
+        meter.mark((place + 1) * 10 * MS)
+    assert meter.left == 0
+    meter.waited(meter.mark(200 * MS), 100 * MS)  # the clock of the mark cannot be after that of the begin
+    assert meter.wait.counts[0] == 1
+
+
+def test_the_items_of_a_batch_wait_alike() -> None:
+    meter = Meter("f")
+    meter.waited(meter.mark_run(), 0, 2000)
+    assert meter.wait.counts == {0: 2000}
 
 
 def test_pickling_that_takes_longer_than_the_work_gets_advice() -> None:
@@ -58,6 +66,5 @@ def test_meters_that_are_off_measure_nothing() -> None:
     meters = Meters(is_on=False)
     assert meters.of(print) is meters.named("print") is UNMETERED
     UNMETERED.sized(5)
-    assert (UNMETERED.payload.count, meters.all()) == (0, [])
-    UNMETERED.ended += 1
-    assert UNMETERED.ended < UNMETERED.due
+    assert (UNMETERED.payload.count, UNMETERED.mark_run(), meters.all()) == (0, 0, [])
+    assert UNMETERED.left > 1 << 50

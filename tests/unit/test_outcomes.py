@@ -47,6 +47,7 @@ class Stage:
         self._receive: Callable[[list[Message]], None] = Outcomes(calls).receiver(member)
         self.call = call = make(loop)
         call.function = function = Function(len, Kind.TASK)
+        call.accepted = 0
         function.number = 7
         member.defined.add(7)
         call.kind, call.body = Kind.TASK, (1,)

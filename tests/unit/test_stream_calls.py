@@ -74,6 +74,7 @@ class Stage:
         self.call = call = StreamCall(self.loop, prefetch, CallPlan(DEFAULT, prefetch=prefetch))
         call.on_done = self._done
         call.function = function = Function(len, Kind.TASK)
+        call.accepted = 0
         function.number = 7
         member.defined.add(7)
         call.kind, call.body = Kind.TASK, (1,)

@@ -39,8 +39,8 @@ class Outcome(Protocol):
     body: Any
     """The body of the message; None for a batch and its items, which hold nothing that has to be released."""
 
-    accepted_at: int
-    """When it was accepted, in nanoseconds of the monotonic clock; 0 for an item of a batch, or of another attempt."""
+    accepted: int
+    """The mark of its meter, if its wait is measured; else 0."""
 
     forwards: bool
     """Whether its outcome goes to another worker, as the bytes that its worker has sent, by `forward`. Else it ends here."""
@@ -256,7 +256,7 @@ class CallBase:
 class Call(CallBase, asyncio.Future[Any]):
     """One call: the future that the caller awaits, with everything needed to run the call."""
 
-    __slots__ = ("accepted_at", "body", "call_id", "function", "key", "kind", "member", "owner", "plan")
+    __slots__ = ("accepted", "body", "call_id", "function", "key", "kind", "member", "owner", "plan")
 
     queue: ClassVar[None] = None
 
@@ -270,7 +270,7 @@ class Call(CallBase, asyncio.Future[Any]):
     body: tuple[Any, ...] | Payload
     member: Any
     call_id: int
-    accepted_at: int
+    accepted: int
 
     def __repr__(self) -> str:
         """Return the repr of a future with the name of the function added, and where the call is while it is pending.
@@ -353,7 +353,7 @@ class Awaited(CallBase):
     report its cancellation. `run` notices it when its task resumes, and then withdraws the call.
     """
 
-    __slots__ = ("accepted_at", "body", "call_id", "function", "future", "is_over", "kind", "member")
+    __slots__ = ("accepted", "body", "call_id", "function", "future", "is_over", "kind", "member")
 
     key: Hashable | None = None
     plan: CallPlan | None = None
@@ -366,7 +366,7 @@ class Awaited(CallBase):
     body: tuple[Any, ...] | Payload
     member: Any
     call_id: int
-    accepted_at: int
+    accepted: int
     is_over: bool
     """Whether the call has ended or was withdrawn."""
 

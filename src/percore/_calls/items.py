@@ -68,7 +68,7 @@ class Item(CallBase):
         "__weakref__",
         "_is_done",
         "_size",
-        "accepted_at",
+        "accepted",
         "body",
         "call_id",
         "function",
@@ -97,7 +97,7 @@ class Item(CallBase):
         self.member: Any = None
         self._size = size
         self._is_done = False
-        self.accepted_at = 0
+        self.accepted = 0
 
     def done(self) -> bool:
         """Whether the item has ended or was cancelled."""
@@ -141,7 +141,7 @@ class Batch(CallBase):
     __slots__ = (
         "_ended",
         "_late",
-        "accepted_at",
+        "accepted",
         "body",
         "call_id",
         "function",
@@ -165,7 +165,7 @@ class Batch(CallBase):
     def __init__(self, running: RunningMap, run: Run, plan: CallPlan | None) -> None:
         self.map = running
         self.run = run
-        self.accepted_at = run.at
+        self.accepted = run.mark
         self.body = None  # `message` has the bodies of the items
         self.plan = plan
         self.function = function = running.function
@@ -322,7 +322,7 @@ class BatchItem(CallBase):
     __slots__ = ("_batch", "_index", "function", "plan")
 
     body: None = None
-    accepted_at: int = 0  # the wait of a batch is measured as a whole
+    accepted: int = 0  # the wait of a batch is measured as a whole
 
     def __init__(self, batch: Batch, index: int) -> None:
         self._batch = batch

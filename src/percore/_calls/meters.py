@@ -1,15 +1,16 @@
 """Meters: what the supervisor counts and measures of the calls of each function.
 
 All `Function`s of one name share a meter, since a function that travels by value becomes a new `Function` with each call. The hot
-paths of `Outcomes` increment `ended` directly and measure a call if `due` is reached; what a worker measures arrives in MEASURED.
+paths change a meter's fields directly: `Outcomes` increments `ended`, and the registry of calls counts `left` down, to note of
+every n-th call when it was accepted. What a worker measures arrives in MEASURED.
 """
 
 from collections.abc import Callable
-from math import inf
+from time import monotonic_ns
 from typing import Any, Final
 
 from percore._common.callables import full_name
-from percore._common.measuring import MOST_SKIPPED, Gauge, Histogram
+from percore._common.measuring import NEVER, Gauge, Histogram
 
 _MOST: Final = 1024
 """Names with a meter of their own. A program that makes functions without end, each with a name of its own, stays bounded."""
@@ -18,7 +19,9 @@ OTHERS: Final = "(other functions)"
 """The name of the meter of all further functions."""
 
 _OFTEN_NS: Final = 1_000_000
-"""Nanoseconds between two measured waits below which fewer are measured."""
+"""Nanoseconds between two calls whose waits are measured below which fewer are measured."""
+
+_WEIGHT_BITS: Final = 10
 
 _WORTH_NS: Final = 50_000_000
 """Nanoseconds of pickling from which on it is worth advice."""
@@ -31,41 +34,53 @@ class Meter:
         name: module and qualified name.
         ended: calls that had begun in a worker and have ended, including failures. Each item of a map counts.
         failed: those that have ended with an exception or with the death of their worker.
-        due: the value of `ended` from which on the wait of a call is measured.
+        left: how many calls are accepted before the next one whose wait is measured.
         wait, run: nanoseconds.
         payload: bytes of pickles.
         dumps, loads: gauges of pickling arguments and of unpickling results.
         pickled: by what was done (`dumps` and `loads` here, loads and dumps in workers), how often, and the nanoseconds.
     """
 
-    __slots__ = ("_measured_at", "_skips", "due", "dumps", "ended", "failed", "loads", "name", "payload", "pickled", "run", "wait")
+    __slots__ = ("_marked_at", "_skips", "dumps", "ended", "failed", "left", "loads", "name", "payload", "pickled", "run", "wait")
 
     def __init__(self, name: str, *, is_on: bool = True) -> None:
         """`is_on`: False for one that measures nothing."""
         self.name = name
         self.ended = 0
         self.failed = 0
-        self.due: float = 1 if is_on else inf
+        self.left = 0 if is_on else NEVER
         self.wait, self.run, self.payload = Histogram(), Histogram(), Histogram()
         self.pickled = [(0, 0)] * 4
         self.dumps = Gauge(self._dumped if is_on else None)
         self.loads = Gauge(self._loaded if is_on else None)
         self._skips = 1
-        self._measured_at = 0
+        self._marked_at = 0
 
     def lost(self) -> None:
         """Count a call that had begun in a worker and ended with its death."""
         self.ended += 1
         self.failed += 1
 
-    def waited(self, nanoseconds: int | None, now: int) -> None:
-        """Take the wait of the call that was due; None: it is unknown. `now`: the monotonic clock, in nanoseconds."""
-        if nanoseconds is not None:
-            self.wait.add(max(0, nanoseconds), self._skips)
-        is_often = now - self._measured_at < _OFTEN_NS
-        self._measured_at = now
-        self._skips = min(2 * self._skips, MOST_SKIPPED) if is_often else max(1, self._skips // 2)
-        self.due = self.ended + self._skips
+    def mark(self, now: int | None = None) -> int:
+        """Return the mark of a call that is accepted now, and whose wait is measured: `waited` takes it back.
+
+        The mark contains the time and how many calls this one stands for. It is not 0. `now`: the monotonic clock, in nanoseconds.
+        """
+        now = monotonic_ns() if now is None else now
+        mark = now << _WEIGHT_BITS | self._skips
+        is_often = now - self._marked_at < _OFTEN_NS
+        self._marked_at = now
+        self._skips = min(2 * self._skips, 1 << _WEIGHT_BITS - 1) if is_often else max(1, self._skips // 2)
+        self.left = self._skips - 1
+        return mark
+
+    def mark_run(self) -> int:
+        """Return the mark of items of a map that are taken now, each of which stands for itself; 0 if nothing is measured."""
+        return monotonic_ns() << _WEIGHT_BITS | 1 if self.name else 0
+
+    def waited(self, mark: int, began: int, calls: int = 1) -> None:
+        """Take the wait of so many calls with this mark that began at this time."""
+        self.wait.add(max(0, began - (mark >> _WEIGHT_BITS)), calls * (mark & (1 << _WEIGHT_BITS) - 1))
 
     def dumped(self, nanoseconds: int, size: int) -> None:
         """Take what pickling the arguments took that was due, and the size of the pickle."""

@@ -65,7 +65,7 @@ class NestedCall(CallBase):
         *(
             "__weakref__",
             "_is_over",
-            "accepted_at",
+            "accepted",
             "asker",
             "body",
             "call_id",
@@ -83,7 +83,7 @@ class NestedCall(CallBase):
     forwards = True
     is_short = False
     call_id: int
-    accepted_at: int
+    accepted: int
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,

@@ -36,7 +36,7 @@ class StreamCall(CallBase):
     __slots__ = (
         *("_closers", "_failure", "_gone", "_is_granting", "_loop", "_phase", "_ready", "_waiter"),
         *(
-            "accepted_at",
+            "accepted",
             "body",
             "call_id",
             "credits",
@@ -60,7 +60,7 @@ class StreamCall(CallBase):
     kind: int
     body: tuple[Any, ...] | Payload
     call_id: int
-    accepted_at: int
+    accepted: int
 
     def __init__(
         self,

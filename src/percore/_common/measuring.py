@@ -8,13 +8,19 @@ _BITS: Final = 3
 _PARTS: Final = 1 << _BITS
 """Buckets between a number and its double. So each is an eighth to a sixteenth wide, and its middle is wrong by 6 % at most."""
 
-_NEVER: Final = 1 << 62
+NEVER: Final = 1 << 62
+"""More calls than there are."""
 
 QUICK_NS: Final = 200_000
 """Nanoseconds up to which measuring each call would cost too large a part of it."""
 
+TINY_NS: Final = 20_000
+
 MOST_SKIPPED: Final = 32
 """Of quick calls every so-manieth is measured."""
+
+MOST_TINY_SKIPPED: Final = 256
+"""Of calls of at most `TINY_NS` every so-manieth is measured."""
 
 
 class Histogram:
@@ -84,7 +90,7 @@ def middle_of(bucket: int) -> float:
 
 
 class Gauge:
-    """Measures calls of one function: each call that takes long, and of quick calls ever fewer, down to every 32nd.
+    """Measures calls of one function: each call that takes long, and of quick calls ever fewer, down to every 256th.
 
     The caller counts `left` down before each call, which is cheaper than a method, and measures the call if `left` is then
     below 0. Threads may do so at once: a race makes a sample more or less.
@@ -95,7 +101,7 @@ class Gauge:
     def __init__(self, take: Callable[[int, int], object] | None) -> None:
         """`take` takes each sample: nanoseconds, and how many calls it stands for. None: measure nothing."""
         self._take = take
-        self.left = _NEVER if take is None else 0
+        self.left = NEVER if take is None else 0
         self.skips = 1
 
     def took(self, nanoseconds: int) -> None:
@@ -103,5 +109,6 @@ class Gauge:
         if self._take is None:
             return
         self._take(nanoseconds, self.skips)
-        self.skips = 1 if nanoseconds > QUICK_NS else min(2 * self.skips, MOST_SKIPPED)
+        most = MOST_TINY_SKIPPED if nanoseconds <= TINY_NS else MOST_SKIPPED
+        self.skips = 1 if nanoseconds > QUICK_NS else min(2 * self.skips, most)
         self.left = self.skips - 1

@@ -60,7 +60,7 @@ class Job(CallBase):
     """One call, with the interface that the supervisor expects of a call. Its future is resolved at the end of the turn."""
 
     __slots__ = (
-        *("_held", "_jobs", "accepted_at", "begun_at", "body", "call_id", "function", "future"),
+        *("_held", "_jobs", "accepted", "begun_at", "body", "call_id", "function", "future"),
         *("is_done", "key", "kind", "member", "owner", "plan"),
     )
 
@@ -71,7 +71,7 @@ class Job(CallBase):
     kind: int
     body: Any
     call_id: int
-    accepted_at: int
+    accepted: int
     member: Any
     owner: Any
     key: Hashable | None

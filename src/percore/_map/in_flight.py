@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.items import Batch, Item, size_of
@@ -151,7 +150,7 @@ class InFlight:
         """Implement `Taker`."""
         assert self.batches is not None
         self.window.pull(len(run.bodies), size)
-        self.batches.append(run._replace(at=monotonic_ns()))
+        self.batches.append(run._replace(mark=self.function.meter.mark_run()))
 
     def take_item(self, body: Any, size: int, key: Name | None, shares: list[Share]) -> None:
         """Implement `Taker`."""
@@ -190,7 +189,7 @@ class InFlight:
         if len(run.bodies) == 1 and self._goes_alone():
             body = (run.bodies[0],) if run.is_bare else run.bodies[0]
             item = Item(self, run.start, body, 0 if run.is_bare else size_of(body), self.plan())
-            item.accepted_at = run.at
+            item.accepted = run.mark
             self._alive[run.start] = item
             return item
         batch = Batch(self, run, CallPlan(DEFAULT, self._context) if self._context is not None else None)

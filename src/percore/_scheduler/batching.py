@@ -25,7 +25,7 @@ class Run(NamedTuple):
         is_bare: whether each body is the only argument of its call, instead of a tuple of arguments or a payload.
         weight: the weight of the heaviest body.
         data: all bodies encoded, each in `weight` bytes; empty if they are not encoded.
-        at: when they were taken, in nanoseconds of the monotonic clock; 0 if that is unknown.
+        mark: that of the function's meter, if their wait is measured; else 0.
     """
 
     start: int
@@ -33,17 +33,17 @@ class Run(NamedTuple):
     is_bare: bool
     weight: int
     data: bytes = b""
-    at: int = 0
+    mark: int = 0
 
     def part(self, first: int, end: int) -> "Run":
         """Return the items at the places from `first` up to but not including `end`."""
         data = self.data[first * self.weight : end * self.weight] if self.data else b""
-        return Run(self.start + first, self.bodies[first:end], self.is_bare, self.weight, data, self.at)
+        return Run(self.start + first, self.bodies[first:end], self.is_bare, self.weight, data, self.mark)
 
     def joined(self, other: "Run") -> "Run":
         """Return one run of both, where `other` follows this run."""
         data = self.data + other.data if self.data and other.data else b""
-        return Run(self.start, self.bodies + other.bodies, self.is_bare, max(self.weight, other.weight), data, self.at)
+        return Run(self.start, self.bodies + other.bodies, self.is_bare, max(self.weight, other.weight), data, self.mark)
 
     def precedes(self, other: "Run") -> bool:
         """Whether `other` may follow this run in one batch."""

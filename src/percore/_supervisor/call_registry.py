@@ -7,7 +7,6 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 
 import asyncio
 import os
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
@@ -96,7 +95,9 @@ class CallRegistry:
 
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
-        call.accepted_at = monotonic_ns()
+        meter = call.function.meter
+        meter.left -= 1
+        call.accepted = 0 if meter.left >= 0 else meter.mark()
         member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
@@ -109,7 +110,9 @@ class CallRegistry:
 
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
-        call.accepted_at = monotonic_ns()
+        meter = call.function.meter
+        meter.left -= 1
+        call.accepted = 0 if meter.left >= 0 else meter.mark()
         if not self.watch.is_armed:
             self.watch.arm()
         try:
@@ -340,8 +343,8 @@ class CallRegistry:
             meter = target.function.meter
             meter.ended += 1
             meter.failed += failed
-            if meter.ended >= meter.due and target.accepted_at:
-                measure_wait(member, target, meter)  # before it leaves its place
+            if target.accepted:
+                measure_wait(member, target)  # before it leaves its place
         target.leave(member)
         self.release(target)
         member.done += 1

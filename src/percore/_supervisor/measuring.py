@@ -5,23 +5,21 @@ from time import monotonic_ns
 from typing import Any
 
 from percore._calls.calls import Outcome
-from percore._calls.meters import Meter, Meters
+from percore._calls.meters import Meters
 from percore._protocol.messages import MEASURED, BrokenFrame
 from percore._supervisor.pool_worker import PoolWorker
 
 
-def measure_wait(member: PoolWorker, call: Outcome, meter: Meter) -> None:
+def measure_wait(member: PoolWorker, call: Outcome, calls: int = 1) -> None:
     """Measure how long a call has waited that has ended in this worker and still has its place there, so that its mark is its own.
 
-    An attempt that follows another one, or that has no time of acceptance, is not measured; nor is anything where nobody can tell
-    when a call began.
+    The call has a mark. It may be a batch of so many calls. An attempt that follows another one is not measured; nor is anything where
+    nobody can tell when a call began.
     """
-    now, accepted_at = monotonic_ns(), call.accepted_at
-    wait: int | None = None
-    if accepted_at and (call.plan is None or not call.plan.failed):
+    if call.plan is None or not call.plan.failed:
         age = member.worker.fate(call.call_id).age
-        wait = None if age is None else now - int(age * 1e9) - accepted_at
-    meter.waited(wait, now)
+        if age is not None:
+            call.function.meter.waited(call.accepted, monotonic_ns() - int(age * 1e9), calls)
 
 
 class Measurements:

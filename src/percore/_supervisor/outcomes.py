@@ -115,10 +115,9 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
-                        meter = call.function.meter
-                        meter.ended += 1
-                        if meter.ended >= meter.due:
-                            measure_wait(member, call, meter)
+                        call.function.meter.ended += 1
+                        if call.accepted:
+                            measure_wait(member, call)
                         if POINTS:
                             point("supervisor.outcome.delivered")
                         if op == VALUE:
@@ -143,10 +142,9 @@ class Outcomes:
                         if call.key is not None:
                             left(call)
                         member.done += 1
-                        meter = call.function.meter
-                        meter.ended += 1
-                        if meter.ended >= meter.due:
-                            measure_wait(member, call, meter)
+                        call.function.meter.ended += 1
+                        if call.accepted:
+                            measure_wait(member, call)
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
                             self._calls.release(call)
                         if POINTS:
@@ -222,8 +220,8 @@ class Outcomes:
         member.done += count
         member.failed += len(failures)
         meter = batch.function.meter
-        if not first and meter.ended >= meter.due:
-            measure_wait(member, batch, meter)
+        if not first and batch.accepted:
+            measure_wait(member, batch, batch.size)
         meter.ended += count
         meter.failed += len(failures)
         if count and seconds >= 0 and meter.name:
