@@ -13,8 +13,8 @@ from percore._supervisor.pool_worker import PoolWorker
 def measure_wait(member: PoolWorker, call: Outcome, calls: int = 1) -> None:
     """Measure how long a call has waited that has ended in this worker and still has its place there, so that its mark is its own.
 
-    The call has a mark. It may be a batch of so many calls. An attempt that follows another one is not measured; nor is anything where
-    nobody can tell when a call began.
+    The call has a mark. It may be a batch of so many calls. An attempt that follows another one is not measured; nor is
+    anything where nobody can tell when a call began.
     """
     if call.plan is None or not call.plan.failed:
         age = member.worker.fate(call.call_id).age
