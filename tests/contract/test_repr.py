@@ -98,12 +98,13 @@ async def test_statistics_are_a_table(make: MakeRunner) -> None:
     async with make(2) as runner:
         await runner.map(jobs.fail, [ValueError] * 3, return_exceptions=True)
         statistics = runner.statistics()
-    head, *workers, total = str(statistics).splitlines()
+    head, *workers, total, _, _, function = str(statistics).splitlines()
     assert head.split() == ["worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag"]
     assert [line.split()[:2] for line in workers] == [["0", "ready"], ["1", "ready"]]
     assert total.split() == ["total", "0", "0", "3", "3", "0", "0"]
     html = statistics._repr_html_()
-    assert html.count("<tr>") == 4
+    assert function.split()[:4] == ["tests.jobs.fail", "0", "3", "3"]
+    assert html.count("<tr>") == 4 + 2
     assert ">total</td>" in html
 
 

@@ -292,10 +292,18 @@ def test_statistics_count_what_runs_and_what_waits(log: Log, gate: Gate) -> None
         counted = executor.statistics()
         assert (counted.running, counted.queued, counted.done) == (1, 19, 0)
         assert [worker.state for worker in counted.workers] == ["ready"]
+        assert [(one.name, one.begun, one.ended, one.running) for one in counted.functions] == [("tests.jobs.wait", 1, 0, 1)]
+        assert [one.name for one in counted.workers[0].current] == ["tests.jobs.wait"]
         seen: concurrent.futures.Future[percore.Statistics] = concurrent.futures.Future()
         held[-1].add_done_callback(lambda _: seen.set_result(executor.statistics()))
         gate.open()
         assert seen.result().done == 20  # asked in the thread of the loop
+        (function,) = seen.result().functions
+        assert (function.begun, function.ended, function.failed, function.running) == (20, 20, 0, 0)
+        assert function.wait is not None
+        with pytest.raises(ValueError, match="broken"):
+            executor.submit(jobs.fail, ValueError("broken")).result()
+        assert [one.failed for one in executor.statistics().functions] == [0, 1]
     for ask in (executor.statistics, executor.usage):
         with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$"):
             ask()

@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from percore import Statistics, WorkerStatistics
-from percore._monitor.tables import Table
+from percore import FunctionStatistics, Percentiles, Pickling, Statistics, WorkerStatistics
+from percore._monitor.tables import Table, size
 
 TABLE = Table(("name", "n"), (("a", "1"), ("<b>", "100"), ("total", "101")), frozenset({0}))
 
@@ -36,6 +36,24 @@ def test_statistics_without_a_worker_show_what_is_not_known() -> None:
         "1       ready   77        1       2     3       4        5         6  1.2 ms  30.0 MiB",
         "total                     1       2     3       4        5         6          30.0 MiB",
     ]
+
+
+def test_a_second_table_has_the_functions_and_advice_below() -> None:
+    quick = FunctionStatistics("<lambda>", 5, 4, 3, 1, None, None, None, Pickling(), None)
+    waits, runs = Percentiles(7, 0.0000042, 0.5, 0.00042), Percentiles(7, 0.0123, 0.5, 12.3)
+    slow = FunctionStatistics("a.f", 7, 7, 0, 0, waits, runs, Percentiles(7, 2048, 1, 1), Pickling(), "return <less>")
+    statistics = made(Statistics, workers=(), functions=(quick, slow))
+    assert str(statistics).splitlines()[3:] == [
+        "function  running  done  failed  wait p50  wait p99  run p50  run p99  payload p50",
+        "<lambda>        1     4       3         -         -        -        -            -",
+        "a.f             0     7       0    4.2 us    420 us  12.3 ms   12.3 s      2.0 KiB",
+        "a.f: return <less>",
+    ]
+    html = statistics._repr_html_()
+    assert html.count("<table>") == 2
+    assert "&lt;lambda&gt;" in html
+    assert html.endswith("<p>a.f: return &lt;less&gt;</p>")
+    assert [size(number) for number in (0, 1000, 3 << 20)] == ["0 B", "1000 B", "3.0 MiB"]
 
 
 def made(kind: Any, **given: Any) -> Any:

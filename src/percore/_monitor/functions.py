@@ -71,6 +71,7 @@ class FunctionStatistics:
         failed: calls that have ended with an exception or with the death of their worker. `ended` includes them.
         running: calls that run now. A batch of items of a map counts as one.
         wait: seconds from the call's acceptance to its begin in a worker. None also where the engine cannot tell the begin.
+            A call of a LoopPoolExecutor that waits for room is accepted when there is room.
         run: seconds from the call's begin, before its arguments are unpickled, to its end. The items of a map that travel together
             count with their mean.
         payload: bytes of a pickle: of the arguments, of the result or of an item of a stream. Values that travel without pickling,

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from percore._monitor.functions import FunctionStatistics, Percentiles, RunningCall  # noqa: TC001  # for `get_type_hints`
-from percore._monitor.tables import Table, mebibytes
+from percore._monitor.tables import Table, duration, mebibytes, size
 
 _HEAD: Final = ("worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag")
 _WORDS: Final = frozenset({0, 1})
+_HEAD_OF_FUNCTIONS: Final = (
+    *("function", "running", "done", "failed", "wait p50", "wait p99", "run p50", "run p99", "payload p50"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,10 @@ class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
     `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. With
-    `max_memory_per_worker` it has a column `memory`. Only the totals count the calls that wait in the supervisor.
+    `max_memory_per_worker` it has a column `memory`. Only the totals count the calls that wait in the supervisor. A second table
+    has a line for each function, and below it stands the advice about functions whose pickling takes longer than their work.
 
-    A notebook shows the table.
+    A notebook shows both tables.
 
     Attributes:
         running: calls that run in workers.
@@ -93,11 +97,23 @@ class Statistics:
     functions: tuple[FunctionStatistics, ...] = ()
 
     def __str__(self) -> str:
-        return self._table().text()
+        if not self.functions:
+            return self._table().text()
+        advice = "".join(f"\n{one.name}: {one.advice}" for one in self.functions if one.advice)
+        return f"{self._table().text()}\n\n{self._table_of_functions().text()}{advice}"
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        return self._table().html()
+        """Return the tables for a notebook."""
+        from html import escape  # as in `Table`
+
+        if not self.functions:
+            return self._table().html()
+        advice = "".join(f"<p>{escape(one.name)}: {escape(one.advice)}</p>" for one in self.functions if one.advice)
+        return self._table().html() + self._table_of_functions().html() + advice
+
+    def _table_of_functions(self) -> Table:
+        rows = [(one.name, str(one.running), str(one.ended), str(one.failed), *_figures(one)) for one in self.functions]
+        return Table(_HEAD_OF_FUNCTIONS, rows, frozenset({0}))
 
     def _table(self) -> Table:
         rows = [
@@ -114,6 +130,12 @@ class Statistics:
 
 def _counts(of: WorkerStatistics | Statistics) -> tuple[str, ...]:
     return tuple(map(str, (of.running, of.queued, of.done, of.failed, of.retried, of.restarts)))
+
+
+def _figures(of: FunctionStatistics) -> tuple[str, ...]:
+    wait, run = of.wait, of.run
+    seconds = (None, None) if wait is None else (wait.p50, wait.p99), (None, None) if run is None else (run.p50, run.p99)
+    return (*(duration(one) for pair in seconds for one in pair), size(None if of.payload is None else of.payload.p50))
 
 
 def _lag(seconds: float | None) -> str:

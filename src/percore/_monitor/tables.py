@@ -9,8 +9,26 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def duration(seconds: float | None) -> str:
+    """Return a duration in us, ms or s, as tables show it; None: it is unknown."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.1f} us" if seconds < 1e-5 else f"{1e6 * seconds:.0f} us"
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def size(number: float | None) -> str:
+    """Return a number of bytes in B, KiB or MiB, as tables show it; None: it is unknown."""
+    if number is None:
+        return "-"
+    if number < 1024:
+        return f"{number:.0f} B"
+    return f"{number / 1024:.1f} KiB" if number < 2**20 else mebibytes(int(number))
+
+
 class Table(NamedTuple):
-    """A table whose last row has the totals.
+    """A table. The last row may have the totals.
 
     Attributes:
         head: the headings of the columns.
