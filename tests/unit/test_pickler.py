@@ -24,7 +24,7 @@ from aiohttp import client_exceptions, client_reqrep, web
 from aiohttp.http_exceptions import BadStatusLine
 from yarl import URL
 
-from percore._common.callables import qualified_name
+from percore._common.callables import full_name, name_in, qualified_name
 from percore._common.errors import PayloadTooLarge, RemoteError, RemoteTraceback
 from percore._serialization import reducers
 from percore._serialization.advice import unpicklable, unsendable
@@ -1061,3 +1061,14 @@ def test_a_registration_in_the_midst_of_a_pickling_counts(monkeypatch: pytest.Mo
 class Unregistered:
     def __reduce__(self) -> tuple[Any, ...]:
         return str, ("not registered",)
+
+
+def test_full_names() -> None:
+    assert full_name(math.sqrt) == "math.sqrt"
+    assert full_name(functools.partial(functools.partial(math.sqrt), 1)) == "math.sqrt"
+    assert full_name(Plain(1).method) == full_name(Plain(2).method) == f"{__name__}.Plain.method"
+    assert full_name(Plain(1)) == full_name(Plain) == f"{__name__}.Plain"
+    assert full_name(len) == "builtins.len"
+    assert name_in("__mp_main__", "f") == name_in("__main__", "f") == "__main__.f"
+    assert name_in(None, "f") == name_in("", "f") == "f"
+    assert len(name_in("m" * 300, "f")) == 256

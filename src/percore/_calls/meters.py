@@ -21,6 +21,9 @@ OTHERS: Final = "(other functions)"
 _OFTEN_NS: Final = 1_000_000
 """Nanoseconds between two calls whose waits are measured below which fewer are measured."""
 
+_MOST_SKIPPED: Final = 256
+"""Of calls in a hurry the wait of every so-manieth is measured."""
+
 _WEIGHT_BITS: Final = 10
 
 _WORTH_NS: Final = 50_000_000
@@ -34,7 +37,7 @@ class Meter:
         name: module and qualified name.
         ended: calls that had begun in a worker and have ended, including failures. Each item of a map counts.
         failed: those that have ended with an exception or with the death of their worker.
-        left: how many calls are accepted before the next one whose wait is measured.
+        left: how many calls are accepted up to the next one whose wait is measured.
         wait, run: nanoseconds.
         payload: bytes of pickles.
         dumps, loads: gauges of pickling arguments and of unpickling results.
@@ -48,7 +51,7 @@ class Meter:
         self.name = name
         self.ended = 0
         self.failed = 0
-        self.left = 0 if is_on else NEVER
+        self.left = 1 if is_on else NEVER
         self.wait, self.run, self.payload = Histogram(), Histogram(), Histogram()
         self.pickled = [(0, 0)] * 4
         self.dumps = Gauge(self._dumped if is_on else None)
@@ -70,8 +73,8 @@ class Meter:
         mark = now << _WEIGHT_BITS | self._skips
         is_often = now - self._marked_at < _OFTEN_NS
         self._marked_at = now
-        self._skips = min(2 * self._skips, 1 << _WEIGHT_BITS - 1) if is_often else max(1, self._skips // 2)
-        self.left = self._skips - 1
+        self._skips = min(2 * self._skips, _MOST_SKIPPED) if is_often else max(1, self._skips // 2)
+        self.left = self._skips
         return mark
 
     def mark_run(self) -> int:

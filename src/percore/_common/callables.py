@@ -11,10 +11,7 @@ _LONGEST: Final = 256
 
 def qualified_name(fn: object) -> str:
     """Return the `__qualname__` of the function behind partials, or of the class of a callable object. Never raises."""
-    for _ in range(20):
-        if not isinstance(fn, functools.partial):
-            break
-        fn = fn.func
+    fn = _behind_partials(fn)
     try:
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         return name if type(name) is str else type(fn).__qualname__
@@ -22,12 +19,17 @@ def qualified_name(fn: object) -> str:
         return type(fn).__qualname__
 
 
-def full_name(fn: object) -> str:
-    """Return module and qualified name of the function behind partials, or of the class of a callable object. Never raises."""
+def _behind_partials(fn: object) -> object:
     for _ in range(20):
         if not isinstance(fn, functools.partial):
             break
         fn = fn.func
+    return fn
+
+
+def full_name(fn: object) -> str:
+    """Return module and qualified name of the function behind partials, or of the class of a callable object. Never raises."""
+    fn = _behind_partials(fn)
     try:
         module = getattr(fn, "__module__", None) or type(fn).__module__
     except Exception:  # as in `qualified_name`

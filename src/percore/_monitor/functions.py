@@ -29,7 +29,8 @@ class Pickling:
     """What pickling the arguments and results of a function took, by side.
 
     The program dumps arguments and loads results; workers load arguments and dump results. Values that travel without pickling,
-    such as numbers and short strings, do not count.
+    such as numbers and short strings, do not count. Quick pickling is sampled: each sample stands for the calls since
+    the one before.
 
     Attributes:
         dumps: how often the program has pickled arguments.

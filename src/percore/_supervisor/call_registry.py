@@ -96,8 +96,8 @@ class CallRegistry:
     def accept(self, call: PendingCall) -> None:
         """Send a call, or queue it. An error ends the call."""
         meter = call.function.meter
-        meter.left -= 1
-        call.accepted = 0 if meter.left >= 0 else meter.mark()
+        meter.left = left = meter.left - 1
+        call.accepted = 0 if left else meter.mark()
         member = None
         try:
             member = self.dispatch.submitted(call, call.queue)
@@ -111,8 +111,8 @@ class CallRegistry:
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
         meter = call.function.meter
-        meter.left -= 1
-        call.accepted = 0 if meter.left >= 0 else meter.mark()
+        meter.left = left = meter.left - 1
+        call.accepted = 0 if left else meter.mark()
         if not self.watch.is_armed:
             self.watch.arm()
         try:

@@ -412,8 +412,8 @@ class Server:
             self._measure(gauges, call_id)
             self._end_task(call_id, error)
         else:
-            gauges.left -= 1
-            if gauges.left < 0:  # as `_measure`
+            gauges.left = left = gauges.left - 1
+            if left < 0:  # as `_measure`
                 gauges.took(monotonic_ns() - self._marks[(call_id & self._mask) * MARK_WORDS + 1])
             self._tasks.pop(call_id, None)
             if self._noted:
