@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from percore import Map, Runner, Stream
-from tests.relay.near import RelayEngine
+from percore._engines.nodes.engine import NodesEngine
+from tests.hosts import inner_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,24 +78,17 @@ def slots_used(runner: Runner) -> int:
 
 
 def slots_at_all(runner: Runner) -> int:
-    """How many memory slots there are for what is sent to workers; with a relay, in its far half."""
+    """How many memory slots there are for what is sent to workers; with nodes, in the host of one."""
     engine: Any = runner._supervisor.engine
-    store: Any = (engine.far.engine if isinstance(engine, RelayEngine) else engine).store
+    store: Any = (inner_hosts(engine)[0].engine if isinstance(engine, NodesEngine) else engine).store
     return int(store.count)
 
 
-def relay_of(runner: Runner) -> RelayEngine:
-    """The engine of a runner that is a relay."""
-    engine: Any = runner._supervisor.engine
-    assert isinstance(engine, RelayEngine)
-    return engine
-
-
 def is_leased(runner: Runner) -> bool:
-    """Whether anything that was read is still used by arrays; with a relay, which copies results, by those of workers."""
+    """Whether anything that was read is still used by arrays; with nodes, which copy results, by those of workers."""
     engine: Any = runner._supervisor.engine
-    if isinstance(engine, RelayEngine):
-        return bool(engine.far.engine.store.in_use)
+    if isinstance(engine, NodesEngine):
+        return any(host.engine.store.in_use for host in inner_hosts(engine))
     members = [slot.current for slot in runner._supervisor.slots]
     return any(channel_of(member).leases.count for member in members if member is not None)
 

@@ -28,7 +28,7 @@ from percore._common.system import default_start_method
 WAYS: Final = {
     "uvloop": "the program's loop is uvloop: callbacks of descriptors, timers and signals, and their order, are another library's",
     "spawn": "workers are fresh interpreters: how one is launched, what it is given, and how its exit is seen",
-    "relay": "payloads and messages pass a socket: where they lie, who discards them, and when a read or an exit is known here",
+    "nodes": "payloads and messages pass a socket: where they lie, who discards them, and when a read or an exit is known here",
     "fallbacks": "system calls are missing (PERCORE_WITHOUT): memory, bells, exits and the workers' loop are others",
 }
 """Each way besides the first, and what differs in it."""
@@ -76,11 +76,11 @@ def engines_for(item: pytest.Item, engines: list[str], rows: str) -> list[str]:
 
 
 def _can_run(item: pytest.Item, engine: object) -> bool:
-    """Whether the engine has what the test is about: with a relay, the program and its workers share no memory."""
+    """Whether the engine has what the test is about: on nodes, the program and its workers share no memory."""
     marks = list(item.iter_markers("local_memory"))
     if any(not mark.kwargs.get("because") for mark in marks):
         raise pytest.UsageError(f'{item.nodeid}: local_memory() takes because="..."')
-    return not (marks and engine == "relay")
+    return not (marks and engine == "nodes")
 
 
 def _has_row(item: pytest.Item, engine: object, rows: str) -> bool:
@@ -90,8 +90,8 @@ def _has_row(item: pytest.Item, engine: object, rows: str) -> bool:
         return True
     if rows == "fallbacks" and not _falls_back(item, engine):
         return False
-    if engine == "relay":
-        return "relay" in differing(item) and rows == "push"
+    if engine == "nodes":
+        return "nodes" in differing(item) and rows == "push"
     return not _is_spawned(engine) or "spawn" in differing(item)
 
 
@@ -100,7 +100,7 @@ def _is_wanted(item: pytest.Item, rows: str) -> bool:
     if not _has_row(item, engine, rows) or item.get_closest_marker("full"):
         return False
     # Without processes the loop is the test's own, and each further way tells the same under any loop.
-    return not ((engine in {"fake", "relay"} or _is_spawned(engine)) and "uvloop" in item.name)
+    return not ((engine in {"fake", "nodes"} or _is_spawned(engine)) and "uvloop" in item.name)
 
 
 def _falls_back(item: pytest.Item, engine: object) -> bool:
@@ -113,8 +113,8 @@ def _further_way(item: pytest.Item, rows: str) -> str:
     """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
     if rows == "fallbacks":
         return f"fallbacks of {engine_of(item)}"
-    if engine_of(item) == "relay":
-        return "relay"
+    if engine_of(item) == "nodes":
+        return "nodes"
     if _is_spawned(engine_of(item)):
         return "spawn"
     is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own

@@ -35,7 +35,7 @@ def prepare(item: pytest.Item) -> None:
     engine = rows.engine_of(item)
     mark = item.get_closest_marker("warm_fork_server")
     has_points = "points" in getattr(item, "fixturenames", ())
-    if engine in {"forkserver", "relay"} or (mark and not has_points):
+    if engine in {"forkserver", "nodes"} or (mark and not has_points):
         start(mark.kwargs.get("imports", "") if mark else "")
     elif engine is None:
         end()

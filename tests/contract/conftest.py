@@ -9,23 +9,24 @@ import pytest
 
 from percore import Runner
 from percore._common.system import default_start_method
+from percore._engines.nodes.worker import NodeWorker
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
+from tests.hosts import NodesRunner
 from tests.internals import current_member
-from tests.relay.near import RelayRunner, RelayWorker
 from tests.rows import engine_of, engines_for
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 Starts: TypeAlias = Callable[[int], int]
 
 REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
-ENGINES = ["fake", *REAL, "relay"]
+ENGINES = ["fake", *REAL, "nodes"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test the engines that its marks and the rows of this run ask for, unless it names its own."""
     own = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
-    for name, engines in (("engine", ENGINES), ("real_engine", [*REAL, "relay"])):
+    for name, engines in (("engine", ENGINES), ("real_engine", [*REAL, "nodes"])):
         if name in metafunc.fixturenames and name not in own:
             wanted = engines_for(metafunc.definition, engines, metafunc.config.getoption("rows"))
             metafunc.parametrize(name, wanted, indirect=True)
@@ -45,8 +46,8 @@ def _maker(engine: str) -> MakeRunner:
     def make(workers: int = 1, **options: object) -> Runner:
         if engine == "fake":
             return FakeRunner(workers, **options)  # type: ignore[arg-type]
-        if engine == "relay":
-            return RelayRunner(workers, **options)  # type: ignore[arg-type]
+        if engine == "nodes":
+            return NodesRunner(workers, **options)  # type: ignore[arg-type]
         return Runner(workers, start_method=engine, **options)  # type: ignore[arg-type]
 
     return make
@@ -100,8 +101,8 @@ def worker_of(runner: Runner, index: int = 0) -> Any:
 
 
 async def kill_arrived(worker: Any) -> None:
-    """Wait until a worker that was killed does nothing more in its loop. A relay passes the signal on."""
-    if isinstance(worker, RelayWorker):
+    """Wait until a worker that was killed does nothing more in its loop. A node's host passes the signal on."""
+    if isinstance(worker, NodeWorker):
         await worker.ended.wait()
 
 

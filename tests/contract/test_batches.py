@@ -22,7 +22,7 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.differs("fallbacks", because="bells are pipes, and the worker's loop is asyncio's", on="fake"),
     pytest.mark.differs(
-        "relay", because="how many items of a batch had begun arrives with an exit, and results one message at a time"
+        "nodes", because="how many items of a batch had begun arrives with an exit, and results one message at a time"
     ),
 ]
 in_processes = pytest.mark.differs("fallbacks", because="the other end of a bell is another process's, and so is an exit")

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.differs(
         "fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way", on="fake"
     ),
-    pytest.mark.differs("relay", because="workers have views of the far half's memory, and results arrive as bytes"),
+    pytest.mark.differs("nodes", because="workers have views of the far half's memory, and results arrive as bytes"),
 ]
 in_processes = pytest.mark.differs("fallbacks", because="each process maps the files, and its copies of their pages, for itself")
 

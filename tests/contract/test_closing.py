@@ -20,7 +20,7 @@ pytestmark = [
         "spawn", "uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"
     ),
     pytest.mark.differs(
-        "relay", because="the far half has ended its workers and has the same payloads as the near half when both close"
+        "nodes", because="the far half has ended its workers and has the same payloads as the near half when both close"
     ),
 ]
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.differs(
         "spawn", "uvloop", "fallbacks", because="an exit reaches the loop through another descriptor, or from a thread"
     ),
-    pytest.mark.differs("relay", because="an exit arrives as a message, with how far the calls had come"),
+    pytest.mark.differs("nodes", because="an exit arrives as a message, with how far the calls had come"),
 ]
 
 

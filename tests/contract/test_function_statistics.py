@@ -7,14 +7,14 @@ import pytest
 
 import percore
 from percore import FunctionStatistics
+from percore._engines.nodes.worker import NodeWorker
 from tests import jobs, nested_jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
-from tests.relay.near import RelayWorker
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("relay", because="nothing tells how far a call is")
+pytestmark = pytest.mark.differs("nodes", because="nothing tells how far a call is")
 
 
 def of(runner: percore.Runner | percore.LoopPoolExecutor, fn: Any) -> FunctionStatistics:
@@ -122,7 +122,7 @@ async def test_waits_runs_and_payloads_are_measured_for_each_verb(make: MakeRunn
             found = of(runner, fn)
             assert found.run is not None
             assert 0 < found.run.p50 <= found.run.p90 <= found.run.p99
-            if not isinstance(worker_of(runner), RelayWorker):  # nobody sees when a call behind a relay begins
+            if not isinstance(worker_of(runner), NodeWorker):  # nobody sees when a call on another node begins
                 assert found.wait is not None
                 assert 0 <= found.wait.p50 <= found.wait.p90 <= found.wait.p99
         large = of(runner, jobs.pattern)

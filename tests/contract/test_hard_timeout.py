@@ -11,7 +11,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
-pytestmark = pytest.mark.differs("uvloop", "relay", because="uvloop's clock has coarse ticks; a relay cannot read start marks")
+pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
 
 SHORT = 0.05
 SOON = 0.3

@@ -24,7 +24,10 @@ from tests.contract.pipes import Gate, Log
 from tests.faults import wait_stopped
 from tests.internals import members_of, supervisor_of
 
-pytestmark = pytest.mark.differs("spawn", "relay", "fallbacks", because="sockets reach each kind of worker in another way")
+pytestmark = [
+    pytest.mark.differs("spawn", "fallbacks", because="sockets reach each kind of worker in another way"),
+    pytest.mark.local_memory(because="workers on other nodes cannot serve on sockets of this machine: `listen` is refused there"),
+]
 
 TCP = "127.0.0.1:0"
 

@@ -19,7 +19,7 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, seats_at_each_change, supervisor_of
 
-pytestmark = pytest.mark.differs("spawn", "relay", because="another process knows the memory, and replacements are launched")
+pytestmark = pytest.mark.differs("spawn", "nodes", because="another process knows the memory, and replacements are launched")
 
 MIB = 2**20
 LIMIT, MUCH = 96 * MIB, 128 * MIB

@@ -18,7 +18,7 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, slots_used, supervisor_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
+pytestmark = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
 
 
 async def drain(runner: percore.Runner) -> None:

@@ -17,7 +17,7 @@ from tests.contract.test_nested_ends import check_empty
 from tests.internals import members_of, supervisor_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("relay", because="the pickles of nested calls are passed on")
+pytestmark = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
 
 MAPS = (walks.amap, walks.await_map, walks.map_)
 ONE_PLACE = {"concurrency": 1, "threads": 1}

@@ -21,7 +21,7 @@ from tests.internals import slots_at_all
 
 pytestmark = [
     pytest.mark.differs("fallbacks", because="slots lie in files instead of memfds, and bells are pipes", on="fake"),
-    pytest.mark.differs("relay", because="payloads pass the socket in parts, and wait for room in the far half's store"),
+    pytest.mark.differs("nodes", because="payloads pass the socket in parts, and wait for room in the far half's store"),
 ]
 in_processes = pytest.mark.differs("fallbacks", because="each process maps the files, and has its end of a bell, for itself")
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 import percore
+from percore._engines.nodes.worker import NodeWorker
 from percore._protocol.interfaces import Fate
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
@@ -13,9 +14,8 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 from tests.internals import members_of, slots_used, supervisor_of
-from tests.relay.near import RelayWorker
 
-pytestmark = pytest.mark.differs("uvloop", "relay", because="uvloop's clock has coarse ticks; a relay cannot read start marks")
+pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
 
 TINY = 0.02
 SOON = 0.3
@@ -100,7 +100,7 @@ async def test_what_has_begun_is_not_limited(make: MakeRunner, log: Log, gate: G
 
 
 async def test_a_worker_that_reads_nothing_begins_nothing_late(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
-    """A blocked loop cannot say what has begun, and yet callers hear in time. Through a relay they hear when the worker answers."""
+    """A blocked loop cannot say what has begun, and yet callers hear in time. On another node they hear when the worker answers."""
     other_gate.open()
     async with make(concurrency=10, threads=1, per_key=1) as runner:
         held = runner.options(key="k").submit(jobs.wait, log.path, gate.path, 0)
@@ -119,7 +119,7 @@ async def test_a_worker_that_reads_nothing_begins_nothing_late(make: MakeRunner,
         told = asyncio.ensure_future(view.broadcast(jobs.aecho, 1))
         with pytest.raises(TimeoutError):  # so long has passed, at least
             await runner.options(queue_timeout=2 * TINY, key="k").run(jobs.aecho, 1)
-        if isinstance(worker, RelayWorker):
+        if isinstance(worker, NodeWorker):
             gate.open()
         errors = await asyncio.gather(*calls, told, return_exceptions=True)
         assert [type(error) for error in errors] == [TimeoutError] * 9

@@ -19,7 +19,7 @@ from tests.fakes import FakeWorker
 from tests.internals import members_of, supervisor_of
 from tests.marks import most_within
 
-pytestmark = pytest.mark.differs("uvloop", "relay", because="uvloop's clock has coarse ticks; a relay cannot read start marks")
+pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
 
 SELDOM: Final = percore.Rate(1, per=1e6)
 OFTEN: Final = percore.Rate(10**6, per=1, burst=10**6)

@@ -23,7 +23,7 @@ from tests.internals import seats_at_each_change, supervisor_of
 
 pytestmark = [
     pytest.mark.own_fork_server,
-    pytest.mark.differs("spawn", "uvloop", "relay", because="a successor is launched, and an exit seen, in another way"),
+    pytest.mark.differs("spawn", "uvloop", "nodes", because="a successor is launched, and an exit seen, in another way"),
 ]
 
 

@@ -845,6 +845,15 @@ SENTENCES: Final[dict[str, Use]] = {
     "--port is a number from 0 to 65535, not …": Program(
         "import sys; sys.argv[1:] = ['--port', '70000']; from percore.demo_server import main; main()"
     ),
+    # Nodes
+    "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own in "
+    "its lifespan, and put a load balancer before them": at(
+        "tests/e2e/test_nodes.py::test_what_cannot_work_on_nodes_is_refused", "needs workers on this machine"
+    ),
+    "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
+    "percore: a peer at %s was dropped: %s": at(
+        "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "
+    ),
 }
 
 
@@ -854,6 +863,9 @@ UNSAID: Final = {
     "the thread of an executor failed": "a mistake of percore's own",
     "more than … calls of this worker wait for calls that they have made: make fewer calls at once": "thousands of waiting calls",
     "the values of the context variables take more than … bytes when they are pickled": "as in the program",
+    "percore: a peer at %s was dropped: another one was proven before": "two programs with one token, at the same moment",
+    "the host on node %s did not end within %g s, and was killed": "a mistake of percore's own",
+    "the connection to the program ended: %s": "a host says it in the log of its own process",
 }
 """Sentences to which no use leads, and why."""
 

@@ -18,7 +18,7 @@ from tests.fakes import FakeWorker
 from tests.internals import current_member, members_of, replace_members
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("relay", because="a message tells when a worker has read on, and nothing tells how far a call is")
+pytestmark = pytest.mark.differs("nodes", because="a message tells when a worker has read on, and nothing tells how far a call is")
 
 
 async def test_counters_of_an_idle_runner(make: MakeRunner) -> None:

@@ -14,7 +14,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.internals import is_leased, slots_used
 
-pytestmark = pytest.mark.differs("relay", because="items pass a socket, and are copied on their way")
+pytestmark = pytest.mark.differs("nodes", because="items pass a socket, and are copied on their way")
 
 FEW_SLOTS = {"max_message": 1 << 36}
 """Four slots for items and results."""

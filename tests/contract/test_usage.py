@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.differs(
         "spawn", "fallbacks", because="there is no fork server among the processes, and deaths are seen in another way"
     ),
-    pytest.mark.differs("relay", because="another process may be the one that knows the workers"),
+    pytest.mark.differs("nodes", because="another process may be the one that knows the workers"),
 ]
 
 
@@ -36,7 +36,10 @@ async def test_every_process_has_its_line(make_real: MakeRunner, real_engine: st
         pids = [worker.pid for worker in runner.statistics().workers]
         assert [(one.role, one.pid) for one in workers.values()] == [("worker 0", pids[0]), ("worker 1", pids[1])]
         helpers = [] if real_engine == "spawn" or "forkserver" not in REAL else ["fork server"]
-        assert [one.role for one in usage.processes] == ["supervisor", *helpers, *workers]
+        roles = ["supervisor", *helpers, *workers]
+        if real_engine == "nodes":
+            roles = ["supervisor", "host a", *helpers, "worker 0", "host b", *helpers, "worker 1"]
+        assert [one.role for one in usage.processes] == roles
         assert all(one.rss > 0 and one.threads >= 1 for one in usage.processes)
         assert len(str(usage).splitlines()) == len(usage.processes) + 2
 

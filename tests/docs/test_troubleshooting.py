@@ -61,7 +61,11 @@ INSIDE: Final = {
     "a message (…) of … bytes: the largest that fits into the ring has …": "percore makes no message of that size",
     "… … …. …": "the sentence of WorkerDied, whose parts have entries",
     "there is no place for worker %d yet": "processes always have a place",
-    "there is no room for another pickle of … bytes": "only a relay of messages keeps pickles of another store",
+    "there is no room for another pickle of … bytes": "only the host of a node keeps pickles of another store",
+    "percore: a peer at %s was dropped: %s": "no public engine has nodes yet",
+    "node %s (%s) was lost: %s": "likewise",
+    "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
+    "in its lifespan, and put a load balancer before them": "likewise",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""

@@ -42,6 +42,14 @@ ROOMS: dict[str, set[str]] = {
     "_engines.processes": {
         *("_calls", "_common", "_monitor", "_protocol", "_serialization", "_transport", "_worker_process"),
     },
+    # A host of workers on another node has an engine of its own there.
+    "_node": {"_calls", "_common", "_engines.processes", "_protocol", "_serialization", "_transport", "_worker_process"},
+    # The program's half of an engine of nodes. Records of workers are handled as those of processes, and both halves greet alike.
+    "_engines.nodes": {
+        *("_calls", "_common", "_engines.processes", "_monitor", "_node", "_protocol", "_serialization", "_transport"),
+    },
+    # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does.
+    "_places": {"_engines.nodes"},
     "_map": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.
     "_runner": {
@@ -81,7 +89,10 @@ CIRCLES: dict[frozenset[str], str] = {}
 # A worker loads nothing of the parent's rooms. In rooms that both sides share, these modules are the parent's: they are costly to
 # import, or of no use in a worker.
 WORKER = ("_worker", "_worker_process")
-PARENT = ("_monitor", "_scheduler", "_calls", "_listening", "_supervisor", "_engines", "_map", "_runner", "_executor")
+PARENT = (
+    *("_monitor", "_scheduler", "_calls", "_listening", "_supervisor", "_engines", "_node", "_places", "_map", "_runner"),
+    "_executor",
+)
 PARENT_IN_COMMON = {
     # Not `_common.options`: it checks the options of nested calls. A worker loads it on the first use of `current_runner`.
     *("_common.log", "_common.worker_errors", "_protocol.interfaces"),

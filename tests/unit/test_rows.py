@@ -19,7 +19,7 @@ CONTRACT = Path(__file__).parent.parent / "contract"
 LEAST = {
     "uvloop": {"test_cancellation", "test_closing", "test_deaths", "test_map_ends", "test_timeouts", "test_turns"},
     "spawn": {"test_closing", "test_deaths", "test_inside", "test_lives", "test_logs", "test_recycling", "test_usage"},
-    "relay": {"test_batches", "test_buffers", "test_closing", "test_deaths", "test_payloads", "test_share", "test_statistics"},
+    "nodes": {"test_batches", "test_buffers", "test_closing", "test_deaths", "test_payloads", "test_share", "test_statistics"},
     "fallbacks": {
         "test_buffers",
         "test_cancellation",
@@ -52,7 +52,7 @@ def collected(*arguments: str, **variables: str) -> dict[str, Counter[str]]:
     output = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=40, check=True).stdout
     found: dict[str, Counter[str]] = {}
     for path, name in re.findall(r"(\w+)\.py::(.*)", output):
-        engine = next((engine for engine in ("fake", "forkserver", "spawn", "relay") if engine in name), "none")
+        engine = next((engine for engine in ("fake", "forkserver", "spawn", "nodes") if engine in name), "none")
         found.setdefault(path, Counter())[f"{engine} uvloop" if "uvloop" in name else engine] += 1
     return found
 
@@ -83,10 +83,10 @@ def test_the_rows_of_each_run() -> None:
     files = [str(CONTRACT / "test_closing.py"), str(CONTRACT / "test_pending.py")]
     push, full = collected(*files), collected(*files, "--rows=full")
     assert set(push["test_pending"]) - {"none"} == {"fake", "forkserver"}
-    assert set(push["test_closing"]) - {"none", "none uvloop"} == {"fake", "forkserver", "forkserver uvloop", "spawn", "relay"}
+    assert set(push["test_closing"]) - {"none", "none uvloop"} == {"fake", "forkserver", "forkserver uvloop", "spawn", "nodes"}
     assert push["test_closing"]["spawn"] < full["test_closing"]["spawn"]
     for rows_of in full.values():
-        assert rows_of["forkserver"] == rows_of["spawn"] == rows_of["relay"]
+        assert rows_of["forkserver"] == rows_of["spawn"] == rows_of["nodes"]
         assert rows_of["forkserver uvloop"] == rows_of["spawn uvloop"] >= rows_of["fake uvloop"] > 0
 
 
@@ -100,6 +100,6 @@ def test_the_rows_without_the_system_s_calls() -> None:
 @pytest.mark.parametrize("mark", [pytest.mark.differs, pytest.mark.differs("uvloop"), pytest.mark.differs("threads", because="so")])
 def test_a_mark_without_a_way_or_a_reason_is_refused(mark: pytest.MarkDecorator) -> None:
     """The reason stands beside the mark."""
-    text = r'test_it: differs\(\) takes some of uvloop, spawn, relay, fallbacks, and because="..."'
+    text = r'test_it: differs\(\) takes some of uvloop, spawn, nodes, fallbacks, and because="..."'
     with pytest.raises(pytest.UsageError, match=text):
         rows.differing(cast(pytest.Item, Marked(mark)))

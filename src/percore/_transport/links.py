@@ -87,10 +87,15 @@ class Links:
         self._memory.close()
 
 
+def slots_of(max_message: int) -> tuple[int, int]:
+    """Return how many slots an arena has where no limit reduces it, and how many bytes each of them has."""
+    slot_size = -(-max(max_message, _LEAST_SLOT) // _PAGE) * _PAGE
+    return min(max(2**40 // slot_size, 16), SLOT_MASK + 1), slot_size
+
+
 def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
     """Map the arena, and return it with the sizes of all memory."""
-    slot_size = -(-max(options.max_message, _LEAST_SLOT) // _PAGE) * _PAGE
-    wanted = min(max(2**40 // slot_size, 16), SLOT_MASK + 1)
+    wanted, slot_size = slots_of(options.max_message)
     budget, _ = resource.getrlimit(resource.RLIMIT_AS)
     if budget != resource.RLIM_INFINITY:
         wanted = min(wanted, budget // 4 // slot_size)

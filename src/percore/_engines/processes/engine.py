@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
@@ -22,15 +22,32 @@ from percore._monitor.threads import in_thread
 from percore._monitor.usage import Usage, UsageMeter
 from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
-from percore._protocol.worker_start import ExecutorSettings, Given
+from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
 from percore._serialization.pickler import MainInfo
 from percore._transport.doorbell import Haste
 from percore._transport.links import Link, Links
 from percore._transport.memory import keep_heap_warm
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.boot import Boot
+from percore._worker_process.log_forwarding import Levels
 
 _UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
+
+
+class Guest(NamedTuple):
+    """What an engine needs to run the workers of a program elsewhere.
+
+    Attributes:
+        start, loop_factory, debug: what its workers are started with.
+        levels: the settings of the program's logging, when a worker is started.
+        handle_record: gets the index of a worker and each of its log records.
+    """
+
+    start: WorkerStart
+    loop_factory: bytes
+    debug: bool
+    levels: Callable[[], Levels]
+    handle_record: Callable[[int, bytes], None]
 
 
 class ProcessWorker:
@@ -42,6 +59,7 @@ class ProcessWorker:
         self._told_pid: int | None = None
         self._link = link
         self._logs = logs
+        self.hold_logs = logs.hold
         self._process = process
         self._examiner = examiner
         self._is_killed = False
@@ -83,7 +101,7 @@ class ProcessEngine:
 
     sees_starts = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # the ways to use it
         self,
         loop: asyncio.AbstractEventLoop,
         options: RunnerOptions,
@@ -91,11 +109,13 @@ class ProcessEngine:
         launcher: Launcher | None = None,
         executor_settings: ExecutorSettings | None = None,
         given: Given | None = None,
+        guest: Guest | None = None,
     ) -> None:
         """Map the arena.
 
         `launcher`: replaces the launcher of the start method. `executor_settings`: how an executor's workers differ from a
-        Runner's. `given`: their initializer, unless it comes with the process.
+        Runner's. `given`: their initializer, unless it comes with the process. `guest`: the program elsewhere whose workers these
+        are; of the options then only the sizes count.
 
         Raises:
             OSError: there is not enough memory for even one message.
@@ -109,15 +129,20 @@ class ProcessEngine:
             self.store = links.store
             self._examiner = Examiner(loop)
             undo.callback(self._examiner.close)
-            loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
             if executor_settings is not None and given is not None:
                 executor_settings = executor_settings._replace(initializer=pickled_initializer(given, self.store))
-            start = start_of(options, self.store, executor_settings)
-            self._boot = Boot(start, links.layout, loop.get_debug(), main.as_tuple(), loop_factory)
+            if guest is None:
+                loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
+                start, debug = start_of(options, self.store, executor_settings), loop.get_debug()
+            else:
+                start, loop_factory, debug, *_ = guest
+            self._boot = Boot(start, links.layout, debug, main.as_tuple(), loop_factory)
             self._launcher = _launcher(options) if launcher is None else launcher
             undo.pop_all()
         self._passes_on = executor_settings is None or not executor_settings.has_main
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
+        self._levels = levels if guest is None else guest.levels
+        self._handle_record = None if guest is None else guest.handle_record
         self._meter = UsageMeter()
         self._kills = OomKills()
         self._haste = Haste(usable_cpus())
@@ -126,10 +151,10 @@ class ProcessEngine:
     def start(
         self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
     ) -> ProcessWorker:
-        logs = LogReceiver(index)
+        logs = LogReceiver(index, self._handle_record)
         try:
             start = replace(self._boot.start, index=index, generation=generation)
-            boot = self._boot._replace(start=start, levels=levels(), sockets=len(sockets))
+            boot = self._boot._replace(start=start, levels=self._levels(), sockets=len(sockets))
             # Also if multiprocessing passes it on: otherwise a fork would start a tracker itself.
             tracker = multiprocessing_state.tracker()
             if self._passes_on:

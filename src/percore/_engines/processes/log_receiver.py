@@ -14,7 +14,9 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from percore._protocol.messages import BrokenFrame
@@ -47,13 +49,15 @@ def _name_here(name: str) -> str:
 class LogReceiver:
     """The log records of one worker, on the supervisor's side."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, handle_record: Callable[[int, bytes], None] | None = None) -> None:
         """Create the ring, and the pipe by which the supervisor tells the worker how much it has read.
+
+        `handle_record`: gets the index and each record, in place of the loggers of this process.
 
         Raises:
             OSError: out of descriptors or address space; nothing is left behind.
         """
-        self._index = index
+        self._handle = partial(handle_record or handle, index)
         with ExitStack() as undo:
             self._memory = Memory.create(LOG_RING_SIZE)
             undo.callback(self._memory.close)
@@ -63,6 +67,8 @@ class LogReceiver:
         self._ring = RingReader(self._memory.view[:])
         self._told = 0
         self._is_open = True
+        self.is_held = False
+        """Whether the worker is not told what was read: soon it can log no more, and waits."""
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -99,26 +105,14 @@ class LogReceiver:
             self._handle(bytes(ring.next()))  # a copy: user code may close this, and a view would keep the memory mapped
             # Tell the worker once more than this has been read. Below that the ring still has room for the largest record, so the
             # worker does not have to wait.
-            if ring.read - self._told > LOG_RING_SIZE // OWED and self._is_open:
+            if ring.read - self._told > LOG_RING_SIZE // OWED and not self.is_held and self._is_open:
                 self._tell()
 
-    def _handle(self, data: bytes) -> None:
-        record = None
-        try:
-            record = unpack(data)
-            record.__dict__["worker"] = self._index
-            record.__dict__.setdefault("pid", record.process)
-            if record.name.startswith(MAIN_THERE):
-                record.name = _name_here(record.name)
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
-        except BrokenFrame:
-            raise
-        except Exception:
-            if record is None:
-                record = logging.LogRecord("percore", logging.ERROR, __file__, 0, "a record of worker %d", (self._index,), None)
-            _reporter.handleError(record)
+    def hold(self, is_held: bool) -> None:
+        """Let the worker wait once it has filled the ring, or go on."""
+        self.is_held = is_held
+        if not is_held and self._is_open and self._ring.read != self._told:
+            self._tell()
 
     def _tell(self) -> None:
         self._told = self._ring.read
@@ -127,3 +121,29 @@ class LogReceiver:
                 os.write(self._pipe, POSITION.pack(self._told))
         except BlockingIOError:
             raise BrokenFrame("the worker logs more than there was room for") from None
+
+
+def handle(index: int, data: bytes, node: str | None = None) -> None:
+    """Handle a record of the worker with this index, on this node of several, by the loggers of this process.
+
+    Raises:
+        BrokenFrame: it is no record.
+    """
+    record = None
+    try:
+        record = unpack(data)
+        record.__dict__["worker"] = index
+        record.__dict__.setdefault("pid", record.process)
+        if node is not None:
+            record.__dict__["node"] = node
+        if record.name.startswith(MAIN_THERE):
+            record.name = _name_here(record.name)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+    except BrokenFrame:
+        raise
+    except Exception:
+        if record is None:
+            record = logging.LogRecord("percore", logging.ERROR, __file__, 0, "a record of worker %d", (index,), None)
+        _reporter.handleError(record)

@@ -1,0 +1,155 @@
+"""The program's side of a channel to a worker on a node."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._engines.nodes.store import NodesStore, received
+from percore._protocol.interfaces import Ticket
+from percore._protocol.messages import BATCH, ONCE_OPS, Body, BrokenFrame, Message, Payload
+from percore._transport.codec import decode
+from percore._transport.frames import next_frame
+from percore._transport.leases import Received
+from percore._transport.wire import Kind, pack
+
+if TYPE_CHECKING:
+    from percore._engines.nodes.node import Node
+
+_HEAVY: Final = 512
+
+
+def is_call(op: int) -> bool:
+    """Whether a message to a worker makes a call."""
+    return op > 0 or op in ONCE_OPS or op == BATCH
+
+
+class NodeChannel:
+    """Implements `Channel` over the connection that all workers of a node share.
+
+    Attributes:
+        unsent: the calls that were still here when the connection broke. They have not begun.
+    """
+
+    own: Final[dict[int, Callable[[int, Any], None]]] = {}
+
+    def __init__(self, number: int, link: "Node", store: NodesStore) -> None:
+        self.sent = self.received = 0
+        self.is_open = False
+        self.waits_since = 0.0
+        self.unsent: set[int] = set()
+        self._number = number
+        self._link = link
+        self._store = store
+        self._queue: deque[Message] = deque()
+        self._is_heavy = False
+        self._acknowledged = 0
+        self._sent_at = self._lag = 0.0
+
+    def open(
+        self, on_frame: Callable[[list[Message]], None], on_broken: Callable[[BaseException], None], on_batch: Callable[[], None]
+    ) -> None:
+        self.on_frame, self.on_broken, self.on_batch = on_frame, on_broken, on_batch
+        self.is_open = True
+
+    def send(self, op: int, call_id: int, body: Body) -> None:
+        queue = self._queue
+        if not queue:
+            self._link.wants(self)
+        queue.append((op, call_id, body))
+        self.sent += 1
+        if type(body) is bytes and len(body) > _HEAVY:
+            self._is_heavy = True
+
+    def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
+        is_placed = self._store.is_placed(parcel)  # then it is sent now, in order
+        if not is_placed and (self._link.is_full or not self._store.place(parcel)):
+            self._store.wait(lambda: self._retry(op, call_id, parcel, ticket))
+        elif ticket.stored(parcel):
+            self._store.carry(parcel, self._link)
+            self.flush()
+            self.sent += 1
+            unsent = (lambda: self.unsent.add(call_id)) if is_call(op) else None
+            self._link.send(Kind.PARCEL, self._number, pack((op, call_id, parcel)), unsent=unsent)
+            self._mark()
+
+    def _retry(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
+        if self.is_open and ticket.is_wanted():
+            self.send_parcel(op, call_id, parcel, ticket)
+
+    def flush(self) -> None:
+        """Send what waits, in frames."""
+        queue = self._queue
+        while queue:
+            data, _ = next_frame(queue, is_heavy=self._is_heavy)
+            self._link.send(Kind.MESSAGES, self._number, data, unsent=partial(self._unsend, data))
+        self._is_heavy = False
+        self._mark()
+
+    def _mark(self) -> None:
+        self._sent_at = monotonic()
+        self.waits_since = self.waits_since or self._sent_at
+
+    def _unsend(self, data: bytes) -> None:
+        """The messages of this frame were not sent, and never will be."""
+        self.unsent.update(call_id for op, call_id, _ in decode(data) if is_call(op))
+
+    def lost(self) -> None:
+        """The connection broke."""
+        self.flush()
+        self.is_open = False
+
+    def load(self, payload: Payload) -> Received:
+        return received(self.read(payload))
+
+    def read(self, payload: Payload) -> bytes:
+        if type(payload) is not bytes:
+            raise BrokenFrame(f"a payload that is a {type(payload).__name__}")
+        return payload
+
+    def release(self, payload: Payload) -> None:
+        """Do nothing: the host has released it in its worker."""
+
+    def receive(self) -> None:
+        """Do nothing: what arrives is delivered at once."""
+
+    def has_read(self) -> bool:
+        return self._acknowledged == self.sent
+
+    def lag(self) -> float:
+        return self._lag if self.has_read() else max(self._lag, monotonic() - self._sent_at)
+
+    # What the link hears
+
+    def acknowledged(self, number: int) -> None:
+        """The worker has read on, and at least the first `number` messages."""
+        self._acknowledged = number
+        now = monotonic()
+        if self.has_read():
+            self._lag = now - self._sent_at
+        self.waits_since = 0.0 if self.has_read() else now
+
+    def deliver(self, messages: list[Message]) -> None:
+        """Deliver messages that have arrived together."""
+        self.received += len(messages)
+        self._guarded(lambda: self.on_frame(messages))
+
+    def batch(self) -> None:
+        """All that arrived together was delivered."""
+        self._guarded(self.on_batch)
+
+    def broke(self, error: BaseException) -> None:
+        """Receive nothing more, and report why."""
+        if self.is_open:
+            self.is_open = False
+            self.on_broken(error)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        if self.is_open:
+            try:
+                step()
+            except BaseException as error:
+                self.broke(error)
+                if not isinstance(error, Exception):
+                    raise

@@ -1,0 +1,296 @@
+"""The engine of workers on several nodes: each node has a host, which runs workers with a process engine of its own.
+
+    supervisor ── NodesEngine ── a NodeLink for each node ── one connection ── Host ── processes
+                      └── Places: puts hosts on nodes
+
+Slots are dealt to the nodes in turn, and keep their node while that is there. When a node is lost, its slots move to the others at
+once. When none is left, the engine asks `Places` for nodes again.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Final, cast
+
+from percore._calls.worker_start import pickled_option, start_of
+from percore._common.errors import shown
+from percore._common.log import report
+from percore._common.options import RunnerOptions
+from percore._engines.nodes.link import BEATS, NodeLink, Refused
+from percore._engines.nodes.places import NoPlace, Place, Places
+from percore._engines.nodes.store import NodesStore
+from percore._engines.nodes.worker import NodeWorker
+from percore._engines.processes.launch import search_path
+from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
+from percore._node.greeting import greeting
+from percore._protocol.host_orders import Greeting, HostOrders
+from percore._protocol.interfaces import Exit, Worker
+from percore._serialization.pickler import MainInfo
+from percore._transport.connection import Pulse
+from percore._transport.proven import dial
+from percore._transport.wire import Kind
+from percore._transport.wire_proof import TOKEN_SIZE, NotProven
+
+LOST_AFTER: Final = 10.0
+_END: Final = 5.0
+"""Seconds that a host has for its end, once its workers have ended."""
+_EARLIER: Final = 0.9
+"""The part of `start_timeout` after which a start of hosts fails, so that its own reason is told."""
+
+
+class NodesEngine:
+    """Implements `Engine`."""
+
+    sees_starts = False
+    on_place: Callable[[], None]
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: RunnerOptions,
+        main: MainInfo,
+        places: Places,
+        *,
+        lost_after: float = LOST_AFTER,
+    ) -> None:
+        """Connect nothing yet: the first `start` does.
+
+        Raises:
+            ValueError: the options cannot be kept on other nodes.
+            Exception: an error from pickling the options.
+        """
+        if options.listen:
+            raise ValueError(
+                "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of "
+                "its own in its lifespan, and put a load balancer before them"
+            )
+        self.store = NodesStore(loop, options, main)
+        self._loop = loop
+        self._places = places
+        self._token = os.urandom(TOKEN_SIZE)
+        self._patience = _EARLIER * options.start_timeout
+        sizes = ("concurrency", "threads", "max_message", "start_method", "workers")
+        loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
+        self._orders = HostOrders(
+            node="",
+            lost_after=lost_after,
+            sizes=_UNUSED | {name: getattr(options, name) for name in sizes},
+            start=start_of(options, self.store),
+            loop_factory=loop_factory,
+            debug=loop.get_debug(),
+            main=main.as_tuple(),
+            source=_source(main),
+            path=search_path(),
+            argv=[str(argument) for argument in sys.argv],
+        )
+        self.links: list[NodeLink] = []
+        self._ends: dict[NodeLink, Callable[[], None]] = {}
+        self._slots: dict[int, NodeLink] = {}
+        self._pulse = Pulse(lost_after / BEATS)
+        self._search: asyncio.Task[None] | None = None
+        self._why_none = ""
+        """Why there is no node, once a search has failed."""
+        self._is_closed = False
+        self._meter = UsageMeter()
+
+    # Workers
+
+    def start(
+        self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> NodeWorker | None:
+        link = self._link_for(index)
+        if link is not None:
+            return link.start(index, generation, on_exit)
+        if self._why_none:
+            raise OSError(self._why_none)
+        self._find_nodes()
+        return None
+
+    def _link_for(self, index: int) -> NodeLink | None:
+        """Return the node of a slot: that of before, or the one with the fewest slots."""
+        link = self._slots.get(index)
+        if link not in self.links and self.links and self._search is None:
+            link = min(self.links, key=lambda one: sum(other is one for other in self._slots.values()))
+            self._slots[index] = link
+        return link if link in self.links else None
+
+    def _find_nodes(self) -> None:
+        if self._search is None and not self._is_closed:
+            self._search = self._loop.create_task(self._find())
+
+    async def _find(self) -> None:
+        """Put hosts on the nodes that have none, and connect to them."""
+        try:
+            async with asyncio.timeout(self._patience):
+                placed = await self._places.place(self._token, {link.node for link in self.links})
+                failed = [why for why in await self._connect_all(placed) if why]
+        except NoPlace as error:
+            failed = [str(error)]
+        except TimeoutError:
+            failed = [f"no node could be used within {self._patience:g} s"]
+        except Exception as error:
+            failed = [f"{type(error).__name__}: {shown(error)}"]
+        self._search = None
+        is_first = not self._slots
+        for why in failed if self.links and not is_first else ():
+            report(logging.WARNING, "%s", why)
+        self._why_none = "; ".join(failed) if is_first or not self.links else ""
+        if self._why_none and is_first:
+            for link in self.links[:]:  # the start fails, and nothing else tells it why
+                link.connection.give_up("another node could not be used")
+        self.on_place()
+
+    async def _connect_all(self, placed: list[Place]) -> list[str]:
+        try:
+            return await asyncio.gather(*map(self._connect, placed))
+        except BaseException:
+            for place in placed:
+                place.end()
+            raise
+
+    async def _connect(self, place: Place) -> str:
+        """Make the link to a host. Return why not, or an empty text."""
+        address = f"{place.address}:{place.port}"
+        where = f"node {place.node} ({address})"
+        link = None
+        try:
+            async with asyncio.timeout(self._patience * _EARLIER):
+                sock = await dial(self._loop, (place.address, place.port), self._token)
+                link = NodeLink(self._loop, sock, place.node, address, self.store, self._lost)
+                self._check_versions(await link.greet())
+                room = await link.set_up(self._orders._replace(node=place.node))
+                self._check_room(room)
+        except BaseException as error:
+            if link is not None:
+                link.connection.close()
+            place.end()
+            if not isinstance(error, Exception):
+                raise
+            return _reason(where, error)
+        self._ends[link] = place.end
+        self.links.append(link)
+        self._pulse.add(link.connection)
+        return ""
+
+    def _check_versions(self, there: Greeting) -> None:
+        here = greeting(os.getpid())
+        if (here.python, here.percore) != (there.python, there.percore):
+            raise Refused(
+                f"it has {there.python} and percore {there.percore}, and this program {here.python} and percore {here.percore}: "
+                "install the same on all nodes, for example with runtime_env"
+            )
+
+    def _check_room(self, room: int) -> None:
+        if not self._slots:  # nothing was sent yet
+            self.store.room = min(self.store.room, room)
+        if room < self.store.room:
+            raise Refused(
+                f"it has room for {room} payloads of max_message={self.store.limit} bytes, and {self.store.room} are needed: "
+                "raise its limit (ulimit -v), or make the runner with a smaller max_message"
+            )
+
+    # Loss
+
+    def _lost(self, link: NodeLink, why: str) -> None:
+        if link not in self.links:
+            return
+        self.links.remove(link)
+        self._pulse.discard(link.connection)
+        self.store.forget(link)
+        if not self._is_closed:
+            report(logging.WARNING, "node %s (%s) was lost: %s", link.node, link.address, why)
+        self._ends.pop(link)()
+        link.end_workers(why)
+
+    def renew(self) -> None:
+        for link in self.links:
+            link.send(Kind.RENEW, 0)
+
+    def resize(self, workers: int) -> None:
+        for link in self.links:
+            link.send(Kind.RESIZE, workers)
+        self._orders = self._orders._replace(sizes=self._orders.sizes | {"workers": workers})
+        self._find_nodes()
+
+    # Readings
+
+    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
+        own = await self._meter.read({os.getpid(): "supervisor"})
+        known = [(role, worker) for role, worker in workers if isinstance(worker, NodeWorker)]
+        links = self.links[:]
+        asked = [[(role, worker.number) for role, worker in known if worker.link is link] for link in links]
+        answers = await asyncio.gather(*(link.ask(Kind.USAGE, roles) for link, roles in zip(links, asked, strict=True)))
+        found = [
+            replace(one, role=f"host {link.node}") if one.role == "supervisor" else one
+            for link, answer in zip(links, answers, strict=True)
+            for one in (ProcessUsage(*row) for row in answer)
+        ]
+        return Usage((*own.processes, *found))
+
+    async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        sizes: dict[int, int | None] = {}
+        known = sorted(cast("Sequence[NodeWorker]", workers), key=lambda worker: id(worker.link))
+        for link, of_link in groupby(known, key=lambda worker: worker.link):
+            those = list(of_link)
+            if not link.is_lost:
+                answer: Collection[Any] = await link.ask(Kind.MEMORY, [worker.number for worker in those], enough)
+                sizes |= {id(worker): size for worker, size in zip(those, answer, strict=False)}
+        return [sizes.get(id(worker)) for worker in workers]
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        if self._search is not None:
+            self._search.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._search
+        links, self.links = self.links, []
+        await asyncio.gather(*(self._end(link) for link in links))
+        self._pulse.end()
+        await self._places.aclose()
+
+    async def _end(self, link: NodeLink) -> None:
+        if not await link.aclose(_END):
+            report(logging.WARNING, "the host on node %s did not end within %g s, and was killed", link.node, _END)
+        self._ends.pop(link)()
+
+
+_UNUSED: Final = dict.fromkeys(
+    (
+        "lifespan",
+        "loop_factory",
+        "max_tasks_per_worker",
+        "max_memory_per_worker",
+        "per_key",
+        "thread_initializer",
+        "max_pending",
+        "blocked_after",
+    )
+) | {"start_timeout": 60.0, "kill_after": 5.0, "retries": 0, "contextvars": (), "listen": ()}
+"""The options of a runner that its hosts need not know."""
+
+
+def _reason(where: str, error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"{where} did not answer in time: see whether a firewall drops connections to its ports from this machine"
+    if isinstance(error, OSError):
+        return f"{where} cannot be reached: {shown(error)}: let connections from this machine to all its ports through"
+    if isinstance(error, NotProven):
+        return f"{where} is not the host that was started there: {error}"
+    return f"{where} cannot be used: {error if isinstance(error, Refused) else shown(error)}"
+
+
+def _source(main: MainInfo) -> bytes | None:
+    """Return the source of the program's script. None: it is none, or cannot be read."""
+    if main.kind != "script":
+        return None
+    try:
+        with open(main.target, "rb") as file:
+            return file.read()
+    except OSError:
+        return None

@@ -1,0 +1,265 @@
+"""The link to one node: the connection to its host, what arrives there, and its loss."""
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+from percore._engines.nodes.channel import NodeChannel
+from percore._engines.nodes.node import Sender
+from percore._engines.nodes.store import NodesStore
+from percore._engines.nodes.worker import NodeWorker
+from percore._engines.processes.log_receiver import handle, levels
+from percore._protocol.host_orders import Greeting, HostOrders
+from percore._protocol.interfaces import Condition, Exit, Fate
+from percore._protocol.messages import BrokenFrame
+from percore._transport.codec import decode
+from percore._transport.connection import Connection
+from percore._transport.wire import PAYLOAD_HEAD, Frame, Kind, limits, pack, unpack
+
+BEATS: Final = 10
+"""Beats in `lost_after` seconds."""
+_GREETING: Final = (str, str, int)
+
+
+class Refused(Exception):
+    """The host cannot run workers for this program."""
+
+
+class NodeLink:
+    """One node. Use it in the loop.
+
+    Attributes:
+        node: its name.
+        address: where its host is, as a text.
+        workers: its workers that have not ended, by number.
+        is_lost: whether the connection broke.
+        over: done when the connection broke or was closed, with the reason.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        node: str,
+        address: str,
+        store: NodesStore,
+        on_lost: Callable[["NodeLink", str], None],
+    ) -> None:
+        self.node = node
+        self.address = address
+        self.workers: dict[int, NodeWorker] = {}
+        self.is_lost = False
+        self.over: asyncio.Future[str] = loop.create_future()
+        self._loop = loop
+        self._store = store
+        self._on_lost = on_lost
+        self._greeted: asyncio.Future[Greeting] = loop.create_future()
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self._dirty: list[Sender] = []
+        self._touched: dict[NodeChannel, None] = {}
+        self._watch: asyncio.TimerHandle | None = None
+        self._lost_after = 0.0
+        self._heard = self._missed = 0
+        self._handlers: dict[int, Callable[[int, Any], None]] = {
+            Kind.BEAT: lambda number, data: None,
+            Kind.HELLO: self._hello,
+            Kind.REFUSED: self._refused,
+            Kind.MESSAGES: self._messages,
+            Kind.PAYLOAD: self._payload,
+            Kind.READ: self._read,
+            Kind.LOG: self._log,
+            Kind.BROKEN: self._broken,
+            Kind.CONDITION: self._condition,
+            Kind.FATES: self._fates,
+            Kind.EXIT: self._exited,
+            Kind.ANSWER: self._answer,
+        }
+        most = {kind: size for kind, size in limits(store.limit).items() if kind in self._handlers}
+        self.connection = Connection(loop, sock, most, self._frame, self._broke)
+        self.connection.on_batch = self._batch
+        self.connection.on_room = store.has_room
+        self.send = self.connection.send
+
+    @property
+    def is_full(self) -> bool:
+        return self.connection.is_full
+
+    # The start
+
+    async def greet(self) -> Greeting:
+        """Wait for what the host tells of itself."""
+        return await self._greeted
+
+    async def set_up(self, orders: HostOrders) -> int:
+        """Give the host its orders. Return how many payloads it can keep.
+
+        Raises:
+            Refused: it cannot run workers.
+        """
+        answer = self._question(0)
+        self._lost_after = orders.lost_after
+        self.connection.beat_here()
+        self.send(Kind.SETUP, 0, pickle.dumps(orders))
+        (room,) = await answer
+        self._look()
+        return int(room)
+
+    def _question(self, number: int) -> asyncio.Future[list[Any]]:
+        answer = self._answers[number] = self._loop.create_future()
+        if self.is_lost:
+            answer.set_result([])
+        return answer
+
+    def _look(self) -> None:
+        """Count the beats that did not come. (A loop that was blocked for long counts one, whatever waits in the socket.)"""
+        if self.connection.heard != self._heard:
+            self._heard, self._missed = self.connection.heard, 0
+        elif self._missed >= BEATS:
+            self.connection.give_up(f"nothing was heard of it for {self._lost_after:g} s")
+            return
+        self._missed += 1
+        self._watch = self._loop.call_later(self._lost_after / BEATS, self._look)
+
+    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> NodeWorker:
+        """Have the host start a worker."""
+        number = next(self._numbers)
+        worker = self.workers[number] = NodeWorker(number, self, NodeChannel(number, self, self._store), on_exit)
+        self.send(Kind.START, number, pack((index, generation, levels())))
+        return worker
+
+    # Sending
+
+    def wants(self, sender: Sender) -> None:
+        """Have a channel flushed at the end of this iteration of the loop."""
+        if not self._dirty:
+            self._loop.call_soon(self._flush)
+        self._dirty.append(sender)
+
+    def _flush(self) -> None:
+        dirty, self._dirty = self._dirty, []
+        for channel in dirty:
+            channel.flush()
+
+    def keep(self, parcel: int, data: bytes) -> None:
+        """Give the host a payload."""
+        self.send(Kind.KEEP, parcel, data)
+
+    def drop(self, parcel: int) -> None:
+        """Take a payload back. Messages that name it were sent before."""
+        for channel in self._dirty:
+            channel.flush()
+        self.send(Kind.DROP, parcel)
+
+    async def ask(self, kind: Kind, *values: Any) -> list[Any]:
+        """Return the host's answer to a question. Empty: the node was lost."""
+        number = next(self._numbers)
+        self.send(kind, number, pack(values))
+        answer = await self._question(number)
+        return list(answer[0]) if answer else []
+
+    # What arrives
+
+    def _frame(self, frame: Frame) -> None:
+        self._handlers[frame.kind](frame.number, frame.data)
+
+    def _hello(self, _version: int, data: memoryview) -> None:
+        if not self._greeted.done():
+            self._greeted.set_result(Greeting(*unpack(data, *_GREETING)))
+
+    def _refused(self, _zero: int, data: memoryview) -> None:
+        answer = self._answers.get(0)
+        (text,) = unpack(data, str)
+        if answer is not None and not answer.done():
+            answer.set_exception(Refused(text))
+
+    def _worker(self, number: int) -> NodeWorker:
+        worker = self.workers.get(number)
+        if worker is None:
+            raise BrokenFrame("a frame about a worker that there is not")
+        self._touched[worker.channel] = None
+        return worker
+
+    def _messages(self, number: int, data: memoryview) -> None:
+        self._worker(number).channel.deliver(decode(data))
+
+    def _payload(self, number: int, data: memoryview) -> None:
+        if len(data) < PAYLOAD_HEAD.size:
+            raise BrokenFrame("a payload without its head")
+        op, call_id = PAYLOAD_HEAD.unpack_from(data)
+        self._worker(number).channel.deliver([(op, call_id, bytes(memoryview(data)[PAYLOAD_HEAD.size :]))])
+
+    def _read(self, number: int, data: memoryview) -> None:
+        self._worker(number).channel.acknowledged(*unpack(data, int))
+
+    def _log(self, index: int, data: memoryview) -> None:
+        handle(index, bytes(data), node=self.node)
+
+    def _broken(self, number: int, data: memoryview) -> None:
+        (text,) = unpack(data, str)
+        self._worker(number).channel.broke(BrokenFrame(text))
+
+    def _condition(self, number: int, data: memoryview) -> None:
+        self._worker(number).told(Condition(*unpack(data, str, str)))
+
+    def _fates(self, number: int, data: memoryview) -> None:
+        (fates,) = unpack(data, list)
+        self._worker(number).fates.update({call_id: Fate(*fate) for call_id, *fate in fates})
+
+    def _exited(self, number: int, data: memoryview) -> None:
+        optional = (int, type(None))
+        code, why, place_lost, peak, pid = unpack(data, optional, str, bool, optional, optional)
+        worker = self._worker(number)
+        del self.workers[number]
+        worker.pid = worker.pid if pid is None else pid
+        worker.exited(Exit(code, why, place_lost, peak))
+
+    def _answer(self, number: int, data: memoryview) -> None:
+        answer = self._answers.pop(number, None)
+        values = unpack(data, object)
+        if answer is not None and not answer.done():
+            answer.set_result(values)
+
+    def _batch(self) -> None:
+        while self._touched:
+            self._touched.popitem()[0].batch()
+
+    # The end
+
+    def _broke(self, why: str) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self.is_lost = True
+        if not self.over.done():
+            self.over.set_result(why)
+        if not self._greeted.done():
+            self._greeted.set_exception(Refused(f"its host has ended: the connection broke, {why}"))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_result([])
+        for worker in self.workers.values():
+            worker.channel.lost()
+        self._on_lost(self, why)
+
+    def end_workers(self, why: str) -> None:
+        """Report the ends of all workers: the node is lost."""
+        workers, self.workers = self.workers, {}
+        for worker in workers.values():
+            self._loop.call_soon(worker.exited, Exit(None, f"its node {self.node} was lost: {why}", place_lost=True))
+
+    async def aclose(self, seconds: float) -> bool:
+        """Ask the host to end. All workers have ended. Return whether it has done so in this time."""
+        self.send(Kind.END, 0)
+        if self._watch is not None:
+            self._watch.cancel()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.over
+        except TimeoutError:
+            return False
+        finally:
+            self.connection.close()
+        return True

@@ -1,0 +1,39 @@
+"""What puts hosts on nodes: the only part of an engine of nodes that knows who has the nodes."""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+
+class Place(NamedTuple):
+    """A host that waits for the program.
+
+    Attributes:
+        node: the name of its node, which no other node has.
+        address, port: where it listens.
+        end: ends the host at once, and all its workers with it. Idempotent.
+    """
+
+    node: str
+    address: str
+    port: int
+    end: Callable[[], None]
+
+
+class NoPlace(Exception):
+    """No host could be put anywhere. The text says on which node, why, and what to do."""
+
+
+class Places(Protocol):
+    """Puts hosts on nodes."""
+
+    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+        """Put a host on each node that is there now and not in `used`. Wait for a node if `used` is empty and there is none.
+
+        `token`: 32 bytes that the host proves, and that its program has to prove to it. They travel by a way that is trusted.
+
+        Raises:
+            NoPlace: a host could not be put on its node. None is left behind.
+        """
+
+    async def aclose(self) -> None:
+        """Release everything, and wait until all hosts have ended. Idempotent."""

@@ -1,0 +1,70 @@
+"""A host as a process of its own: `python -c` runs `serve` with the program's `sys.path`.
+
+It reads 32 bytes, the token, from its standard input, and writes the port on which it listens to a pipe. When the input ends, its
+owner is gone: then it kills its workers and ends. Its standard output and error are those of its workers.
+"""
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+from typing import Final, NoReturn
+
+from percore._common.system import new_loop
+from percore._node.host import Host
+from percore._transport.proven import Door
+from percore._transport.wire_proof import TOKEN_SIZE
+
+_SOCKET_GONE: Final = 75  # EX_TEMPFAIL
+
+
+def serve(address: str, told: int) -> NoReturn:
+    """Be a host that listens on this address of the machine, until its program or its owner is gone.
+
+    `told`: the descriptor of the pipe for the port.
+    """
+    os.set_inheritable(told, False)
+    loop = new_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(_serve(loop, address, told))
+    loop.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(loop: asyncio.AbstractEventLoop, address: str, told: int) -> None:
+    token = await loop.run_in_executor(None, _read_token)
+    door = Door(loop, token, address)
+    os.write(told, f"{door.port}\n".encode())
+    os.close(told)
+    gone = loop.create_future()
+    loop.add_reader(0, lambda: _owner_gone(loop, gone))
+    waiting = loop.create_task(door.wait())
+    await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+        return
+    host = Host(loop, waiting.result(), os.getpid())
+    await asyncio.wait({host.ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+    host.leave("the process that started this host is gone")
+    await host.ended
+
+
+def _read_token() -> bytes:
+    token = b""
+    while len(token) < TOKEN_SIZE:
+        more = os.read(0, TOKEN_SIZE - len(token))
+        if not more:
+            os._exit(_SOCKET_GONE)
+        token += more
+    return token
+
+
+def _owner_gone(loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> None:
+    if not os.read(0, 1):
+        loop.remove_reader(0)
+        if not gone.done():
+            gone.set_result(None)

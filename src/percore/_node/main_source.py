@@ -1,0 +1,42 @@
+"""The program's `__main__` on a node that may not have its file."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from functools import cache
+from typing import Any
+
+from percore._serialization.pickler import MainInfo
+
+
+def main_here(main: tuple[Any, ...], source: bytes | None) -> MainInfo:
+    """Return how workers of this node get the program's `__main__`.
+
+    If that is a script which this node has not, or has otherwise, its source is written into a folder that this process removes.
+
+    Raises:
+        OSError: the source could not be written.
+    """
+    info = MainInfo(*main)
+    if info.kind != "script" or source is None or _content(info.target) == source:
+        return info
+    path = os.path.join(_folder(), os.path.basename(info.target))
+    with open(path, "wb") as file:
+        file.write(source)
+    return MainInfo("script", path)
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+@cache
+def _folder() -> str:
+    folder = tempfile.mkdtemp(prefix="percore-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

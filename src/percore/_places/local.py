@@ -1,0 +1,90 @@
+"""Hosts as child processes on this machine: for tests, and to try what several nodes do."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Final
+
+from percore._engines.nodes.places import NoPlace, Place
+
+LOCAL: Final = "127.0.0.1"
+_CODE: Final = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from percore._node.main import serve
+serve(sys.argv[2], int(sys.argv[3]))
+"""
+
+
+class LocalPlaces:
+    """Implements `Places` with nodes that are processes of this machine, called a, b, c and so on.
+
+    Attributes:
+        hosts: the process of each node's host, the latest.
+    """
+
+    def __init__(self, nodes: int = 2, *, python: str | None = None) -> None:
+        """`python`: the interpreter of the hosts. Default: that of this program."""
+        self.hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._names = [chr(ord("a") + place) for place in range(nodes)]
+        self._python = python or sys.executable
+
+    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+        free = [name for name in self._names if name not in used]
+        return await asyncio.gather(*(asyncio.to_thread(self._start, name, token) for name in free))
+
+    def _start(self, name: str, token: bytes) -> Place:
+        self._end_of(name)()
+        process, port = start_host(self._python, LOCAL, token)
+        self.hosts[name] = process
+        if port is None:
+            raise NoPlace(f"the host of node {name} ended with exit code {process.wait()} before it listened: see standard error")
+        return Place(name, LOCAL, port, self._end_of(name))
+
+    def _end_of(self, name: str) -> Callable[[], None]:
+        process = self.hosts.get(name)
+
+        def end() -> None:
+            if process is not None and process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+
+        return end
+
+    async def aclose(self) -> None:
+        hosts = list(self.hosts.values())
+        self.hosts.clear()
+        await asyncio.to_thread(_close, hosts)
+
+
+def start_host(python: str, address: str, token: bytes) -> "tuple[subprocess.Popen[bytes], int | None]":
+    """Start a host that listens on this address of the machine. Return its process and its port, or None if it has ended.
+
+    It ends when its standard input is closed: with this process, at the latest. It writes to the standard output of this one.
+    """
+    told, tell = os.pipe()
+    try:
+        command = [python, "-c", _CODE, json.dumps(sys.path), address, str(tell)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[tell])
+    finally:
+        os.close(tell)
+    with open(told, "rb") as pipe:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(token)
+            process.stdin.flush()
+        line = pipe.readline()
+    return process, int(line) if line else None
+
+
+def _close(hosts: "list[subprocess.Popen[bytes]]") -> None:
+    for process in hosts:
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+    for process in hosts:
+        process.wait()

@@ -1,0 +1,306 @@
+"""A connection between the program and a host: frames over one socket, in order, each exactly once, until it breaks.
+
+The loop reads and writes. `beat` may be called from another thread, so that a loop that is blocked for seconds does not look like a
+machine that is gone: it also writes what waits. While more than FULL bytes wait to be written, the connection is full: who sends
+payloads waits for room, so a slow link takes no memory without end.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from time import monotonic
+from typing import Any, Final
+from weakref import WeakSet
+
+from percore._common.errors import shown
+from percore._transport.wire import Decoder, Frame, Kind, head
+
+FULL: Final = 4 << 20
+"""Bytes that wait to be written from which on the connection is full."""
+_GATHERED: Final = 64
+"""Pieces that one system call writes."""
+_TURN: Final = 16
+"""Reads at a time: then the loop may do other things."""
+_LARGE: Final = 32 << 10
+"""Bytes of data from which on it is not copied to join its head."""
+_BEAT: Final = struct.Struct("<d")
+_WAIT: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+Tag = Callable[[], None]
+_Piece = tuple[memoryview, Tag | None, Tag | None]
+"""Bytes, what to call when all of them are written, and what to call if none ever was."""
+
+
+def time_of(beat: memoryview | bytearray) -> float:
+    """Return when a BEAT was sent, by the clock of its sender."""
+    return float(_BEAT.unpack(beat)[0]) if len(beat) == _BEAT.size else float("inf")
+
+
+class Connection:
+    """One end.
+
+    Attributes:
+        is_open: whether it sends and receives.
+        heard: how many times something was received.
+        on_batch: called after all frames that arrived together.
+        on_room: called when the connection is full no longer.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        most: dict[int, int],
+        on_frame: Callable[[Frame], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Receive from `sock`, which is connected and proven.
+
+        `on_frame` gets each frame; an Exception from it breaks the connection. `on_lost` is called once, in the loop, with the
+        reason, when the connection broke; not after `close`.
+        """
+        self._loop = loop
+        self._sock = sock
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self.decoder = Decoder(most)
+        self.on_batch: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: None
+        self.is_open = True
+        self.heard = 0
+        self._lock = threading.Lock()
+        self._pieces: deque[_Piece] = deque()
+        self._size = 0
+        self._is_waiting = self._was_full = False
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._gathers = not isinstance(sock, ssl.SSLSocket)
+        _connections.add(self)
+        loop.add_reader(sock, self._readable)
+
+    # Sending
+
+    @property
+    def is_full(self) -> bool:
+        return self._size > FULL
+
+    def send(
+        self, kind: int, number: int, *data: memoryview | bytes, written: Tag | None = None, unsent: Tag | None = None
+    ) -> None:
+        """Send a frame with these pieces of data. Once the connection broke, only call `unsent`.
+
+        `written`: called in the loop when the socket has taken the whole frame. `unsent`: called when the connection breaks, if it
+        has taken nothing of it.
+        """
+        self._put(kind, number, data, written, unsent)
+        self._write()
+
+    def _put(
+        self, kind: int, number: int, data: tuple[memoryview | bytes, ...], written: Tag | None = None, unsent: Tag | None = None
+    ) -> None:
+        size = sum(map(len, data))
+        first = head(kind, number, size)
+        if size < _LARGE:
+            pieces = [memoryview(b"".join((first, *data)))]
+        else:
+            pieces = [memoryview(first), *(memoryview(piece) for piece in data if len(piece))]
+        with self._lock:
+            if self.is_open:
+                self._size += sum(map(len, pieces))
+                for place, piece in enumerate(pieces):
+                    is_first, is_last = place == 0, place == len(pieces) - 1
+                    self._pieces.append((piece, written if is_last else None, unsent if is_first else None))
+                return
+        if unsent is not None:
+            unsent()
+
+    def beat(self) -> None:
+        """Send a BEAT, and write what waits. From another thread than the loop's."""
+        self._put(Kind.BEAT, 0, (_BEAT.pack(monotonic()),))
+        with self._lock:
+            done = self._write_some() if self.is_open else []
+            is_behind = bool(self._pieces) != self._is_waiting
+        if done or is_behind:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._written, done)
+
+    def beat_here(self) -> None:
+        """As `beat`, in the loop."""
+        self.send(Kind.BEAT, 0, _BEAT.pack(monotonic()))
+
+    def _write(self) -> None:
+        with self._lock:
+            done = self._write_some() if self.is_open else []
+        self._written(done)
+
+    def _written(self, done: list[Tag]) -> None:
+        """Look after what was written. Runs in the loop."""
+        if self.is_open and bool(self._pieces) != self._is_waiting:
+            self._is_waiting = not self._is_waiting
+            if self._is_waiting:
+                self._loop.add_writer(self._sock, self._write)
+            else:
+                self._loop.remove_writer(self._sock)
+        for tag in done:
+            tag()
+        if self.is_full:
+            self._was_full = True
+        elif self._was_full:
+            self._was_full = False
+            self.on_room()
+
+    def _write_some(self) -> list[Tag]:
+        """Write what the socket takes. Return what is to be called. The lock is held."""
+        done: list[Tag] = []
+        while self._pieces:
+            try:
+                if self._gathers:
+                    sent = self._sock.sendmsg([piece[0] for piece in islice(self._pieces, _GATHERED)])
+                else:
+                    sent = self._sock.send(self._pieces[0][0])
+            except _WAIT:
+                break
+            except OSError:  # the end of the connection, which is also read
+                break
+            self._size -= sent
+            while self._pieces and sent >= len(self._pieces[0][0]):
+                piece, written, _ = self._pieces.popleft()
+                sent -= len(piece)
+                if written is not None:
+                    done.append(written)
+            if sent:
+                piece, written, _ = self._pieces[0]
+                self._pieces[0] = (piece[sent:], written, None)
+        return done
+
+    # Receiving
+
+    def _readable(self) -> None:
+        """Read and deliver. An error of `on_frame` that is no Exception costs the frame that it was raised for."""
+        try:
+            for _ in range(_TURN):
+                if not self.is_open or not self._receive():
+                    break
+            if self.is_open:
+                self.on_batch()
+        except Exception as error:
+            self._break(f"it broke: {shown(error)}")
+
+    def _receive(self) -> bool:
+        """Read once and deliver the frames. Return whether there may be more to read."""
+        room = self.decoder.buffer()
+        try:
+            with self._lock:
+                count = self._sock.recv_into(room)
+        except _WAIT:
+            self._deliver()  # what an error has left
+            return False
+        except OSError as error:
+            self._break(f"it was lost: {error.strerror or error}")
+            return False
+        if not count:
+            self._break("it was closed")
+            return False
+        self.heard += 1
+        self.decoder.filled(count)
+        self._deliver()
+        return True
+
+    def _deliver(self) -> None:
+        try:
+            while self.is_open and (frame := self.decoder.next()) is not None:
+                self._on_frame(frame)
+        except Exception:
+            raise
+        except BaseException:
+            self._loop.call_soon(self._readable)
+            raise
+
+    # The end
+
+    def _break(self, why: str) -> None:
+        if self.is_open:
+            self._close()
+            for _, _, unsent in self._pieces:
+                if unsent is not None:
+                    unsent()
+            self._pieces.clear()
+            self._on_lost(why)
+
+    def give_up(self, why: str) -> None:
+        """Break the connection: `on_lost` is called."""
+        self._break(why)
+
+    def close(self) -> None:
+        """Close this end, without a word. Idempotent."""
+        if self.is_open:
+            self._close()
+            self._pieces.clear()
+
+    def _close(self) -> None:
+        with self._lock:
+            self.is_open = False
+            self._size = 0
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock)
+            if self._is_waiting:
+                self._loop.remove_writer(self._sock)
+        self._sock.close()
+
+    def cut(self) -> None:
+        """Break the connection as a lost network does. Both ends notice."""
+        self._sock.shutdown(socket.SHUT_RDWR)
+
+    def disown(self) -> None:
+        """Close this copy in a forked child, whose loop would take the descriptor out of the parent's epoll."""
+        self.is_open = False
+        self._sock.close()
+
+
+_connections: Final[WeakSet[Connection]] = WeakSet()
+
+
+def _disown_all() -> None:
+    for connection in list(_connections):
+        connection.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class Pulse:
+    """A thread that sends beats on connections, as long as there are any."""
+
+    def __init__(self, seconds: float) -> None:
+        """Beat every so many seconds."""
+        self._seconds = seconds
+        self._connections: set[Any] = set()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="percore-beats", daemon=True)
+            self._thread.start()
+
+    def discard(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            for connection in list(self._connections):
+                connection.beat()
+
+    def end(self) -> None:
+        """End the thread and wait for it: milliseconds."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()

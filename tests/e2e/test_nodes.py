@@ -1,0 +1,250 @@
+"""Nodes whose hosts are processes: what becomes of calls and workers when a host, a worker or the program dies or freezes."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import percore
+from percore import Runner
+from percore._engines.nodes import engine as nodes
+from percore._engines.nodes.engine import NodesEngine
+from percore._engines.nodes.places import NoPlace, Place
+from percore._node.main_source import main_here
+from percore._places.local import LOCAL, LocalPlaces
+from percore._protocol.host_orders import Greeting
+from percore._scheduler import replacement
+from tests import jobs
+from tests.contract.pipes import Gate, Log
+from tests.e2e.family import Family
+from tests.faults import LIMIT, Program, Watch
+from tests.hosts import InnerPlaces, NodesRunner, _factory, engine_of, host_runner
+from tests.waiting import until
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Any:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Any:
+    log = Log(tmp_path / "log")
+    yield log
+    log.close()
+
+
+def hosts_of(runner: Runner) -> dict[str, int]:
+    places: Any = engine_of(runner)._places
+    return {name: host.pid for name, host in places.hosts.items()}
+
+
+def workers_of(runner: Runner) -> list[int]:
+    return [worker.pid for worker in runner.statistics().workers if worker.pid is not None]
+
+
+def node_of(runner: Runner, pid: int) -> str:
+    return next(link.node for link in engine_of(runner).links for worker in link.workers.values() if worker.pid == pid)
+
+
+async def both_ready(runner: Runner) -> None:
+    async with asyncio.timeout(LIMIT):
+        await until(lambda: [worker.state for worker in runner.statistics().workers] == ["ready"] * 2)
+
+
+async def test_a_dead_worker_and_a_dead_host(log: Log, gate: Gate) -> None:
+    """A worker's death is told as on one machine. A host's ends its calls, and its slot moves to the other node."""
+    async with host_runner()(2) as runner:
+        calls = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(2)]
+        await log.take(2)
+        victim = workers_of(runner)[1]
+        os.kill(victim, signal.SIGSEGV)
+        ended, (other,) = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(percore.WorkerDied) as caught:
+            await ended.pop()
+        assert (caught.value.exitcode, caught.value.pid, caught.value.started) == (-signal.SIGSEGV, victim, True)
+        await both_ready(runner)
+        orphan = workers_of(runner)[0]
+        node = node_of(runner, orphan)
+        with Watch([orphan]) as watch:
+            os.kill(hosts_of(runner)[node], signal.SIGKILL)
+            with pytest.raises(percore.WorkerDied, match=f"its node {node} was lost") as lost:
+                await other
+            assert (lost.value.exitcode, lost.value.pid, lost.value.started) == (None, orphan, True)
+            assert watch.wait_gone(LIMIT) == []
+        gate.open()
+        again = runner.options(retries=1)
+        assert await asyncio.gather(*(again.run(jobs.await_, log.path, gate.path, place) for place in range(4))) == [0, 1, 2, 3]
+        await both_ready(runner)
+        assert node not in {node_of(runner, pid) for pid in workers_of(runner)}
+
+
+async def test_a_frozen_host_is_lost_and_its_workers_end_when_it_thaws(log: Log, gate: Gate) -> None:
+    async with host_runner(lost_after=3.0)(2) as runner:
+        calls = [runner.options(retries=1).submit(jobs.await_, log.path, gate.path, place) for place in range(2)]
+        await log.take(2)
+        host = hosts_of(runner)["b"]
+        link = next(link for link in engine_of(runner).links if link.node == "b")
+        (worker,) = link.workers.values()
+        assert worker.pid is not None
+        with Watch([host, worker.pid]) as frozen:
+            os.kill(host, signal.SIGSTOP)
+            await log.take(1)  # the call that was there runs on the other node
+            os.kill(host, signal.SIGCONT)
+            assert frozen.wait_gone(LIMIT) == []
+        gate.open()
+        assert await asyncio.gather(*calls) == [0, 1]
+
+
+def test_the_death_of_the_program_ends_everything(tmp_path: Path) -> None:
+    """At once, since the connections break. Before that, functions and classes of `__main__` were found on the nodes."""
+    family = Family()
+    with family.marked():
+        program = Program("60", stderr=tmp_path / "stderr", module="tests.e2e.node_programs")
+    with program:
+        lines = sorted(program.line() for _ in range(3))
+        value, is_mine, hosts, workers = json.loads(lines[0])
+        assert (value, is_mine, lines[1:]) == (4, True, ["began", "began"])
+        with Watch([*hosts, *workers]) as everybody:
+            assert len(everybody) == 4
+            os.kill(program.pid, signal.SIGKILL)
+            assert everybody.wait_gone(LIMIT) == []
+    assert family.wait_gone(LIMIT) == []
+
+
+def test_a_stopped_program_is_gone_for_its_nodes(tmp_path: Path) -> None:
+    """Its machine may be cut off: the workers end before it could take the nodes for lost, although no connection breaks."""
+    with Program("1.5", stderr=tmp_path / "stderr", module="tests.e2e.node_programs") as program:
+        told = json.loads(min(program.line() for _ in range(3)))
+        with Watch([*told[2], *told[3]]) as everybody:
+            os.kill(program.pid, signal.SIGSTOP)
+            assert everybody.wait_gone(LIMIT) == []
+
+
+# The start
+
+
+async def start_error(places: Any, **options: Any) -> str:
+    class Here(Runner):
+        _make_engine = _factory(lambda: places, 60.0)
+
+    with pytest.raises(percore.StartupFailed) as caught:
+        await Here(1, **options).start()
+    return str(caught.value)
+
+
+async def test_other_versions_are_told_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "greeting", lambda pid: Greeting("cpython 3.99", "0.0.1", pid))
+    text = await start_error(InnerPlaces(2))
+    assert "node a (127.0.0.1:" in text
+    assert f"it has cpython 3.{os.sys.version_info[1]} and percore {percore.__version__}" in text  # type: ignore[attr-defined]
+    assert "this program cpython 3.99 and percore 0.0.1: install the same on all nodes" in text
+
+
+class Unreachable(InnerPlaces):
+    """Says that its hosts listen where nobody does, or where somebody else does."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(1)
+        self.port = port
+
+    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+        return [place._replace(port=self.port) for place in await super().place(token, used)]
+
+
+async def test_a_port_that_cannot_be_reached_is_told_with_its_node() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), LOCAL)
+    port = server.sockets[0].getsockname()[1]
+    text = await start_error(Unreachable(port))
+    assert f"node a ({LOCAL}:{port})" in text
+    server.close()
+    await server.wait_closed()
+    text = await start_error(Unreachable(port))
+    assert f"node a ({LOCAL}:{port}) cannot be reached" in text
+    assert "let connections from this machine to all its ports through" in text
+
+
+async def test_a_peer_that_never_answers_is_told_in_time() -> None:
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: writers.append(writer), LOCAL)
+    text = await start_error(Unreachable(server.sockets[0].getsockname()[1]), start_timeout=0.5)
+    assert "did not answer in time" in text
+    for writer in writers:
+        writer.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_host_that_does_not_start_is_told() -> None:
+    text = await start_error(LocalPlaces(1, python="/bin/true"))
+    assert "the host of node a ended with exit code 0 before it listened" in text
+
+
+async def test_what_cannot_work_on_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"listen=\.\.\. needs workers on this machine"):
+        await NodesRunner(1, listen=["127.0.0.1:0"]).start()
+
+
+# No node
+
+
+class Closing(InnerPlaces):
+    """Has nodes until it is closed."""
+
+    is_closed = False
+
+    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+        if self.is_closed:
+            raise NoPlace("there is no node left")
+        return await super().place(token, used)
+
+
+class ClosingRunner(Runner):
+    _make_engine = _factory(lambda: Closing(2), 60.0)
+
+
+def cut_all(engine: NodesEngine) -> None:
+    for link in engine.links[:]:
+        link.connection.cut()
+
+
+async def test_calls_wait_for_a_node_when_none_is_left(log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "_FIRST_DELAY", 0.0001)
+    async with ClosingRunner(2) as runner:
+        call = runner.options(retries=1).submit(jobs.await_, log.path, gate.path, 1)
+        await log.take(1)
+        cut_all(engine_of(runner))
+        await log.take(1)
+        gate.open()
+        assert await call == 1
+        places: Any = engine_of(runner)._places
+        places.is_closed = True
+        call = runner.submit(jobs.aecho, 1)
+        await call
+        cut_all(engine_of(runner))
+        await until(lambda: not engine_of(runner).links)
+        with pytest.raises(percore.RunnerBroken, match="there is no node left"):
+            await runner.run(jobs.aecho, 1)
+
+
+# `__main__`
+
+
+def test_a_script_that_the_node_lacks_runs_from_its_source(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("x = 1\n")
+    there = main_here(("script", str(script)), b"x = 1\n")
+    assert (there.kind, there.target) == ("script", str(script))
+    for source in (b"x = 2\n", b"x = 3\n"):
+        other = main_here(("script", str(script)), source)
+        assert other.target != str(script)
+        assert Path(other.target).name == "script.py"
+        assert Path(other.target).read_bytes() == source
+    assert main_here(("module", "pkg.mod"), None) == ("module", "pkg.mod")

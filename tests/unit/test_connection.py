@@ -1,0 +1,200 @@
+"""A connection between a program and a host: order, back-pressure, beats, its loss, and who gets in."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from percore._protocol.messages import BrokenFrame
+from percore._transport.connection import FULL, Connection, Pulse, time_of
+from percore._transport.proven import Door, dial
+from percore._transport.wire import Decoder, Frame, Kind, limits
+from percore._transport.wire_proof import FIRST_SIZE, NotProven, ProgramProof
+from tests.waiting import until
+
+LOCAL = "127.0.0.1"
+MOST = limits(1 << 30)
+TOKEN = b"t" * 32
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server((LOCAL, 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        yield one, other
+
+
+class End:
+    """A connection, and what has arrived."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.frames: list[tuple[int, int, bytes]] = []
+        self.lost: list[str] = []
+        self.connection = Connection(asyncio.get_running_loop(), sock, MOST, self._frame, self.lost.append)
+
+    def _frame(self, frame: Frame) -> None:
+        self.frames.append((frame.kind, frame.number, bytes(frame.data)))
+
+
+async def test_frames_of_any_size_arrive_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
+    one, other = End(pair[0]), End(pair[1])
+    sent = []
+    for number, size in enumerate([0, 1, 100, 40_000, 300_000, 5_000_000, 7]):
+        data = bytes([number]) * size
+        one.connection.send(Kind.KEEP, number, data[: size // 2], data[size // 2 :])
+        sent.append((int(Kind.KEEP), number, data))
+    await until(lambda: len(other.frames) == len(sent))
+    assert other.frames == sent
+    one.connection.close()
+    await until(lambda: other.lost)
+    assert (one.lost, other.lost) == ([], ["it was closed"])
+
+
+async def test_a_full_connection_has_room_again_when_the_other_end_reads(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = End(pair[0])
+    written: list[int] = []
+    rooms: list[bool] = []
+    one.connection.on_room = lambda: rooms.append(one.connection.is_full)
+    large = bytes(FULL)
+    for number in range(4):
+        one.connection.send(Kind.KEEP, number, large, written=lambda number=number: written.append(number))  # type: ignore[misc]
+    assert one.connection.is_full
+    assert len(written) < 4
+    assert not rooms
+    other = End(pair[1])
+    await until(lambda: len(other.frames) == 4)
+    await until(lambda: len(written) == 4)
+    assert (written, rooms) == ([0, 1, 2, 3], [False])
+    one.connection.close()
+    other.connection.close()
+
+
+async def test_what_was_not_sent_is_known_when_the_connection_breaks(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = End(pair[0])
+    unsent: list[int] = []
+    for number in range(4):
+        one.connection.send(Kind.KEEP, number, bytes(FULL), unsent=lambda number=number: unsent.append(number))  # type: ignore[misc]
+    pair[1].close()
+    await until(lambda: one.lost)
+    one.connection.send(Kind.BEAT, 4, unsent=lambda: unsent.append(4))
+    assert unsent[-1] == 4
+    assert 0 not in unsent  # a part of it was sent: nobody knows what became of it
+    assert {2, 3} <= set(unsent)
+    one.connection.close()
+
+
+async def test_invalid_bytes_break_the_connection(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = End(pair[0])
+    pair[1].sendall(b"\xff" * 100)
+    await until(lambda: one.lost)
+    assert "a frame of kind 255" in one.lost[0]
+    assert not one.connection.is_open
+
+
+async def test_a_handler_that_fails_breaks_the_connection_and_an_interrupt_costs_its_frame(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    loop = asyncio.get_running_loop()
+    heard: list[int] = []
+    lost: list[str] = []
+
+    def on_frame(frame: Frame) -> None:
+        heard.append(frame.number)
+        if frame.number == 3:
+            raise BrokenFrame("three")
+
+    one = Connection(loop, pair[0], MOST, on_frame, lost.append)
+    other = End(pair[1])
+    for number in (1, 2, 3, 4):
+        other.connection.send(Kind.RENEW, number)
+    await until(lambda: lost)
+    assert heard == [1, 2, 3]
+    assert "three" in lost[0]
+    one.close()
+    other.connection.close()
+
+
+async def test_beats_leave_while_the_loop_is_blocked(pair: tuple[socket.socket, socket.socket]) -> None:
+    """And what waited to be written leaves with them."""
+    one = End(pair[0])
+    one.connection.send(Kind.KEEP, 7, bytes(FULL))
+    one.connection.send(Kind.KEEP, 8, bytes(FULL))
+    pulse = Pulse(0.001)
+    pulse.add(one.connection)
+    pair[1].setblocking(True)
+    pair[1].settimeout(20)
+    decoder = Decoder(MOST)
+    seen: list[Kind] = []
+    while seen[-2:] != [Kind.BEAT, Kind.BEAT]:  # this thread is the loop's, and reads: nothing else runs in it
+        decoder.filled(pair[1].recv_into(decoder.buffer()))
+        while (frame := decoder.next()) is not None:
+            seen.append(Kind(frame.kind))
+            if frame.kind == Kind.BEAT:
+                assert time_of(frame.data) > 0
+    assert seen.count(Kind.KEEP) == 2
+    pulse.end()
+    assert "percore-beats" not in [thread.name for thread in threading.enumerate()]
+    one.connection.close()
+
+
+# Who gets in
+
+
+async def test_a_door_lets_in_who_knows_the_token_and_drops_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    door = Door(loop, TOKEN, LOCAL)
+    waiting = loop.create_task(door.wait())
+    with pytest.raises(NotProven, match="does not know the token"):
+        await dial(loop, (LOCAL, door.port), bytes(32))
+    reader, writer = await asyncio.open_connection(LOCAL, door.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n".ljust(FIRST_SIZE))
+    assert await reader.read() == b""  # nothing but the end
+    writer.close()
+    await writer.wait_closed()
+    reader, writer = await asyncio.open_connection(LOCAL, door.port)
+    writer.write(ProgramProof(TOKEN).first + bytes(32))
+    await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    assert not waiting.done()
+    ours = await dial(loop, (LOCAL, door.port), TOKEN)
+    theirs = await waiting
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition("was dropped: ")[2] for text in texts] == [
+        "it has closed the connection",
+        "it is no percore",
+        "it does not know the token",
+    ]
+    with pytest.raises(OSError, match=r"refused|Connect"):
+        await dial(loop, (LOCAL, door.port), TOKEN)
+    await loop.sock_sendall(ours, b"hello")
+    assert await loop.sock_recv(theirs, 5) == b"hello"
+    ours.close()
+    theirs.close()
+
+
+async def test_a_peer_that_says_nothing_keeps_nobody_out() -> None:
+    loop = asyncio.get_running_loop()
+    door = Door(loop, TOKEN, LOCAL)
+    waiting = loop.create_task(door.wait())
+    _, silent = await asyncio.open_connection(LOCAL, door.port)
+    ours = await dial(loop, (LOCAL, door.port), TOKEN)
+    (await waiting).close()
+    ours.close()
+    silent.close()
+
+
+async def test_a_door_that_nobody_comes_to_closes_with_its_wait() -> None:
+    loop = asyncio.get_running_loop()
+    door = Door(loop, TOKEN, LOCAL)
+    waiting = loop.create_task(door.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(OSError, match=r"refused|Connect"):
+        await dial(loop, (LOCAL, door.port), TOKEN)
