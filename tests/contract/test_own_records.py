@@ -10,6 +10,8 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
+pytestmark = pytest.mark.local_memory(because="the start of workers on nodes also tells that they wait for their nodes")
+
 
 def said(caplog: pytest.LogCaptureFixture, level: int) -> list[tuple[int | None, str]]:
     """The worker and the text of percore's own records of a level, with figures as `#`."""

@@ -25,6 +25,7 @@ from percore._engines.processes.engine import Guest, ProcessEngine
 from percore._node.greeting import greeting
 from percore._node.main_source import main_here
 from percore._node.station import Station, Step
+from percore._protocol.host_orders import HostOrders
 from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BrokenFrame
 from percore._transport.codec import decode
@@ -35,7 +36,6 @@ from percore._transport.wire import pack as packed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from percore._protocol.host_orders import HostOrders
     from percore._worker_process.log_forwarding import Levels
 
 _INFO: Final = 20
@@ -107,6 +107,7 @@ class Host:
     def _set_up(self, _zero: int, data: memoryview) -> None:
         try:
             orders: HostOrders = pickle.loads(data)
+            self.take_over(orders)
             options = RunnerOptions.checked(**orders.sizes)
             self.places = places_of(options)
             guest = Guest(orders.start, orders.loop_factory, orders.debug, lambda: self._levels, self._log)
@@ -119,6 +120,9 @@ class Host:
         self._lost_after = orders.lost_after
         self._last, self._seen = self._loop.time(), 0
         self._look()
+
+    def take_over(self, orders: HostOrders) -> None:
+        """Let this process have what its workers take over from it. A host that shares its program's process has it."""
 
     def _look(self) -> None:
         """Beat, and end when the program was not heard for too long."""

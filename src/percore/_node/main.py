@@ -12,10 +12,19 @@ from typing import Final, NoReturn
 
 from percore._common.system import new_loop
 from percore._node.host import Host
+from percore._protocol.host_orders import HostOrders
 from percore._transport.proven import Door
 from percore._transport.wire_proof import TOKEN_SIZE
 
 _SOCKET_GONE: Final = 75  # EX_TEMPFAIL
+
+
+class ProcessHost(Host):
+    """A host in a process of its own: its workers take over what this process has."""
+
+    def take_over(self, orders: HostOrders) -> None:
+        sys.argv[:] = orders.argv
+        sys.path += [entry for entry in orders.path if entry not in sys.path and os.path.exists(entry)]
 
 
 def serve(address: str, told: int) -> NoReturn:
@@ -47,7 +56,7 @@ async def _serve(loop: asyncio.AbstractEventLoop, address: str, told: int) -> No
         with suppress(asyncio.CancelledError):
             await waiting
         return
-    host = Host(loop, waiting.result(), os.getpid())
+    host = ProcessHost(loop, waiting.result(), os.getpid())
     await asyncio.wait({host.ended, gone}, return_when=asyncio.FIRST_COMPLETED)
     host.leave("the process that started this host is gone")
     await host.ended

@@ -1,24 +1,19 @@
 """Hosts as child processes on this machine: for tests, and to try what several nodes do."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from percore._engines.nodes.places import NoPlace, Place
+from percore._places.host_process import close_hosts, start_host
+
+if TYPE_CHECKING:
+    import subprocess
 
 LOCAL: Final = "127.0.0.1"
-_CODE: Final = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from percore._node.main import serve
-serve(sys.argv[2], int(sys.argv[3]))
-"""
 
 
 class LocalPlaces:
@@ -58,33 +53,4 @@ class LocalPlaces:
     async def aclose(self) -> None:
         hosts = list(self.hosts.values())
         self.hosts.clear()
-        await asyncio.to_thread(_close, hosts)
-
-
-def start_host(python: str, address: str, token: bytes) -> "tuple[subprocess.Popen[bytes], int | None]":
-    """Start a host that listens on this address of the machine. Return its process and its port, or None if it has ended.
-
-    It ends when its standard input is closed: with this process, at the latest. It writes to the standard output of this one.
-    """
-    told, tell = os.pipe()
-    try:
-        command = [python, "-c", _CODE, json.dumps(sys.path), address, str(tell)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[tell])
-    finally:
-        os.close(tell)
-    with open(told, "rb") as pipe:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended
-            process.stdin.write(token)
-            process.stdin.flush()
-        line = pipe.readline()
-    return process, int(line) if line else None
-
-
-def _close(hosts: "list[subprocess.Popen[bytes]]") -> None:
-    for process in hosts:
-        if process.stdin is not None:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-    for process in hosts:
-        process.wait()
+        await asyncio.to_thread(close_hosts, hosts)

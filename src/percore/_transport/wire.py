@@ -47,7 +47,7 @@ class Kind(IntEnum):
     HELLO = 30  # number: the protocol's version; data: a Hello
     PAYLOAD = 31  # number: a worker; data: op and call id (PAYLOAD_HEAD), then a pickle
     READ = 32  # number: a worker; data: how many messages it has read
-    LOG = 33  # number: a worker; data: a record
+    LOG = 33  # number: the slot of a worker; data: a record
     BROKEN = 34  # number: a worker; data: why its channel broke
     CONDITION = 35  # number: a worker; data: a Condition
     FATES = 36  # number: a worker; data: how far some calls have come

@@ -127,7 +127,7 @@ class NodeLink:
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> NodeWorker:
         """Have the host start a worker."""
         number = next(self._numbers)
-        worker = self.workers[number] = NodeWorker(number, self, NodeChannel(number, self, self._store), on_exit)
+        worker = self.workers[number] = NodeWorker(number, index, self, NodeChannel(number, self, self._store), on_exit)
         self.send(Kind.START, number, pack((index, generation, levels())))
         return worker
 
@@ -196,7 +196,12 @@ class NodeLink:
         self._worker(number).channel.acknowledged(*unpack(data, int))
 
     def _log(self, index: int, data: memoryview) -> None:
-        handle(index, bytes(data), node=self.node)
+        try:
+            handle(index, bytes(data), node=self.node)
+        except BrokenFrame as error:  # it is the worker that is broken, and not its host
+            for worker in list(self.workers.values()):
+                if worker.index == index:
+                    worker.channel.broke(error)
 
     def _broken(self, number: int, data: memoryview) -> None:
         (text,) = unpack(data, str)

@@ -19,14 +19,16 @@ class NodeWorker:
 
     Attributes:
         number: its number on its link.
+        index: its slot.
         node: the name of its node.
         fates: how far its calls had come, complete when `ended` is set.
         ended: set when the worker has ended. Until then nobody here can tell how far a call is.
         is_lost: whether its node was lost: then nobody ever can.
     """
 
-    def __init__(self, number: int, link: "Node", channel: NodeChannel, on_exit: Callable[[Exit], None]) -> None:
+    def __init__(self, number: int, index: int, link: "Node", channel: NodeChannel, on_exit: Callable[[Exit], None]) -> None:
         self.number = number
+        self.index = index
         self.channel = channel
         self.node = link.node
         self.link = link
