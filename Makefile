@@ -14,7 +14,6 @@
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
-#   make test-ray   workers on a local Ray cluster of two nodes, with Ray in .venvs/ray, in a network of loopback alone
 #   make lint       ruff and mypy --strict
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
@@ -42,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs test-ray test-ray-inner lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -154,19 +153,6 @@ test-all:
 	done 3<.venvs/found; \
 	echo "== tested under: $$(cut -f1 .venvs/found | tr '\n' ' ')"; \
 	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }
-
-# Ray listens on every interface, and writes into the home directory and /tmp: it gets a network, a home and a folder of its own.
-LOOPBACK_UP := import fcntl, socket, struct; fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh", b"lo", 0x41))
-test-ray:
-	@unshare -rn true || { echo "make test-ray needs user and network namespaces (unshare -rn), which this system forbids"; exit 1; }
-	@$(MAKE) --no-print-directory test-ray-inner VENV=.venvs/ray
-
-test-ray-inner: $(VENV)/.percore-test
-	@$(RUN) -m pip install --quiet --disable-pip-version-check "ray>=2.55"
-	@mkdir -p build/ray/home build/ray/tmp
-	@HOME=$(CURDIR)/build/ray/home RAY_TMPDIR=$(CURDIR)/build/ray/tmp RAY_USAGE_STATS_ENABLED=0 \
-	    unshare -rn sh -c '$(PYTHON) -c "$$0" && exec "$$@"' '$(LOOPBACK_UP)' \
-	    $(RUN) -m pytest -q -p no:cacheprovider tests/ray $(PYTEST_ARGS)
 
 stdlib:
 	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found
