@@ -71,8 +71,10 @@ ROOMS: dict[str, set[str]] = {
     },
     # An extra, whose library percore does not need. `_common.tracing` is its seam, so nothing of percore imports it.
     "opentelemetry": {"_common", "_serialization", "_worker"},
+    # `percore top`: it reads other programs' pages, and shares no process with them.
+    "_top": {"_monitor", "_worker_process"},
     # A program: it uses percore as users do, and reads what the system can do.
-    "_cli": {"_common", "_runner"},
+    "_cli": {"_common", "_runner", "_top"},
     # What `python -m percore` runs.
     "__main__": {"_cli"},
     # For PyInstaller; percore never imports it.
@@ -126,6 +128,10 @@ GIVES_WAY = {
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
     "_map.feeder": ["asyncio.sleep(0)"],
+    # a program that is watched: it writes when it likes
+    "_top.attach": ["time.sleep(_PAUSE)"],
+    "_top.stacks": ["time.sleep(_STEP)"],
+    "_top.top": ["time.sleep(_BETWEEN if once else max(interval, _BETWEEN))"],
     # the loop, between two imports
     "_runner.assembly": ["asyncio.sleep(0)"],
 }

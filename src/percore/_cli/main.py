@@ -1,4 +1,4 @@
-"""The command line: `percore doctor` and `percore bench`."""
+"""The command line: `percore top`, `percore doctor` and `percore bench`."""
 
 import argparse
 import signal
@@ -21,6 +21,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="percore", description="Tools for programs that use percore.")
     parser.add_argument("--version", action="version", version=f"percore {percore.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    what = "show what the workers and functions of a running program do"
+    top = commands.add_parser("top", help=what, description=f"{what.capitalize()}. Without a PID: list this user's programs.")
+    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="the program's process id")
+    top.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two views (default: 1)")
+    top.add_argument("--once", action="store_true", help="write one view as text and end")
+    top.add_argument("--json", action="store_true", help="write one view, or the list of programs, as JSON and end")
     what = "say what this machine gives to percore, and what to do about what it lacks"
     doctor = commands.add_parser("doctor", help=what, description=f"{what.capitalize()}. Status 1: percore does not work here.")
     doctor.add_argument("--json", action="store_true", help="write JSON")
@@ -31,7 +37,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"a number of seconds from 0.1 to 3600, not {text!r}")
+    return seconds
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.command == "top":
+        return _top(options)
     if options.command == "doctor":
         from percore._cli.doctor import doctor
 
@@ -39,3 +57,14 @@ def _run(options: argparse.Namespace) -> int:
     from percore._cli.bench import bench
 
     return bench(workers=options.workers, as_json=options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    try:
+        from percore._top.top import top
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rich", "psutil"):
+            raise
+        print(f"percore top needs {error.name}: pip install 'percore[cli]'", file=sys.stderr)
+        return 1
+    return top(options.pid, interval=options.interval, once=options.once, as_json=options.json)

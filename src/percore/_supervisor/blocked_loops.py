@@ -11,7 +11,7 @@ from percore._scheduler.blocking import LoopWatch, Step
 from percore._scheduler.lifecycle import State
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from percore._protocol.interfaces import Condition
     from percore._supervisor.pool_worker import PoolWorker
@@ -35,6 +35,8 @@ class BlockedLoops:
         self._after = after
         self._watches: dict[PoolWorker, LoopWatch] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.on_rest: Callable[[], None] = lambda: None
+        """Called when nobody is watched any more, so that the next call arms the watch."""
 
     def arm(self) -> None:
         """Watch the workers for as long as they have calls. To be called with the first call."""
@@ -51,6 +53,7 @@ class BlockedLoops:
         if self._timer is not None:
             self._timer.cancel()
             self._timer, self.is_armed = None, False
+            self.on_rest()
 
     def since(self, member: "PoolWorker") -> float | None:
         """Return the time (`time.monotonic`) since which the worker's loop has been blocked, or None. Any thread may ask."""
@@ -76,6 +79,8 @@ class BlockedLoops:
                     self._step(member, monotonic())
         if watched or self.told:
             self.arm()
+        else:
+            self.on_rest()
 
     def _step(self, member: "PoolWorker", now: float) -> None:
         watch = self._watches.get(member)

@@ -156,6 +156,7 @@ class Burials:
             point("supervisor.worker.buried")
         self._pool.blocked_loops.look_members()
         self._pool.memory_watch.look_members()
+        self._keeper.workers_changed()
         exitcode, why, *_ = member.end
         if state in (State.STARTING, State.READY):
             # `kill_one` has reported it already if percore killed the worker.

@@ -39,9 +39,12 @@ class Progress(Protocol):
     def look_idle(self) -> None:
         """Let a closing check whether it can go on. To be called when a call has ended that took no place."""
 
+    def workers_changed(self) -> None:
+        """Tell who watches the runner from outside that a worker has started, become ready or died."""
+
 
 class Watch(Protocol):
-    """Watches whether the event loops of workers are blocked. It is armed while it does so, or if it never does."""
+    """Watches the workers for as long as they have calls. It is armed while it does so, or if there is nothing to watch."""
 
     is_armed: bool
 

@@ -28,19 +28,21 @@ if TYPE_CHECKING:
     from percore._supervisor.admission import Admission
     from percore._supervisor.call_registry import CallRegistry
     from percore._supervisor.pool import Pool
+    from percore._supervisor.publication import Publication
     from percore._supervisor.rebalancing import Rebalancing
 
 
 class Closing:
     """Ends the calls and the workers of one runner. Only the thread of its loop may call its methods, except `abandon`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # the parts that it ends
         self,
         engine: "Engine",
         calls: "CallRegistry",
         pool: "Pool",
         admission: "Admission | None",
         rebalancing: "Rebalancing",
+        publication: "Publication",
         kill_after: float,
     ) -> None:
         self._loop = calls.loop
@@ -50,6 +52,7 @@ class Closing:
         self._pool = pool
         self._admission = admission
         self._rebalancing = rebalancing
+        self._publication = publication
         self._kill_after = kill_after
         self.enders: set[Callable[[], None]] = set()
         """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, and streams register."""
@@ -181,6 +184,7 @@ class Closing:
             await self._engine.aclose()
             self._pool.say_ended()
         finally:
+            self._publication.close()
             self.is_over = True
 
     # Other ends

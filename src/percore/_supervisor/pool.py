@@ -84,7 +84,7 @@ class Pool:
         self._nested = nested
         self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested, Measurements(meters))
         self._turn = Turn(calls.loop)
-        self.blocked_loops = calls.watch = BlockedLoops(self._loop, members, options.blocked_after)
+        self.blocked_loops = BlockedLoops(self._loop, members, options.blocked_after)
         self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)
         self.last_report = ""
@@ -152,6 +152,7 @@ class Pool:
         self.members.add(member)  # at once: after any exception, only a member is killed
         slot.started(member)
         self.memory_watch.arm()
+        self._keeper.workers_changed()
         member.attach(member.worker, self._calls.shares)
         if self._calls.limits.is_in_use:
             member.limit()
@@ -188,6 +189,7 @@ class Pool:
         member.was_ready = True
         replaces_dead = member.generation > 1 and not any(m.index == member.index and m is not member for m in self.members)
         worker_is_ready(member, self.age(member), replaces_dead=replaces_dead)
+        self._keeper.workers_changed()
         slot = self.all_slots[member.index]
         decision = slot.ready(member)
         self._seat(slot)

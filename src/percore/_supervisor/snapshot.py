@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.measuring import merged
 from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from percore._calls.functions import Function
-    from percore._calls.meters import Meter
+    from percore._calls.meters import Meter, Meters
     from percore._common.measuring import Histogram
+    from percore._common.options import RunnerOptions
+    from percore._supervisor.call_registry import CallRegistry
+    from percore._supervisor.pool import Pool
     from percore._supervisor.pool_worker import PoolWorker
-    from percore._supervisor.supervisor import Supervisor
     from percore._supervisor.worker_slot import WorkerSlot
 
 _MOST_CURRENT: Final = 16
@@ -27,7 +29,24 @@ _MOST_CURRENT: Final = 16
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
-def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
+class Supervised(Protocol):
+    """A supervisor, as its statistics see it."""
+
+    @property
+    def options(self) -> RunnerOptions: ...
+    @property
+    def slots(self) -> Sequence[WorkerSlot]: ...
+    @property
+    def members(self) -> Collection[PoolWorker]: ...
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def calls(self) -> CallRegistry: ...
+    @property
+    def meters(self) -> Meters: ...
+
+
+def snapshot(supervisor: Supervised, *, is_here: bool) -> Statistics:
     """Return the statistics of a runner. `is_here`: whether this is the thread of its loop; any thread may call this."""
     may_look = is_here or _has_gil()
     in_use = len(supervisor.slots)
@@ -45,7 +64,7 @@ def snapshot(supervisor: Supervisor, *, is_here: bool) -> Statistics:
     )
 
 
-def _functions(supervisor: Supervisor, may_look: bool) -> tuple[FunctionStatistics, ...]:
+def _functions(supervisor: Supervised, may_look: bool) -> tuple[FunctionStatistics, ...]:
     """Return the figures of all functions of which a call has begun."""
     threads = supervisor.options.threads
     running: Counter[Meter] = Counter()
@@ -95,7 +114,7 @@ def _running_call(member: PoolWorker, call_id: int, function: Function, may_look
     return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look))
 
 
-def _of_slot(supervisor: Supervisor, slot: WorkerSlot, may_look: bool) -> WorkerStatistics:
+def _of_slot(supervisor: Supervised, slot: WorkerSlot, may_look: bool) -> WorkerStatistics:
     # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from the
     # members; so read both again until slot.past is unchanged.
     past, members = slot.past, tuple(supervisor.members)

@@ -34,6 +34,7 @@ from percore._supervisor.closing import Closing
 from percore._supervisor.hard_limits import HardLimits
 from percore._supervisor.nested import Nested
 from percore._supervisor.pool import Pool
+from percore._supervisor.publication import Publication
 from percore._supervisor.rates import Rates
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.streams import Streams
@@ -41,6 +42,7 @@ from percore._supervisor.submission import Submission
 
 if TYPE_CHECKING:
     from percore._calls.calls import Call
+    from percore._monitor.statistics import Statistics
     from percore._supervisor.pool_worker import PoolWorker
 
 
@@ -81,7 +83,11 @@ class Supervisor:
         self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self._blocked_loops = pool.blocked_loops
-        self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, options.kill_after)
+        self._publication = self.calls.watch = Publication(
+            *(loop, self, pool.blocked_loops), is_on=self.meters.is_on, threads=options.threads
+        )
+        rest = self.admission, self._rebalancing, self._publication
+        self.closing = Closing(engine, self.calls, pool, *rest, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
 
     def advance(self) -> None:
@@ -125,6 +131,20 @@ class Supervisor:
     def fail(self, error: RunnerBroken) -> None:
         """Implement `Keeper`."""
         self.closing.fail(error)
+
+    def workers_changed(self) -> None:
+        """Implement `Progress`."""
+        self._publication.touch()
+
+    def statistics(self) -> "Statistics":
+        """Implement `Published`."""
+        from percore._supervisor.snapshot import snapshot  # not needed for a start
+
+        return snapshot(self, is_here=True)
+
+    def is_busy(self) -> bool:
+        """Implement `Published`."""
+        return self.calls.waiting() > 0 or any(member.calls for member in self.members)
 
     def figures(self) -> tuple[int, int, int]:
         """Return how many workers there should be, how many are ready, and how many calls are pending. Any thread may call this."""

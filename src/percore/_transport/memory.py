@@ -24,14 +24,14 @@ _LESSON = 31 << 20
 _TRACK = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
-def _memfd() -> int:
+def _memfd(name: str = "percore") -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create("percore", flags | _NOEXEC_SEAL)
+        return os.memfd_create(name, flags | _NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create("percore", flags)
+        return os.memfd_create(name, flags)
 
 
 def _unlinked_file() -> tuple[int, int]:
@@ -49,14 +49,14 @@ def _unlinked_file() -> tuple[int, int]:
     return fd, reader
 
 
-def anonymous_file() -> int:
-    """Create an empty file without a name, and return its descriptor.
+def anonymous_file(label: str = "percore") -> int:
+    """Create an empty file without a name, and return its descriptor. /proc shows the label, where the system has memfds.
 
     Raises:
         OSError: no descriptor or no space is left.
     """
     if HAS_MEMFD:
-        return _memfd()
+        return _memfd(label)
     fd, reader = _unlinked_file()
     os.close(reader)
     return fd

@@ -10,6 +10,8 @@ from percore._worker_process.log_forwarding import Levels
 
 STACKS_SIGNAL: Final = signal.SIGURG
 """The signal upon which a worker writes the stacks of its threads. A process that has no handler for it ignores it."""
+STACKS_NAME: Final = "percore-stacks"
+"""What /proc shows of the file that it writes them to, so that `percore top` finds it."""
 
 
 class Boot(NamedTuple):

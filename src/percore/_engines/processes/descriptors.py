@@ -137,9 +137,9 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
     return hold(ours), hold(theirs)
 
 
-def anonymous_file(data: bytes) -> Fd:
-    """Create a file without a name that contains `data`, positioned at its beginning."""
-    file = hold(Fd(above_streams(new_file())))
+def anonymous_file(data: bytes, label: str = "percore") -> Fd:
+    """Create a file without a name that contains `data`, positioned at its beginning. `label`: as of the transport's files."""
+    file = hold(Fd(above_streams(new_file(label))))
     try:
         view = memoryview(data)
         while view:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from percore._engines.processes.descriptors import anonymous_file, let_go
 from percore._engines.processes.launch import Process
 from percore._protocol.interfaces import Condition
-from percore._worker_process.boot import STACKS_SIGNAL
+from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
 
 _WINDOW: Final = 0.1
 """Seconds over which a process is watched: the usual period of a cgroup's CPU quota. Writing stacks takes far less."""
@@ -50,7 +50,7 @@ class Examiner:
             OSError: no descriptor is left.
         """
         self._loop = loop
-        self._file = anonymous_file(b"")
+        self._file = anonymous_file(b"", STACKS_NAME)
         self.fd = self._file.number
         """For each worker: where its stacks go."""
         self._waiting: deque[_Examination] = deque()

@@ -1,0 +1,138 @@
+"""Publishes the statistics of a runner in its page, so that `percore top` can show them.
+
+A timer runs only while calls are under way, or once after workers have changed. A page without a time for the next one (`due`) thus
+belongs to a runner at rest, and one whose time is over to a program whose event loop is blocked.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import count
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import ref
+
+from percore._common.log import report
+from percore._common.system import HAS_MEMFD
+
+if TYPE_CHECKING:
+    from percore._monitor.page import PageFile
+    from percore._monitor.statistics import Statistics
+    from percore._supervisor.blocked_loops import BlockedLoops
+
+_PERIOD: Final = 0.5
+"""Seconds between two pages."""
+
+_numbers: Final = count(1)
+
+
+class Published(Protocol):
+    """A runner, as its publication sees it."""
+
+    def statistics(self) -> "Statistics":
+        """Return its statistics."""
+
+    def is_busy(self) -> bool:
+        """Whether calls are under way."""
+
+
+class Publication:
+    """Publishes for one runner, and arms the watch of blocked loops with itself. Only the thread of the loop may use it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        published: "Published",
+        blocked_loops: "BlockedLoops",
+        *,
+        is_on: bool,
+        threads: int,
+    ) -> None:
+        """`published` is not kept alive by this. `is_on`: whether to publish at all."""
+        self.is_armed = False
+        """Whether `arm` has nothing to do. Every call that is sent asks."""
+        self._loop = loop
+        self._published = ref(published)
+        self._blocked_loops = blocked_loops
+        blocked_loops.on_rest = self._disarm
+        self._is_on = is_on and HAS_MEMFD
+        self._threads = threads
+        self._number = next(_numbers)
+        self._page: PageFile | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def arm(self) -> None:
+        """Watch and publish for as long as calls are under way. To be called with the first call."""
+        self.is_armed = True
+        if not self._blocked_loops.is_armed:
+            self._blocked_loops.arm()
+        self.touch()
+
+    def touch(self) -> None:
+        """Publish soon, because something has changed."""
+        if self._is_on and self._timer is None and not self._is_closed:
+            self._timer = self._loop.call_later(_PERIOD, self._publish)
+
+    def close(self) -> None:
+        """Publish nothing more, and take the page away. Idempotent."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+    def _disarm(self) -> None:
+        self.is_armed = False
+
+    def _publish(self) -> None:
+        self._timer = None
+        from percore._monitor.page import PageFile, encode  # the first page comes after the start, which need not wait for this
+
+        published = self._published()
+        if published is None:
+            self.close()
+            return
+        is_busy = published.is_busy()
+        if is_busy:
+            self.touch()
+        else:
+            self.is_armed = False
+        try:
+            if self._page is None:
+                self._page = PageFile()
+            self._page.write(encode(self._body(published.statistics(), monotonic() + _PERIOD if is_busy else None)))
+        except OSError as error:  # no descriptor is left; the program needs none for its work
+            self._is_on = False
+            report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
+
+    def _body(self, statistics: "Statistics", due: float | None) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "number": self._number,
+            "program": os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+            "at": monotonic(),
+            "due": due,
+            "loop_time": self._loop.time(),
+            "threads": self._threads,
+            "statistics": _plain(statistics),
+        }
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...] | None:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+
+
+def _plain(value: object) -> Any:
+    """Return records as dicts. `dataclasses.asdict` would copy every value."""
+    kind: Any = type(value)
+    names = _names(kind)
+    if names is not None:
+        return {name: _plain(getattr(value, name)) for name in names}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value

@@ -1,0 +1,146 @@
+"""What `percore top` shows: figures of a program's pages, with rates between two readings and what the system says of processes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from percore._monitor.usage import ProcessUsage, UsageMeter
+
+LATE: Final = 2.0
+"""Seconds after the time for the next page from which on the program's event loop counts as blocked."""
+
+Page = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker.
+
+    Attributes:
+        runner: the number of its runner in the program, from 1.
+        figures: its WorkerStatistics, by the names of the attributes.
+        usage: what the system says of its process; None: nothing.
+        calls: calls that have ended in a second; None: not known yet.
+        bytes: bytes sent and received in a second; None: not known yet.
+    """
+
+    runner: int
+    figures: dict[str, Any]
+    usage: ProcessUsage | None
+    calls: float | None
+    bytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function of one runner.
+
+    Attributes:
+        runner: the number of the runner.
+        figures: its FunctionStatistics, by the names of the attributes.
+        calls: calls that have ended in a second; None: not known yet.
+    """
+
+    runner: int
+    figures: dict[str, Any]
+    calls: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One moment of a program.
+
+    Attributes:
+        pid: its process id.
+        name: its name.
+        blocked_for: for how many seconds its event loop has been blocked; 0: it is not, or it is at rest.
+        supervisor: what the system says of its process.
+        totals: running, queued, done, failed, retried and restarts of all runners.
+        calls: calls that have ended in a second; None: not known yet.
+        workers: the workers of all runners.
+        functions: the functions of all runners.
+    """
+
+    pid: int
+    name: str
+    blocked_for: float
+    supervisor: ProcessUsage | None
+    totals: dict[str, int]
+    calls: float | None
+    workers: Sequence[Worker]
+    functions: Sequence[Function]
+
+
+_TOTALS: Final = ("running", "queued", "done", "failed", "retried", "restarts")
+
+
+@dataclass(slots=True)
+class Model:
+    """Turns the pages of one program into views. Rates count from the reading before."""
+
+    pid: int
+    _meter: UsageMeter = field(default_factory=UsageMeter)
+    _before: dict[int, Page] = field(default_factory=dict)
+    _shown: dict[int, Page] = field(default_factory=dict)
+
+    def view(self, pages: Sequence[Page]) -> View:
+        """Return the view of these pages, which were read now."""
+        now = time.monotonic()
+        for page in pages:  # a page that has not changed keeps the rates that it had
+            shown = self._shown.get(page["number"])
+            if shown is not None and shown["at"] != page["at"]:
+                self._before[page["number"]] = shown
+            self._shown[page["number"]] = page
+        pids = {one["pid"]: "" for page in pages for one in page["statistics"]["workers"] if one["pid"] is not None}
+        usage = {one.pid: one for one in self._meter.measure({self.pid: "", **pids}).processes}
+        workers = [one for page in pages for one in self._workers(page, usage)]
+        rates = [one.calls for one in workers if one.calls is not None]
+        return View(
+            pid=self.pid,
+            name=pages[0]["program"] or "python",
+            blocked_for=max(_late(page, now) for page in pages),
+            supervisor=usage.get(self.pid),
+            totals={name: sum(page["statistics"][name] for page in pages) for name in _TOTALS},
+            calls=sum(rates) if rates else None,
+            workers=workers,
+            functions=[one for page in pages for one in self._functions(page)],
+        )
+
+    def _workers(self, page: Page, usage: dict[int, ProcessUsage]) -> list[Worker]:
+        number, seconds, before = self._since(page)
+        old = {(one["index"], one["generation"]): one for one in before["workers"]} if before else {}
+        ended = {one["index"]: one["done"] for one in before["workers"]} if before else {}
+        found = []
+        for one in page["statistics"]["workers"]:
+            was = old.get((one["index"], one["generation"]))
+            moved = None if was is None else one["bytes_in"] + one["bytes_out"] - was["bytes_in"] - was["bytes_out"]
+            done = None if one["index"] not in ended else one["done"] - ended[one["index"]]
+            found.append(Worker(number, one, usage.get(one["pid"]), _rate(done, seconds), _rate(moved, seconds)))
+        return found
+
+    def _functions(self, page: Page) -> list[Function]:
+        number, seconds, before = self._since(page)
+        old = {one["name"]: one["ended"] for one in before["functions"]} if before else {}
+        functions = page["statistics"]["functions"]
+        return [
+            Function(number, one, _rate(one["ended"] - old.get(one["name"], 0) if before else None, seconds)) for one in functions
+        ]
+
+    def _since(self, page: Page) -> tuple[int, float, dict[str, Any] | None]:
+        """Return the number of the runner, and the statistics before these with how many seconds lie between them."""
+        number, before = page["number"], self._before.get(page["number"])
+        if before is None:
+            return number, 0.0, None
+        if page["due"] is None and time.monotonic() - page["at"] > LATE:  # at rest: nothing has ended since
+            return number, 1.0, page["statistics"]
+        return number, page["at"] - before["at"], before["statistics"]
+
+
+def _late(page: Page, now: float) -> float:
+    due = page["due"]
+    return now - page["at"] if due is not None and now - due > LATE else 0.0
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return None if count is None or seconds <= 0 else max(0, count) / seconds

@@ -1,0 +1,63 @@
+"""Asks a worker of another program for the stacks of its threads.
+
+Each worker has faulthandler's handler for STACKS_SIGNAL. It is C code, so it also answers while the worker's loop is blocked or
+other C code holds the GIL. It writes to a memfd that all workers of a runner share; the program has it too, to report blocked
+loops. Nothing else of the program takes part.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
+
+_LATEST: Final = 2.0
+"""Seconds after which a worker that has written nothing will not write: it is stopped, or gets no CPU."""
+
+_STEP: Final = 0.02
+_MOST: Final = 1 << 20
+
+
+class NoStacks(Exception):
+    """The worker has not answered; the text says why."""
+
+
+def stacks_of(pid: int) -> str:
+    """Return the stacks of all threads of the worker with this process id, as faulthandler writes them.
+
+    Raises:
+        NoStacks: it is no worker of percore, has ended, belongs to another user, or does not answer.
+    """
+    path = _file(pid)
+    before = path.stat().st_size
+    try:
+        os.kill(pid, STACKS_SIGNAL)
+    except OSError as error:
+        raise NoStacks(f"process {pid} has ended, or belongs to another user") from error
+    end = time.monotonic() + _LATEST
+    size = before
+    while time.monotonic() < end:
+        time.sleep(_STEP)
+        now = path.stat().st_size
+        if now != size:
+            size = now
+        elif size != before:  # it has written, and writes no more
+            break
+    else:
+        if size == before:
+            raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
+    with path.open("rb") as file:
+        file.seek(before if size > before else 0)
+        return file.read(_MOST).lstrip(b"\0").decode(errors="replace").strip()
+
+
+def _file(pid: int) -> Path:
+    folder = Path(f"/proc/{pid}/fd")
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if os.readlink(folder / name).startswith(f"/memfd:{STACKS_NAME}"):
+                    return folder / name
+    raise NoStacks(f"process {pid} is no worker of percore that this user may ask, or it has ended")

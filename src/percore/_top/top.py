@@ -1,0 +1,176 @@
+"""The command `percore top`: lists programs, shows one once, or shows it again and again and takes keys."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from percore._top.attach import ProgramGone, programs, read
+from percore._top.keyboard import key_within, single_keys
+from percore._top.model import Model, View, Worker
+from percore._top.screen import draw, orders
+from percore._top.stacks import NoStacks, stacks_of
+
+_HINT: Final = "s stacks of a worker   r recycle a worker   o sort   p pause   q quit"
+_BETWEEN: Final = 0.6
+"""Seconds between the two readings of `--once`: the program writes its page every half second while it has calls."""
+
+
+def top(pid: int | None, *, interval: float, once: bool, as_json: bool) -> int:
+    """Run the command. Return its exit status: 1 if there is no such program."""
+    console = Console()
+    if pid is None:
+        return _list(console, as_json=as_json)
+    model = Model(pid)
+    try:
+        view = model.view(read(pid))
+        if once or as_json or not sys.stdin.isatty() or not console.is_terminal:
+            return _once(console, model, view, interval, once=once or as_json, as_json=as_json)
+        _Screen(console, model, interval).run(view)
+    except ProgramGone:
+        return _gone(pid)
+    except PermissionError:
+        return _failed(f"process {pid} belongs to another user: percore top shows a user's own programs")
+    return 0
+
+
+def _list(console: Console, *, as_json: bool) -> int:
+    found = programs()
+    if as_json:
+        print(json.dumps([asdict(one) for one in found]))
+        return 0
+    if not found:
+        return _failed(
+            "no program of this user runs a percore runner that can be watched: none runs, it has PERCORE_METRICS=0, its first "
+            "half second is not over, or its system has no memfd"
+        )
+    for one in found:
+        console.print(Text(f"{one.pid:>8}  {one.name}  {one.command}", overflow="ellipsis", no_wrap=True))
+    console.print(Text("watch one of them: percore top PID", style="dim"))
+    return 0
+
+
+def _once(console: Console, model: Model, view: View, interval: float, *, once: bool, as_json: bool) -> int:
+    """Write views as text or JSON: one, or one after the other until the program ends."""
+    while True:
+        time.sleep(_BETWEEN if once else max(interval, _BETWEEN))
+        view = model.view(read(model.pid))
+        if as_json:
+            print(json.dumps(asdict(view)), flush=True)
+        else:
+            console.print(draw(view, console.width))
+        if once:
+            return 0
+
+
+def _gone(pid: int) -> int:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return _failed(f"process {pid} has ended")
+    except PermissionError:
+        pass
+    return _failed(
+        f"process {pid} has no runner that can be watched: it has closed it or has not started one for half a second yet, has "
+        "PERCORE_METRICS=0, or its system has no memfd"
+    )
+
+
+def _failed(text: str) -> int:
+    print(f"percore top: {text}", file=sys.stderr)
+    return 1
+
+
+class _Screen:
+    """The refreshing view, and its keys."""
+
+    def __init__(self, console: Console, model: Model, interval: float) -> None:
+        self._console = console
+        self._model = model
+        self._interval = interval
+        self._order = ""
+        self._hint = _HINT
+        self._is_paused = False
+        self._asks = ""
+        """The key whose worker is to be chosen by its number; empty: none."""
+        self._number = ""
+
+    def run(self, view: View) -> None:
+        """Show the program until `q`, Ctrl-C or its end.
+
+        Raises:
+            ProgramGone: it has ended.
+        """
+        with single_keys(), Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                live.update(draw(view, self._console.width, self._order, self._hint), refresh=True)
+                key = key_within(self._interval)
+                if key == "q":
+                    return
+                if self._asks:
+                    self._choose(key, view, live)
+                elif key:
+                    self._pressed(key)
+                if not self._is_paused:
+                    view = self._model.view(read(self._model.pid))
+
+    def _pressed(self, key: str) -> None:
+        if key == "p":
+            self._is_paused = not self._is_paused
+            self._hint = "paused: p goes on" if self._is_paused else _HINT
+        elif key == "o":
+            names = ["", *orders()]
+            self._order = names[(names.index(self._order) + 1) % len(names)]
+            self._hint = f"sorted by {self._order}" if self._order else _HINT
+        elif key in ("s", "r"):
+            self._asks, self._number = key, ""
+            self._hint = f"{'stacks of' if key == 's' else 'recycle'} which worker? its number, then Enter"
+
+    def _choose(self, key: str, view: View, live: Live) -> None:
+        if key.isdecimal():
+            self._number += key
+            self._hint = f"{self._hint.partition(':')[0]}: {self._number}"
+            return
+        if not key:
+            return
+        asked, self._asks, self._hint = self._asks, "", _HINT
+        if key not in ("\n", "\r"):
+            return
+        worker = next((one for one in view.workers if str(one.figures["index"]) == self._number and one.figures["pid"]), None)
+        if worker is None:
+            self._hint = f"there is no worker {self._number or '(no number)'}"
+        elif asked == "s":
+            self._show_stacks(worker, live)
+        else:
+            self._hint = recycle(worker)
+
+    def _show_stacks(self, worker: Worker, live: Live) -> None:
+        pid = worker.figures["pid"]
+        try:
+            stacks = stacks_of(pid)
+        except NoStacks as error:
+            self._hint = str(error)
+            return
+        head = Text(f"worker {worker.figures['index']} ({pid}); any key goes back", style="bold")
+        live.update(Text("\n").join((head, Text(stacks))), refresh=True)
+        while not key_within(3600.0):
+            pass
+
+
+def recycle(worker: Worker) -> str:
+    """Ask a worker to end, as SIGTERM does to any: it finishes its calls, and another one takes its place. Return what was done."""
+    index, pid = worker.figures["index"], worker.figures["pid"]
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return f"worker {index} ({pid}) has ended already"
+    except PermissionError:
+        return f"worker {index} ({pid}) belongs to another user"
+    return f"worker {index} ({pid}) was asked to end"

@@ -1,0 +1,139 @@
+"""What `percore top` makes of pages: rates, blocked programs, and tables for any terminal."""
+
+import copy
+import os
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from percore._top.model import LATE, Model
+from percore._top.screen import draw, orders, rate
+
+WORKER: dict[str, Any] = {
+    "index": 0,
+    "generation": 1,
+    "pid": os.getpid(),
+    "state": "ready",
+    "running": 1,
+    "queued": 0,
+    "done": 10,
+    "failed": 1,
+    "retried": 0,
+    "started_at": 0.0,
+    "loop_lag": 0.001,
+    "blocked_for": 0.0,
+    "bytes_in": 1000,
+    "bytes_out": 500,
+    "restarts": 0,
+    "restarts_for_memory": 0,
+    "memory": None,
+    "current": [{"name": "crawl.fetch", "seconds": 1.5}],
+    "run": None,
+}
+FUNCTION: dict[str, Any] = {
+    "name": "crawl.fetch",
+    "begun": 11,
+    "ended": 10,
+    "failed": 1,
+    "running": 1,
+    "wait": None,
+    "payload": None,
+    "pickling": {},
+    "run": {"count": 10, "p50": 0.001, "p90": 0.002, "p99": 0.003},
+    "advice": "share it",
+}
+
+
+def page(at: float, *, done: int = 10, due: float | None = None, number: int = 1, **worker: Any) -> dict[str, Any]:
+    statistics = {
+        "running": 1,
+        "queued": 0,
+        "done": done,
+        "failed": 1,
+        "retried": 0,
+        "restarts": 0,
+        "workers": [{**WORKER, "done": done, **worker}],
+        "functions": [{**FUNCTION, "ended": done}],
+    }
+    return copy.deepcopy(
+        {"pid": os.getpid(), "number": number, "program": "crawl.py", "at": at, "due": due, "statistics": statistics}
+    )
+
+
+def text(view: Any, width: int, order: str = "") -> str:
+    console = Console(width=width, color_system=None, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  # below
+    with console.file:
+        console.print(draw(view, width, order))
+        return console.export_text()
+
+
+def test_rates_count_from_the_page_before() -> None:
+    model, now = Model(os.getpid()), time.monotonic()
+    first = model.view([page(now)])
+    assert (first.calls, first.workers[0].calls, first.functions[0].calls) == (None, None, None)
+    for _ in range(2):  # a page that is read twice keeps its rates
+        second = model.view([page(now + 0.5, done=60, bytes_in=2000)])
+        assert second.calls == second.functions[0].calls == pytest.approx(100)
+        assert second.workers[0].bytes == pytest.approx(2000)
+
+
+def test_a_new_worker_of_a_slot_has_no_rate_of_bytes_yet() -> None:
+    model, now = Model(os.getpid()), time.monotonic()
+    model.view([page(now)])
+    view = model.view([page(now + 0.5, generation=2, bytes_in=5, bytes_out=5)])
+    assert view.workers[0].bytes is None
+
+
+def test_a_runner_at_rest_is_not_blocked_and_ends_no_calls() -> None:
+    model, now = Model(os.getpid()), time.monotonic() - 10 * LATE
+    model.view([page(now)])
+    view = model.view([page(now + 0.5, done=60)])
+    assert (view.blocked_for, view.calls) == (0, 0)
+
+
+def test_a_program_whose_page_is_overdue_is_blocked() -> None:
+    at = time.monotonic() - 2 * LATE
+    view = Model(os.getpid()).view([page(at, due=at + 0.5)])
+    assert view.blocked_for >= 2 * LATE
+    assert "the program's event loop has been blocked for" in text(view, 80)
+
+
+def test_runners_of_one_program_are_shown_together() -> None:
+    view = Model(os.getpid()).view([page(1.0), page(1.0, number=2)])
+    assert [worker.runner for worker in view.workers] == [1, 2]
+    assert view.totals["done"] == 20
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 132, 300])
+def test_every_width_shows_the_workers_and_functions(width: int) -> None:
+    shown = text(Model(os.getpid()).view([page(1.0)]), width)
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "calls/s" in shown
+    if width >= 80:
+        assert "fetch 1.5 s" in shown
+        assert "crawl.fetch: share it" in shown
+
+
+def test_a_blocked_worker_is_told() -> None:
+    view = Model(os.getpid()).view([page(1.0, blocked_for=3.0)])
+    assert "blocked 3 s" in text(view, 120)
+
+
+def test_rows_are_sorted_by_every_heading() -> None:
+    view = Model(os.getpid()).view([page(1.0), page(1.0, number=2, running=7)])
+    for order in orders():
+        assert f"{order}*" in text(view, 300, order)
+    lines = [line for line in text(view, 300, "run").splitlines() if " ready " in line]
+    assert [" 7 " in line for line in lines] == [True, False]
+
+
+def test_a_name_is_no_markup() -> None:
+    one = page(1.0)
+    one["program"] = "[red]crawl[/red].py"
+    assert "[red]crawl[/red].py" in text(Model(os.getpid()).view([one]), 132)
+
+
+def test_rates() -> None:
+    assert (rate(None), rate(1.25), rate(12345.6)) == ("-", "1.2", "12,346")
