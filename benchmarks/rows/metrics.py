@@ -1,8 +1,11 @@
-"""What measuring costs: runners that measure their calls, against runners that do not."""
+"""What measuring and watching cost: runners that measure their calls or are watched, against those that do not."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -12,8 +15,10 @@ from benchmarks.contestants import await_all, by_calls, map_seconds, playing
 from benchmarks.figures import Target
 from benchmarks.harness import Row, row
 from benchmarks.peers import WORKERS
+from percore._top.attach import ProgramGone, read
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
@@ -41,6 +46,61 @@ def metrics(quick: bool) -> Row:
         {name: playing(opening(is_on=is_on), once) for name, is_on in (("percore, off", False), ("percore, on", True))},
         [Target("percore, on", metric, "percore, off", at_most=1.02) for metric in (AWAITED, MAPPED)],
     )
+
+
+@row(rounds=100, seconds=30)
+def watched(quick: bool) -> Row:
+    """What a program notices of `percore top`, which looks once a second: watched against alone, 2 workers.
+
+    As `metrics`. Each runner is in this process, and so the watcher sees both; it is stopped while the other contestant runs.
+    """
+    awaiters, items = (50, range(50_000)) if quick else (200, range(200_000))
+    expected = list(items)
+
+    async def once(opened: percore.Runner) -> Sample:
+        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, 20))
+        mapped = await map_seconds(lambda some: opened.map(same_plainly, some).collect(), items, expected) / len(items)
+        return {AWAITED: awaited, MAPPED: mapped}
+
+    async def looked_at(opened: tuple[percore.Runner, Process]) -> Sample:
+        runner, watcher = opened
+        watcher.send_signal(signal.SIGCONT)
+        try:
+            return await once(runner)
+        finally:
+            watcher.send_signal(signal.SIGSTOP)
+
+    return Row(
+        {"alone": playing(opening(is_on=True), once), "watched": playing(watching, looked_at)},
+        [Target("watched", metric, "alone", at_most=1.02) for metric in (AWAITED, MAPPED)],
+    )
+
+
+@asynccontextmanager
+async def watching() -> AsyncIterator[tuple[percore.Runner, Process]]:
+    async with opening(is_on=True)() as runner:
+        while await asyncio.to_thread(is_unseen):
+            await runner.run(same, 1)
+        command = sys.executable, "-m", "percore", "top", str(os.getpid())
+        watcher = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert watcher.stdout is not None
+        await watcher.stdout.readline()  # it has imported what it needs
+        rest = asyncio.create_task(watcher.stdout.read())
+        watcher.send_signal(signal.SIGSTOP)
+        try:
+            yield runner, watcher
+        finally:
+            watcher.kill()
+            await rest
+            await watcher.wait()
+
+
+def is_unseen() -> bool:
+    """Whether this program has not published a page yet."""
+    try:
+        return not read(os.getpid())
+    except ProgramGone:
+        return True
 
 
 def opening(*, is_on: bool) -> Callable[[], AbstractAsyncContextManager[percore.Runner]]:

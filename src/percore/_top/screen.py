@@ -75,7 +75,8 @@ def now_of(worker: Worker) -> str:
     if not calls:
         return ""
     longest = max(calls, key=lambda call: call["seconds"] or 0)
-    others = f" +{len(calls) - 1}" if len(calls) > 1 else ""
+    running = max(worker.figures["running"], len(calls))
+    others = f" +{running - 1}" if running > 1 else ""
     took = "" if longest["seconds"] is None else f" {duration(longest['seconds'])}"
     return f"{longest['name'].rpartition('.')[2]}{took}{others}"
 
