@@ -850,6 +850,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "its lifespan, and put a load balancer before them": at(
         "tests/e2e/test_nodes.py::test_what_cannot_work_on_nodes_is_refused", "needs workers on this machine"
     ),
+    "percore top cannot show this runner: its page could not be written: %s": at(
+        "tests/contract/test_publication.py::test_without_a_descriptor_there_is_no_page_and_calls_go_on", "could not be written"
+    ),
+    "a number of seconds from 0.1 to 3600, not …": at(
+        "tests/e2e/test_top.py::test_an_interval_that_is_none_is_refused", "a number of seconds from 0.1 to 3600"
+    ),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

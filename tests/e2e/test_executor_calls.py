@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import gc
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import pytest
 
 import percore
 from percore import LoopPoolExecutor
+from percore._common.system import HAS_MEMFD
+from percore._top.attach import ProgramGone, read
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.executors import gate, lines, log
@@ -428,3 +431,17 @@ async def test_a_handler_of_aiohttp_uses_it() -> None:
             session.get(f"{url}/?number=4") as response,
         ):
             assert await response.text() == "5"
+
+
+@pytest.mark.skipif(not HAS_MEMFD, reason="pages are memfds")
+def test_percore_top_can_show_it(executor: LoopPoolExecutor) -> None:
+    def pages() -> list[dict[str, Any]]:
+        try:
+            return read(os.getpid())
+        except ProgramGone:
+            return []
+
+    while not pages():
+        executor.submit(jobs.echo, 1).result()
+    executor.shutdown()
+    assert not pages()

@@ -6,7 +6,7 @@ before that, the call ends when the supervisor processes the worker's death.
 
 from collections.abc import Callable
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
@@ -41,9 +41,6 @@ from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.time_limits import is_late
-
-if TYPE_CHECKING:
-    from percore._calls.functions import Function
 
 _BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, STARTED, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
@@ -90,14 +87,15 @@ class Outcomes:
         left, lowered = self._calls.dispatch.left, self._calls.dispatch.lowered
 
         # The calls of one function that have taken a shorter way, to be counted together: a local count costs half.
-        counted: Function | None = None
+        # Not the function itself: it would live on until the worker's next call of another one.
+        counted: Meter | None = None
         count = 0
 
         def flush() -> None:
             nonlocal count
             member.done += count
             if counted is not None:
-                counted.meter.ended += count
+                counted.ended += count
             count = 0
 
         def receive(messages: list[Message]) -> None:
@@ -135,11 +133,11 @@ class Outcomes:
                         load_of[call.kind] -= 1
                         if call.key is not None:
                             left(call)
-                        if call.function is counted:
+                        if (meter := call.function.meter) is counted:
                             count += 1
                         else:
                             flush()
-                            counted, count = call.function, 1
+                            counted, count = meter, 1
                         if call.accepted:
                             measure_wait(member, call)
                         if POINTS:
@@ -165,11 +163,11 @@ class Outcomes:
                         call.member = None
                         if call.key is not None:
                             left(call)
-                        if call.function is counted:
+                        if (meter := call.function.meter) is counted:
                             count += 1
                         else:
                             flush()
-                            counted, count = call.function, 1
+                            counted, count = meter, 1
                         if call.accepted:
                             measure_wait(member, call)
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long

@@ -1,0 +1,79 @@
+"""The page of a runner, which `percore top` reads: when it is written, and that it ends with the runner."""
+
+import asyncio
+import errno
+import logging
+import os
+
+import pytest
+
+from percore._common.system import HAS_MEMFD
+from percore._monitor.page import PageFile
+from percore._top.attach import ProgramGone, read
+from tests import jobs
+from tests.contract.conftest import MakeRunner
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_MEMFD, reason="pages are memfds"),
+    pytest.mark.filterwarnings("error"),
+]
+
+
+def is_published() -> bool:
+    try:
+        return bool(read(os.getpid()))
+    except ProgramGone:
+        return False
+
+
+def due() -> float | None:
+    (page,) = read(os.getpid())
+    found: float | None = page["due"]
+    return found
+
+
+async def test_a_page_is_there_from_soon_after_the_start_to_the_end(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        await until(is_published)
+        (page,) = read(os.getpid())
+        assert [worker["state"] for worker in page["statistics"]["workers"]] == ["ready", "ready"]
+        await until(lambda: due() is None)  # at rest: nothing is written until the next call
+        await runner.map(jobs.echo, range(100))
+        await until(lambda: read(os.getpid())[0]["statistics"]["done"] == 100)
+    assert not is_published()
+
+
+async def test_a_replacement_is_told_at_rest(make: MakeRunner) -> None:
+    async with make(1) as runner:
+        await until(is_published)
+        await runner.reload()
+        await until(lambda: read(os.getpid())[0]["statistics"]["workers"][0]["generation"] == 2)
+
+
+async def test_without_a_descriptor_there_is_no_page_and_calls_go_on(
+    make: MakeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_page: PageFile) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(PageFile, "__init__", none_left)
+    with caplog.at_level(logging.DEBUG, "percore"):
+        async with make(1) as runner:
+            await until(lambda: "its page could not be written: [Errno 24]" in caplog.text)
+            assert await runner.run(jobs.echo, 1) == 1
+    assert caplog.text.count("could not be written") == 1
+
+
+async def test_switched_off_there_is_no_page(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERCORE_METRICS", "0")
+    async with make(1) as runner:
+        deadline = asyncio.get_running_loop().time() + 1
+        while asyncio.get_running_loop().time() < deadline:
+            await runner.run(jobs.echo, 1)
+        assert not is_published()
+
+
+async def test_runners_have_a_page_each(make: MakeRunner) -> None:
+    async with make(1), make(1):
+        await until(lambda: is_published() and len(read(os.getpid())) == 2)
