@@ -12,6 +12,7 @@ from percore._monitor.page import PageFile
 from percore._top.attach import ProgramGone, read
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.internals import current_member
 from tests.waiting import until
 
 pytestmark = [
@@ -47,7 +48,7 @@ async def test_a_page_is_there_from_soon_after_the_start_to_the_end(make: MakeRu
 async def test_a_replacement_is_told_at_rest(make: MakeRunner) -> None:
     async with make(1) as runner:
         await until(is_published)
-        await runner.reload()
+        current_member(runner).worker.kill()  # type: ignore[union-attr]
         await until(lambda: read(os.getpid())[0]["statistics"]["workers"][0]["generation"] == 2)
 
 
@@ -66,7 +67,7 @@ async def test_without_a_descriptor_there_is_no_page_and_calls_go_on(
 
 
 async def test_switched_off_there_is_no_page(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERCORE_METRICS", "0")
+    monkeypatch.setattr("percore._supervisor.supervisor.metrics_wanted", lambda: False)
     async with make(1) as runner:
         deadline = asyncio.get_running_loop().time() + 1
         while asyncio.get_running_loop().time() < deadline:
