@@ -48,7 +48,7 @@ def metrics(quick: bool) -> Row:
     )
 
 
-@row(rounds=100, seconds=30)
+@row(rounds=100, seconds=18)
 def watched(quick: bool) -> Row:
     """What a program notices of `percore top`, which looks once a second: watched against alone, 2 workers.
 

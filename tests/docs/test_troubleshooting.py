@@ -44,6 +44,7 @@ SELF_EXPLAINING: Final = {
     "buffersize must be an integer or None",
     "buffersize must be None or > 0",
     "--port is a number from 0 to 65535, not …",
+    "a number of seconds from 0.1 to 3600, not …",
 }
 """Sentences without an entry: they say which argument is wrong, and what it must be."""
 
@@ -66,6 +67,7 @@ INSIDE: Final = {
     "node %s (%s) was lost: %s": "likewise",
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
     "in its lifespan, and put a load balancer before them": "likewise",
+    "percore top cannot show this runner: its page could not be written: %s": "at DEBUG; `percore top` says what it does not find",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""
