@@ -135,5 +135,14 @@ def test_a_name_is_no_markup() -> None:
     assert "[red]crawl[/red].py" in text(Model(os.getpid()).view([one]), 132)
 
 
+def test_a_name_does_not_reach_the_terminal_as_a_command() -> None:
+    one = page(1.0)
+    one["program"] = "\x1b[2J"
+    one["statistics"]["functions"][0]["name"] = "\x1b]0;title\x07"
+    shown = text(Model(os.getpid()).view([one]), 132)
+    assert "\x1b" not in shown
+    assert "]0;title" in shown
+
+
 def test_rates() -> None:
     assert (rate(None), rate(1.25), rate(12345.6)) == ("-", "1.2", "12,346")

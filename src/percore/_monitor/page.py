@@ -53,7 +53,10 @@ def decode(data: bytes) -> dict[str, Any]:
     body = data[_HEAD : _HEAD + length]
     if len(body) != length or zlib.crc32(body) != checksum:
         raise NoPage("it is being written")
-    found = json.loads(body)
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise NoPage("it holds no JSON") from error
     if type(found) is not dict:
         raise NoPage("it holds no object")
     return found

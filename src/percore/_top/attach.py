@@ -53,7 +53,7 @@ def read(pid: int) -> list[dict[str, Any]]:
     """
     pages = []
     for path in _paths(pid, strict=True):
-        with suppress(OSError, NoPage):
+        with suppress(OSError, NoPage, KeyError):  # a later version of percore may write another page
             page = _page(path)
             if page["pid"] == pid:  # else it is that of a parent, in a fork that has inherited it
                 pages.append(page)

@@ -28,6 +28,11 @@ class Column(NamedTuple):
     order: Callable[[Any], float] | None = None
 
 
+def printable(text: str) -> str:
+    """Return a text of another program without what a terminal would obey, such as escape sequences."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 def _usage(name: str) -> Callable[[Worker], float]:
     return lambda worker: getattr(worker.usage, name, None) or 0
 
@@ -129,7 +134,7 @@ def draw(view: View, width: int, order: str = "", hint: str = "") -> RenderableT
     if view.functions:
         parts.append(_table(FUNCTIONS, view.functions, width, order, lambda _: ""))
     advised = (one.figures for one in view.functions if one.figures["advice"])
-    parts.extend(Text(f"{one['name']}: {one['advice']}", style="yellow") for one in advised)
+    parts.extend(Text(printable(f"{one['name']}: {one['advice']}"), style="yellow") for one in advised)
     if hint:
         parts.append(Text(hint, style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
@@ -137,7 +142,7 @@ def draw(view: View, width: int, order: str = "", hint: str = "") -> RenderableT
 
 def _head(view: View, width: int) -> RenderableType:
     totals = view.totals
-    text = Text.from_markup(f"[bold]{escape(view.name)}[/bold] ({view.pid})", overflow="ellipsis")
+    text = Text.from_markup(f"[bold]{escape(printable(view.name))}[/bold] ({view.pid})", overflow="ellipsis")
     text.append(f"  {len(view.workers)} workers, {rate(view.calls)} calls/s")
     if width >= 80:
         text.append(f"  running {totals['running']}, queued {totals['queued']}, done {totals['done']}, failed {totals['failed']}")
@@ -178,5 +183,5 @@ def _table(
         cells = [column.text(row) for column in shown]
         if isinstance(row, Worker) and row.figures["blocked_for"]:
             cells[-1] = f"blocked {row.figures['blocked_for']:.0f} s {cells[-1]}"
-        table.add_row(*map(Text, cells), style=style(row))
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style(row))
     return table

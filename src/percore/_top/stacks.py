@@ -30,12 +30,24 @@ def stacks_of(pid: int) -> str:
     Raises:
         NoStacks: it is no worker of percore, has ended, belongs to another user, or does not answer.
     """
-    path = _file(pid)
-    before = path.stat().st_size
     try:
-        os.kill(pid, STACKS_SIGNAL)
+        return _written(pid, _file(pid))
     except OSError as error:
         raise NoStacks(f"process {pid} has ended, or belongs to another user") from error
+
+
+def is_worker(pid: int) -> bool:
+    """Whether this process is a worker of percore now, whatever a page has said before."""
+    try:
+        _file(pid)
+    except NoStacks:
+        return False
+    return True
+
+
+def _written(pid: int, path: Path) -> str:
+    before = path.stat().st_size
+    os.kill(pid, STACKS_SIGNAL)
     end = time.monotonic() + _LATEST
     size = before
     while time.monotonic() < end:

@@ -15,8 +15,8 @@ from rich.text import Text
 from percore._top.attach import ProgramGone, programs, read
 from percore._top.keyboard import key_within, single_keys
 from percore._top.model import Model, View, Worker
-from percore._top.screen import draw, orders
-from percore._top.stacks import NoStacks, stacks_of
+from percore._top.screen import draw, orders, printable
+from percore._top.stacks import NoStacks, is_worker, stacks_of
 
 _HINT: Final = "s stacks of a worker   r recycle a worker   o sort   p pause   q quit"
 _BETWEEN: Final = 0.6
@@ -52,7 +52,7 @@ def _list(console: Console, *, as_json: bool) -> int:
             "half second is not over, or its system has no memfd"
         )
     for one in found:
-        console.print(Text(f"{one.pid:>8}  {one.name}  {one.command}", overflow="ellipsis", no_wrap=True))
+        console.print(Text(printable(f"{one.pid:>8}  {one.name}  {one.command}"), overflow="ellipsis", no_wrap=True))
     console.print(Text("watch one of them: percore top PID", style="dim"))
     return 0
 
@@ -131,7 +131,7 @@ class _Screen:
             self._hint = f"sorted by {self._order}" if self._order else _HINT
         elif key in ("s", "r"):
             self._asks, self._number = key, ""
-            self._hint = f"{'stacks of' if key == 's' else 'recycle'} which worker? its number, then Enter"
+            self._hint = f"{'stacks of' if key == 's' else 'recycle'} which worker? its number (with two runners: PID), then Enter"
 
     def _choose(self, key: str, view: View, live: Live) -> None:
         if key.isdecimal():
@@ -143,7 +143,8 @@ class _Screen:
         asked, self._asks, self._hint = self._asks, "", _HINT
         if key not in ("\n", "\r"):
             return
-        worker = next((one for one in view.workers if str(one.figures["index"]) == self._number and one.figures["pid"]), None)
+        name = "index" if len({one.runner for one in view.workers}) == 1 else "pid"  # runners number their workers alike
+        worker = next((one for one in view.workers if str(one.figures[name]) == self._number and one.figures["pid"]), None)
         if worker is None:
             self._hint = f"there is no worker {self._number or '(no number)'}"
         elif asked == "s":
@@ -159,7 +160,7 @@ class _Screen:
             self._hint = str(error)
             return
         head = Text(f"worker {worker.figures['index']} ({pid}); any key goes back", style="bold")
-        live.update(Text("\n").join((head, Text(stacks))), refresh=True)
+        live.update(Text("\n").join((head, Text(printable(stacks)))), refresh=True)
         while not key_within(3600.0):
             pass
 
@@ -167,6 +168,8 @@ class _Screen:
 def recycle(worker: Worker) -> str:
     """Ask a worker to end, as SIGTERM does to any: it finishes its calls, and another one takes its place. Return what was done."""
     index, pid = worker.figures["index"], worker.figures["pid"]
+    if not is_worker(pid):  # the page may be old, and the system gives process ids again
+        return f"worker {index} ({pid}) has ended already"
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
