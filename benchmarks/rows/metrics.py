@@ -19,7 +19,7 @@ from percore._top.attach import ProgramGone, read
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
     from benchmarks.results import Sample
@@ -34,14 +34,7 @@ def metrics(quick: bool) -> Row:
     The calls of awaited_int and of map_tiny, which have no work, in many short rounds by turns. Both runners count calls; the one
     that measures also takes samples of waits and runs, and its workers send them twice a second.
     """
-    awaiters, items = (50, range(50_000)) if quick else (200, range(200_000))
-    expected = list(items)
-
-    async def once(opened: percore.Runner) -> Sample:
-        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, 20))
-        mapped = await map_seconds(lambda some: opened.map(same_plainly, some).collect(), items, expected) / len(items)
-        return {AWAITED: awaited, MAPPED: mapped}
-
+    once = calls_of_both(quick=quick)
     return Row(
         {name: playing(opening(is_on=is_on), once) for name, is_on in (("percore, off", False), ("percore, on", True))},
         [Target("percore, on", metric, "percore, off", at_most=1.02) for metric in (AWAITED, MAPPED)],
@@ -54,13 +47,7 @@ def watched(quick: bool) -> Row:
 
     As `metrics`. Each runner is in this process, and so the watcher sees both; it is stopped while the other contestant runs.
     """
-    awaiters, items = (50, range(50_000)) if quick else (200, range(200_000))
-    expected = list(items)
-
-    async def once(opened: percore.Runner) -> Sample:
-        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, 20))
-        mapped = await map_seconds(lambda some: opened.map(same_plainly, some).collect(), items, expected) / len(items)
-        return {AWAITED: awaited, MAPPED: mapped}
+    once = calls_of_both(quick=quick)
 
     async def looked_at(opened: tuple[percore.Runner, Process]) -> Sample:
         runner, watcher = opened
@@ -93,6 +80,19 @@ async def watching() -> AsyncIterator[tuple[percore.Runner, Process]]:
             watcher.kill()
             await rest
             await watcher.wait()
+
+
+def calls_of_both(*, quick: bool) -> Callable[[percore.Runner], Awaitable[Sample]]:
+    """Return a round: awaited calls, then a map, of functions without work."""
+    awaiters, items = (50, range(50_000)) if quick else (200, range(200_000))
+    expected = list(items)
+
+    async def once(opened: percore.Runner) -> Sample:
+        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, 20))
+        mapped = await map_seconds(lambda some: opened.map(same_plainly, some).collect(), items, expected) / len(items)
+        return {AWAITED: awaited, MAPPED: mapped}
+
+    return once
 
 
 def is_unseen() -> bool:

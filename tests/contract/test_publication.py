@@ -1,6 +1,5 @@
 """The page of a runner, which `percore top` reads: when it is written, and that it ends with the runner."""
 
-import asyncio
 import errno
 import logging
 import os
@@ -66,13 +65,30 @@ async def test_without_a_descriptor_there_is_no_page_and_calls_go_on(
     assert caplog.text.count("could not be written") == 1
 
 
+async def test_a_page_that_cannot_be_written_goes_away(
+    make: MakeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_page: PageFile, _data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with caplog.at_level(logging.DEBUG, "percore"):
+        async with make(1) as runner:
+            await until(is_published)
+            monkeypatch.setattr(PageFile, "write", full)
+            await runner.run(jobs.echo, 1)
+            await until(lambda: not is_published())
+            assert await runner.run(jobs.echo, 2) == 2
+    assert caplog.text.count("could not be written: [Errno 28]") == 1
+
+
 async def test_switched_off_there_is_no_page(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("percore._supervisor.supervisor.metrics_wanted", lambda: False)
     async with make(1) as runner:
-        deadline = asyncio.get_running_loop().time() + 1
-        while asyncio.get_running_loop().time() < deadline:
-            await runner.run(jobs.echo, 1)
-        assert not is_published()
+        await runner.run(jobs.echo, 1)
+        monkeypatch.undo()
+        async with make(1):  # its page would come after that of the other
+            await until(is_published)
+            assert len(read(os.getpid())) == 1
 
 
 async def test_runners_have_a_page_each(make: MakeRunner) -> None:

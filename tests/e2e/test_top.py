@@ -113,7 +113,7 @@ class Terminal:
     def __init__(self, program: int) -> None:
         self._pid, self._fd = pty.fork()
         if not self._pid:
-            os.environ |= {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
+            os.environ |= {"TERM": "xterm", "COLUMNS": "150", "LINES": "200"}
             os.execv(sys.executable, [*TOP, str(program), "--interval", "0.1"])
         self._shown = ""
 

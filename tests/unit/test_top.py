@@ -1,14 +1,16 @@
 """What `percore top` makes of pages: rates, blocked programs, and tables for any terminal."""
 
 import copy
+import io
 import os
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from percore._top.model import LATE, Model
+from percore._top import top
+from percore._top.model import LATE, Model, Worker
 from percore._top.screen import draw, orders, rate
 
 WORKER: dict[str, Any] = {
@@ -142,6 +144,28 @@ def test_a_name_does_not_reach_the_terminal_as_a_command() -> None:
     shown = text(Model(os.getpid()).view([one]), 132)
     assert "\x1b" not in shown
     assert "]0;title" in shown
+
+
+def test_of_two_runners_a_worker_is_chosen_by_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def recycle(worker: Worker) -> str:
+        asked.append((worker.runner, worker.figures["pid"]))
+        return "asked"
+
+    monkeypatch.setattr(top, "recycle", recycle)
+    view = Model(os.getpid()).view([page(1.0, pid=4_000_001), page(1.0, number=2, pid=4_000_002)])
+    screen = top._Screen(Console(file=io.StringIO()), Model(os.getpid()), 1.0)
+    for typed in ("0\n", "4000002\n"):
+        screen._pressed("r")
+        for key in typed:
+            screen._choose(key, view, cast("Any", None))
+    assert asked == [(2, 4_000_002)]
+
+
+def test_what_is_no_worker_any_more_is_not_ended() -> None:
+    (worker,) = Model(os.getpid()).view([page(1.0)]).workers  # the pid is that of this process
+    assert top.recycle(worker) == f"worker 0 ({os.getpid()}) has ended already"
 
 
 def test_rates() -> None:

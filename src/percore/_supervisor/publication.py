@@ -49,7 +49,6 @@ class Publication:
         blocked_loops: "BlockedLoops",
         *,
         is_on: bool,
-        threads: int,
     ) -> None:
         """`published` is not kept alive by this. `is_on`: whether to publish at all."""
         self.is_armed = False
@@ -59,7 +58,6 @@ class Publication:
         self._blocked_loops = blocked_loops
         blocked_loops.on_rest = self._disarm
         self._is_on = is_on and HAS_MEMFD
-        self._threads = threads
         self._number = next(_numbers)
         self._page: PageFile | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,8 +105,8 @@ class Publication:
             if self._page is None:
                 self._page = PageFile()
             self._page.write(encode(self._body(published.statistics(), monotonic() + _PERIOD if is_busy else None)))
-        except OSError as error:  # no descriptor is left; the program needs none for its work
-            self._is_on = False
+        except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
+            self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
 
     def _body(self, statistics: "Statistics", due: float | None) -> dict[str, Any]:
@@ -118,8 +116,6 @@ class Publication:
             "program": os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "",
             "at": monotonic(),
             "due": due,
-            "loop_time": self._loop.time(),
-            "threads": self._threads,
             "statistics": _plain(statistics),
         }
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from time import monotonic
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from percore._common.measuring import merged
 from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from percore._calls.calls import PendingCall
     from percore._calls.functions import Function
     from percore._calls.meters import Meter, Meters
     from percore._common.measuring import Histogram
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _MOST_CURRENT: Final = 16
 """Running calls of a worker that statistics show."""
+
+Running: TypeAlias = "Mapping[PoolWorker, list[tuple[int, PendingCall]]]"
+"""The calls that run in each worker, with their ids and the oldest first."""
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
@@ -50,8 +54,11 @@ def snapshot(supervisor: Supervised, *, is_here: bool) -> Statistics:
     """Return the statistics of a runner. `is_here`: whether this is the thread of its loop; any thread may call this."""
     may_look = is_here or _has_gil()
     in_use = len(supervisor.slots)
-    workers = tuple(_of_slot(supervisor, slot, may_look) for slot in tuple(supervisor.pool.all_slots))  # also of removed slots
-    functions = _functions(supervisor, may_look) if supervisor.meters.is_on else ()
+    threads = supervisor.options.threads
+    running = {member: member.running(threads, may_look=may_look) for member in tuple(supervisor.members)}
+    slots = tuple(supervisor.pool.all_slots)  # also those that were removed
+    workers = tuple(_of_slot(supervisor, slot, running, may_look) for slot in slots)
+    functions = _functions(supervisor.meters, running) if supervisor.meters.is_on else ()
     return Statistics(
         running=sum(worker.running for worker in workers),
         queued=sum(worker.queued for worker in workers) + supervisor.calls.waiting(),
@@ -64,13 +71,10 @@ def snapshot(supervisor: Supervised, *, is_here: bool) -> Statistics:
     )
 
 
-def _functions(supervisor: Supervised, may_look: bool) -> tuple[FunctionStatistics, ...]:
+def _functions(meters: Meters, running: Running) -> tuple[FunctionStatistics, ...]:
     """Return the figures of all functions of which a call has begun."""
-    threads = supervisor.options.threads
-    running: Counter[Meter] = Counter()
-    for member in tuple(supervisor.members):
-        running.update(call.function.meter for _, call in member.running(threads, may_look=may_look))
-    figures = (_of_function(meter, running[meter]) for meter in supervisor.meters.all())
+    counts = Counter(call.function.meter for calls in running.values() for _, call in calls)
+    figures = (_of_function(meter, counts[meter]) for meter in meters.all())
     return tuple(one for one in figures if one.begun)
 
 
@@ -105,16 +109,16 @@ def _percentiles(histogram: Histogram, unit: float) -> Percentiles | None:
     return Percentiles(histogram.count, *(value / unit for value in histogram.percentiles(0.5, 0.9, 0.99)))
 
 
-def _current(member: PoolWorker, threads: int, may_look: bool) -> tuple[RunningCall, ...]:
-    running = member.running(threads, may_look=may_look)[:_MOST_CURRENT]
-    return tuple(_running_call(member, call_id, call.function, may_look) for call_id, call in running)
+def _current(member: PoolWorker, running: Running, may_look: bool) -> tuple[RunningCall, ...]:
+    calls = running.get(member, [])[:_MOST_CURRENT]
+    return tuple(_running_call(member, call_id, call.function, may_look) for call_id, call in calls)
 
 
 def _running_call(member: PoolWorker, call_id: int, function: Function, may_look: bool) -> RunningCall:
     return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look))
 
 
-def _of_slot(supervisor: Supervised, slot: WorkerSlot, may_look: bool) -> WorkerStatistics:
+def _of_slot(supervisor: Supervised, slot: WorkerSlot, running: Running, may_look: bool) -> WorkerStatistics:
     # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from the
     # members; so read both again until slot.past is unchanged.
     past, members = slot.past, tuple(supervisor.members)
@@ -131,7 +135,7 @@ def _of_slot(supervisor: Supervised, slot: WorkerSlot, may_look: bool) -> Worker
         generation=slot.generation,
         pid=None if member is None else member.pid,
         state="failed" if slot.is_failed else "gone" if member is None else member.life.state.value,
-        running=sum(running for running, _ in counts),
+        running=sum(count for count, _ in counts),
         queued=sum(queued for _, queued in counts),
         done=past.done + sum(other.done for other in members),
         failed=past.failed + sum(other.failed for other in members),
@@ -145,5 +149,5 @@ def _of_slot(supervisor: Supervised, slot: WorkerSlot, may_look: bool) -> Worker
         restarts_for_memory=slot.restarts_for_memory,
         memory=None if member is None else member.memory,
         run=_percentiles(merged([past.run_times, *(other.run_times for other in members)]), 1e9),
-        current=() if member is None else _current(member, supervisor.options.threads, may_look),
+        current=() if member is None else _current(member, running, may_look),
     )

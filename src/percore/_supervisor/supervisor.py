@@ -83,11 +83,8 @@ class Supervisor:
         self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self._blocked_loops = pool.blocked_loops
-        self._publication = self.calls.watch = Publication(
-            *(loop, self, pool.blocked_loops), is_on=self.meters.is_on, threads=options.threads
-        )
-        rest = self.admission, self._rebalancing, self._publication
-        self.closing = Closing(engine, self.calls, pool, *rest, options.kill_after)
+        self._publication = self.calls.watch = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
+        self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, self._publication, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
 
     def advance(self) -> None:

@@ -98,7 +98,7 @@ def _paths(pid: int, *, strict: bool = False) -> list[Path]:
 
 def _program(pid: int) -> Program | None:
     try:
-        name = read(pid)[0]["program"]
+        name = read(pid)[0].get("program", "")
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
     except (ProgramGone, OSError):
         return None

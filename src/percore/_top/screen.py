@@ -88,7 +88,7 @@ def now_of(worker: Worker) -> str:
 
 WORKERS: Final = (
     Column("worker", 0, lambda worker: f"{worker.figures['index']}"),
-    Column("PID", 60, lambda worker: str(worker.figures["pid"] or "-")),
+    Column("PID", 40, lambda worker: str(worker.figures["pid"] or "-")),
     Column("state", 40, _figure("state")),
     Column("%CPU", 40, _shown("cpu", lambda cpu: f"{cpu:.0f}"), _usage("cpu")),
     Column("RSS", 120, _shown("rss", mebibytes), _usage("rss")),

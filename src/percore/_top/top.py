@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -159,10 +159,16 @@ class _Screen:
         except NoStacks as error:
             self._hint = str(error)
             return
-        head = Text(f"worker {worker.figures['index']} ({pid}); any key goes back", style="bold")
-        live.update(Text("\n").join((head, Text(printable(stacks)))), refresh=True)
-        while not key_within(3600.0):
-            pass
+        lines, height = printable(stacks).splitlines(), max(1, self._console.height - 2)
+        for first in range(0, len(lines), height):
+            goes = "shows more, q goes back" if first + height < len(lines) else "goes back"
+            head = Text(f"worker {worker.figures['index']} ({pid}): any key {goes}", style="bold", no_wrap=True)
+            shown = Text("\n".join(lines[first : first + height]), no_wrap=True, overflow="ellipsis")
+            live.update(Group(head, shown), refresh=True)
+            while not (key := key_within(3600.0)):
+                pass
+            if key == "q":
+                return
 
 
 def recycle(worker: Worker) -> str:

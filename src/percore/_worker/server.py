@@ -502,11 +502,8 @@ class Server:
 
     def _hand_over(self, call_id: int, awaitable: Any, deadline: float | None, gauges: FunctionGauges = UNGAUGED) -> None:
         """Await in the loop, until the deadline, what a plain function has returned. From the function's thread."""
-        self._handed_over[call_id] = (
-            awaitable,
-            deadline,
-            gauges,
-        )  # before the thread ends the call, so that the loop always finds it
+        # Before the thread ends the call, so that the loop always finds it.
+        self._handed_over[call_id] = awaitable, deadline, gauges
         self._loop.call_soon_threadsafe(self._await, call_id)
 
     def _await(self, call_id: int) -> None:
