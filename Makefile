@@ -69,10 +69,12 @@ demo: $(VENV)/.percore-examples
 
 # Whole files, in the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+# In CI, up to three tests that fail are run once more, alone, and named.
+PYTEST := $(if $(CI),scripts/once_more.py,-m pytest)
 
 test: $(VENV)/.percore-test
-	$(RUN) -m pytest -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
+	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
 
 # tests/rows.py says which rows `make test` leaves out.
 test-full: $(VENV)/.percore-test
@@ -93,7 +95,7 @@ soak: $(VENV)/.percore-test
 
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
-	$(RUN) -m pytest -n $(JOBS) tests/sweep/kill_points.py $(SWEEP_ARGS)
+	$(RUN) $(PYTEST) -n $(JOBS) tests/sweep/kill_points.py $(SWEEP_ARGS)
 
 chaos: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos
@@ -111,7 +113,7 @@ docs: $(VENV)/.percore-docs
 	{ echo "== these pages need a network"; exit 1; }
 
 test-docs: $(VENV)/.percore-docs-test
-	$(RUN) -m pytest -n $(JOBS) tests/docs $(PYTEST_ARGS)
+	$(RUN) $(PYTEST) -n $(JOBS) tests/docs $(PYTEST_ARGS)
 
 # Given by name: `make test` does without these programs.
 test-programs: $(VENV)/.percore-programs
