@@ -615,6 +615,25 @@ async def test_an_interrupt_while_sending_breaks_the_channel_and_goes_on(
     assert not pair.up.channel._lock.locked()
 
 
+async def test_an_interrupt_as_the_lock_is_taken_breaks_the_channel_and_goes_on(pair: Pair) -> None:
+    class Lock:
+        """Ctrl-C comes after `acquire` has the lock and before its caller has the answer."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def acquire(self, blocking: bool) -> bool:
+            self.lock.acquire(blocking)
+            raise KeyboardInterrupt
+
+    pair.up.channel._lock = Lock()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pair.up.channel.send(1, 1, None)
+    assert [type(error) for error in pair.up.broken] == [KeyboardInterrupt]
+    pair.up.channel.send(1, 2, None)
+    pair.up.channel.flush()  # neither waits nor raises: the owner was told
+
+
 async def test_what_cannot_be_encoded_breaks_the_channel(pair: Pair) -> None:
     pair.up.channel.send(1, 1, object())
     assert [type(error) for error in pair.up.broken] == [ValueError]

@@ -144,15 +144,20 @@ class Channel:
                 self._heavy += len(body)
             return
         tx, haste = self.tx, self.haste
-        if (
-            tx.written != tx.acknowledged
-            or self._queue
-            or self._frame
-            or haste.rung >= haste.limit
-            or POINTS
-            or not self.is_open
-            or not self._lock.acquire(False)
-        ):
+        try:
+            is_idle = (
+                tx.written == tx.acknowledged
+                and not self._queue
+                and not self._frame
+                and haste.rung < haste.limit
+                and not POINTS
+                and self.is_open
+                and self._lock.acquire(False)
+            )
+        except BaseException as error:  # Ctrl-C, perhaps when the lock was taken and nobody knew it yet
+            self._break(error)
+            return
+        if not is_idle:
             self._send_in_turn(op, call_id, body)
             return
         # The peer is idle, so holding the message back gains nothing. This is `flush` for one message, in as few calls as possible:
@@ -171,8 +176,6 @@ class Channel:
                     self._wait_for_bell()
         except BaseException as error:
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
         finally:
             self._lock.release()
         if self._queue or self._is_ring_due:  # a thread may have tried to flush meanwhile
@@ -272,8 +275,6 @@ class Channel:
                     self._ring(0, consumed)
         except BaseException as error:
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
 
     def is_flushed(self) -> bool:
         """Whether everything sent has been published. Call it on the loop, while no thread sends."""
@@ -400,13 +401,14 @@ class Channel:
                 self.on_batch()
         except BaseException as error:
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
 
     def _break(self, error: BaseException) -> None:
+        """End the channel because of `error`, and raise it if it is a KeyboardInterrupt or the like."""
         if self.is_open:
             self.stop()
             self.on_broken(error)
+        if not isinstance(error, Exception):
+            raise error
 
     def stop(self) -> None:
         """Receive nothing more. Idempotent."""
