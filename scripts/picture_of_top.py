@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from percore._top.attach import ProgramGone, read
+from percore._attach.programs import ProgramGone, read
 from percore._top.model import Model
 from percore._top.screen import draw
 

@@ -15,7 +15,7 @@ from benchmarks.contestants import await_all, by_calls, map_seconds, playing
 from benchmarks.figures import Target
 from benchmarks.harness import Row, row
 from benchmarks.peers import WORKERS
-from percore._top.attach import ProgramGone, read
+from percore._attach.programs import ProgramGone, read
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

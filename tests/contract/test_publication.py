@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
 from percore._monitor.page import PageFile
-from percore._top.attach import ProgramGone, read
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.internals import current_member

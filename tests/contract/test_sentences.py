@@ -856,6 +856,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "a number of seconds from 0.1 to 3600, not …": at(
         "tests/e2e/test_top.py::test_an_interval_that_is_none_is_refused", "a number of seconds from 0.1 to 3600"
     ),
+    "a number of samples from 1 to 1000, not …": at(
+        "tests/e2e/test_record.py::test_what_cannot_be_recorded_is_told", "from 1 to 1000"
+    ),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

@@ -15,8 +15,8 @@ import pytest
 
 import percore
 from percore import LoopPoolExecutor
+from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
-from percore._top.attach import ProgramGone, read
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.executors import gate, lines, log

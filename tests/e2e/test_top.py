@@ -6,40 +6,16 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
+from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
-from percore._top.attach import ProgramGone, programs, read
+from tests.watching import page, pids, running, until
 
 pytestmark = pytest.mark.skipif(not HAS_MEMFD, reason="pages are memfds")
 TOP = [sys.executable, "-m", "percore", "top"]
-PROGRAM = Path(__file__).with_name("top_program.py")
-
-
-def until(is_so: Callable[[], object]) -> None:
-    """Wait until it is so, in the other processes."""
-    while not is_so():
-        time.sleep(0.01)
-
-
-@contextmanager
-def running() -> Iterator[int]:
-    """Run a program that has published its first page, and yield its pid."""
-    with subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE) as process:
-        try:
-            until(lambda: process.poll() is not None or process.pid in [one.pid for one in programs()])
-            until(lambda: any(one["name"].endswith("fetch") for one in page(process.pid)["functions"]))
-            yield process.pid
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            assert process.wait() == 0
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +30,6 @@ def own_program() -> Iterator[int]:
     """The pid of a program of which a test may recycle workers."""
     with running() as pid:
         yield pid
-
-
-def page(pid: int) -> dict[str, Any]:
-    (only,) = read(pid)
-    statistics: dict[str, Any] = only["statistics"]
-    return statistics
-
-
-def pids(pid: int) -> list[int | None]:
-    return [worker["pid"] for worker in page(pid)["workers"]]
 
 
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

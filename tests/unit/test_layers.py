@@ -71,10 +71,13 @@ ROOMS: dict[str, set[str]] = {
     },
     # An extra, whose library percore does not need. `_common.tracing` is its seam, so nothing of percore imports it.
     "opentelemetry": {"_common", "_serialization", "_worker"},
-    # `percore top`: it reads other programs' pages, and shares no process with them.
-    "_top": {"_monitor", "_worker_process"},
+    # The way to other programs: their pages and their workers' stacks. It shares no process with them.
+    "_attach": {"_monitor", "_worker_process"},
+    # `percore top` and `percore record`.
+    "_top": {"_attach", "_monitor"},
+    "_record": {"_attach"},
     # A program: it uses percore as users do, and reads what the system can do.
-    "_cli": {"_common", "_runner", "_top"},
+    "_cli": {"_common", "_record", "_runner", "_top"},
     # What `python -m percore` runs.
     "__main__": {"_cli"},
     # For PyInstaller; percore never imports it.
@@ -129,8 +132,9 @@ GIVES_WAY = {
     # the loop, in the middle of a long input that is not async
     "_map.feeder": ["asyncio.sleep(0)"],
     # a program that is watched: it writes when it likes
-    "_top.attach": ["time.sleep(_PAUSE)"],
-    "_top.stacks": ["time.sleep(_STEP)"],
+    "_attach.programs": ["time.sleep(_PAUSE)"],
+    "_attach.stacks": ["time.sleep(step)"],
+    "_record.recorder": ["time.sleep(max(0.0, due - time.monotonic()))"],
     "_top.top": ["time.sleep(_BETWEEN if once else max(interval, _BETWEEN))"],
     # the loop, between two imports
     "_runner.assembly": ["asyncio.sleep(0)"],

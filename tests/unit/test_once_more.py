@@ -28,7 +28,8 @@ def test_always():
 
 def ci(folder: Path, count: int, passes: bool) -> "tuple[int, str]":
     (folder / "test_it.py").write_text(TESTS.format(count=count, passes=passes))
-    command = [sys.executable, ONCE_MORE, "-q", "-n", "2", "--rootdir", folder, "-c", "/dev/null", folder / "test_it.py"]
+    options = ["-q", "-n", "2", "--rootdir", str(folder), "-c", "/dev/null", str(folder / "test_it.py")]
+    command = [sys.executable, str(ONCE_MORE), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert (folder / "always").read_text() == "once"
     return done.returncode, done.stdout

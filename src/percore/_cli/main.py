@@ -1,4 +1,4 @@
-"""The command line: `percore top`, `percore doctor` and `percore bench`."""
+"""The command line: `percore top`, `percore record`, `percore doctor` and `percore bench`."""
 
 import argparse
 import signal
@@ -27,6 +27,14 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two views (default: 1)")
     top.add_argument("--once", action="store_true", help="write one view as text and end")
     top.add_argument("--json", action="store_true", help="write one view, or the list of programs, as JSON and end")
+    what = "sample where the workers of a running program are, and write a flame graph"
+    record = commands.add_parser("record", help=what, description=f"{what.capitalize()}.")
+    record.add_argument("pid", type=int, metavar="PID", help="the program's process id: percore top lists them")
+    record.add_argument("-o", "--output", required=True, metavar="OUT", help="a file: x.html, or x.json for speedscope")
+    record.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="for how long (default: 10)")
+    record.add_argument("--rate", type=_rate, default=20.0, metavar="N", help="samples of each worker in a second (default: 20)")
+    how = "py-spy, faulthandler, or auto: py-spy where it is installed and permitted (default)"
+    record.add_argument("--sampler", choices=("auto", "faulthandler", "py-spy"), default="auto", help=how)
     what = "say what this machine gives to percore, and what to do about what it lacks"
     doctor = commands.add_parser("doctor", help=what, description=f"{what.capitalize()}. Status 1: percore does not work here.")
     doctor.add_argument("--json", action="store_true", help="write JSON")
@@ -47,9 +55,23 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 1 <= rate <= 1000:
+        raise argparse.ArgumentTypeError(f"a number of samples from 1 to 1000, not {text!r}")
+    return rate
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.command == "top":
         return _top(options)
+    if options.command == "record":
+        from percore._record.record import record
+
+        return record(options.pid, options.output, seconds=options.seconds, rate=options.rate, sampler=options.sampler)
     if options.command == "doctor":
         from percore._cli.doctor import doctor
 

@@ -24,16 +24,24 @@ class NoStacks(Exception):
     """The worker has not answered; the text says why."""
 
 
-def stacks_of(pid: int) -> str:
+def stacks_of(pid: int, step: float = _STEP) -> str:
     """Return the stacks of all threads of the worker with this process id, as faulthandler writes them.
+
+    They are whole when the worker has written nothing more for `step` seconds.
 
     Raises:
         NoStacks: it is no worker of percore, has ended, belongs to another user, or does not answer.
     """
     try:
-        return _written(pid, _file(pid))
+        return _written(pid, _file(pid), step)
     except OSError as error:
         raise NoStacks(f"process {pid} has ended, or belongs to another user") from error
+
+
+def forget_stacks(pid: int) -> None:
+    """Give back the memory of the stacks that this worker, and others of its runner, have written."""
+    with suppress(OSError, NoStacks):
+        os.truncate(_file(pid), 0)
 
 
 def is_worker(pid: int) -> bool:
@@ -45,13 +53,13 @@ def is_worker(pid: int) -> bool:
     return True
 
 
-def _written(pid: int, path: Path) -> str:
+def _written(pid: int, path: Path, step: float) -> str:
     before = path.stat().st_size
     os.kill(pid, STACKS_SIGNAL)
     end = time.monotonic() + _LATEST
     size = before
     while time.monotonic() < end:
-        time.sleep(_STEP)
+        time.sleep(step)
         now = path.stat().st_size
         if now != size:
             size = now
@@ -61,7 +69,8 @@ def _written(pid: int, path: Path) -> str:
         if size == before:
             raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
     with path.open("rb") as file:
-        file.seek(before if size > before else 0)
+        # The workers write on at the place where they were, also after the file was emptied: a hole is before it.
+        file.seek(os.lseek(file.fileno(), before if size > before else 0, os.SEEK_DATA))
         return file.read(_MOST).lstrip(b"\0").decode(errors="replace").strip()
 
 

@@ -1,0 +1,53 @@
+"""The command `percore record`: samples where a program's workers are, and writes a flame graph."""
+
+import os
+import sys
+from pathlib import Path
+
+from percore._attach.programs import ProgramGone
+from percore._record.output import as_html, as_speedscope
+from percore._record.recorder import Recording, Unable, find_py_spy, record_with_py_spy
+from percore._record.recorder import record as record_with_faulthandler
+
+
+def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) -> int:
+    """Run the command. Return its exit status: 1 if there is nothing to show or nowhere to write it."""
+    path = Path(output)
+    if path.suffix not in (".html", ".json"):
+        return _failed(f"{output}: the name ends with .html (a page with a flame graph) or .json (for speedscope)")
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        return _failed(f"{output} cannot be written")
+    try:
+        recording = _sample(pid, seconds, rate, sampler)
+    except ProgramGone:
+        return _failed(f"process {pid} has ended, or it has no runner that can be watched: percore top lists those that can")
+    except PermissionError:
+        return _failed(f"process {pid} belongs to another user: percore record samples a user's own programs")
+    except Unable as error:
+        return _failed(f"py-spy cannot sample process {pid}: {error}. --sampler faulthandler needs no permission")
+    if not recording.samples:
+        return _failed(f"process {pid} has run no call of percore for {recording.seconds:.0f} seconds: nothing is written")
+    path.write_text(as_html(recording) if path.suffix == ".html" else as_speedscope(recording), encoding="utf-8")
+    found = sum(recording.samples.values())
+    print(f"{path}: {found} samples in {recording.seconds:.1f} s by {recording.sampler}")
+    return 0
+
+
+def _sample(pid: int, seconds: float, rate: float, sampler: str) -> Recording:
+    py_spy = None if sampler == "faulthandler" else find_py_spy()
+    if py_spy is None:
+        if sampler == "py-spy":
+            raise Unable("it is not installed (pip install py-spy)")
+        return record_with_faulthandler(pid, seconds, rate)
+    try:
+        return record_with_py_spy(pid, seconds, rate, py_spy)
+    except Unable as error:
+        if sampler == "py-spy":
+            raise
+        print(f"percore record: py-spy cannot sample process {pid}: {error}; faulthandler does", file=sys.stderr)
+        return record_with_faulthandler(pid, seconds, rate)
+
+
+def _failed(text: str) -> int:
+    print(f"percore record: {text}", file=sys.stderr)
+    return 1
