@@ -45,6 +45,7 @@ SELF_EXPLAINING: Final = {
     "buffersize must be None or > 0",
     "--port is a number from 0 to 65535, not …",
     "a number of seconds from 0.1 to 3600, not …",
+    "a number of samples from 1 to 1000, not …",
 }
 """Sentences without an entry: they say which argument is wrong, and what it must be."""
 
