@@ -14,6 +14,7 @@
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
+#   make test-browser  looks at the dashboard and the flame graph in a headless Chromium, where there is one
 #   make lint       ruff and mypy --strict
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
@@ -41,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -99,6 +100,10 @@ sweep: $(VENV)/.percore-test
 
 chaos: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos
+
+# Given by name, like them. PERCORE_PICTURES=folder keeps pictures of the pages.
+test-browser: $(VENV)/.percore-test
+	$(RUN) $(PYTEST) tests/browser/pages.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff check $(SOURCES)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from percore._attach.programs import ProgramGone, read
-from percore._top.model import Model
+from percore._monitor.views import Model
 from percore._top.screen import draw
 
 ROOT = Path(__file__).parents[1]

@@ -859,6 +859,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "a number of samples from 1 to 1000, not …": at(
         "tests/e2e/test_record.py::test_what_cannot_be_recorded_is_told", "from 1 to 1000"
     ),
+    "percore.web needs prometheus-client: pip install percore[web]": at(
+        "tests/e2e/test_web.py::test_without_prometheus_client_it_says_what_to_install", "pip install percore[web]"
+    ),
+    "dashboard(...) takes a Runner or a function that returns one, not …": at(
+        "tests/e2e/test_web.py::test_what_is_no_runner_is_refused", "a Runner or a function that returns one"
+    ),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

@@ -76,6 +76,9 @@ ROOMS: dict[str, set[str]] = {
     # `percore top` and `percore record`.
     "_top": {"_attach", "_monitor"},
     "_record": {"_attach"},
+    # The extra `web`: the dashboard.
+    "_web": {"_attach", "_common", "_monitor", "_runner"},
+    "web": {"_common", "_runner", "_web"},
     # A program: it uses percore as users do, and reads what the system can do.
     "_cli": {"_common", "_record", "_runner", "_top"},
     # What `python -m percore` runs.
@@ -136,6 +139,8 @@ GIVES_WAY = {
     "_attach.stacks": ["time.sleep(step)"],
     "_record.recorder": ["time.sleep(max(0.0, due - time.monotonic()))"],
     "_top.top": ["time.sleep(_BETWEEN if once else max(interval, _BETWEEN))"],
+    # a browser, which shows what it has got
+    "_web.feed": ["asyncio.sleep(self._interval)"],
     # the loop, between two imports
     "_runner.assembly": ["asyncio.sleep(0)"],
 }

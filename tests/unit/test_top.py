@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from percore._monitor.views import LATE, Model, Worker
 from percore._top import top
-from percore._top.model import LATE, Model, Worker
 from percore._top.screen import draw, orders, rate
 
 WORKER: dict[str, Any] = {

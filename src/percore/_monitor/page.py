@@ -14,9 +14,15 @@ A reader that meets a page in the middle of a write finds a wrong checksum, and 
 import fcntl
 import json
 import os
+import sys
 import zlib
-from typing import Any, Final
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from percore._monitor.statistics import Statistics
 
 PAGE_NAME: Final = "percore-page"
 """The name of the memfd, as /proc shows it after `/memfd:`."""
@@ -29,6 +35,36 @@ _MOST: Final = 1 << 20
 
 class NoPage(Exception):
     """What was read is no page, or one that is being written."""
+
+
+def page_of(statistics: "Statistics", number: int, at: float, due: float | None) -> dict[str, Any]:
+    """Return the object of a page.
+
+    `number`: that of the runner in this program, from 1. `at` and `due`: the times of this page and of the next one, as
+    `time.monotonic()`; None: the runner is at rest.
+    """
+    return {
+        "pid": os.getpid(),
+        "number": number,
+        "program": os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+        "at": at,
+        "due": due,
+        "statistics": _plain(statistics),
+    }
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...] | None:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+
+
+def _plain(value: object) -> Any:
+    """Return records as dicts. `dataclasses.asdict` would copy every value."""
+    kind: Any = type(value)
+    names = _names(kind)
+    if names is not None:
+        return {name: _plain(getattr(value, name)) for name in names}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def encode(body: dict[str, Any]) -> bytes:

@@ -6,13 +6,9 @@ belongs to a runner at rest, and one whose time is over to a program whose event
 
 import asyncio
 import logging
-import os
-import sys
-from dataclasses import fields, is_dataclass
-from functools import cache
 from itertools import count
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import ref
 
 from percore._common.log import report
@@ -90,7 +86,11 @@ class Publication:
 
     def _publish(self) -> None:
         self._timer = None
-        from percore._monitor.page import PageFile, encode  # the first page comes after the start, which need not wait for this
+        from percore._monitor.page import (  # the first page comes after the start, which need not wait for this
+            PageFile,
+            encode,
+            page_of,
+        )
 
         published = self._published()
         if published is None:
@@ -104,31 +104,8 @@ class Publication:
         try:
             if self._page is None:
                 self._page = PageFile()
-            self._page.write(encode(self._body(published.statistics(), monotonic() + _PERIOD if is_busy else None)))
+            now = monotonic()
+            self._page.write(encode(page_of(published.statistics(), self._number, now, now + _PERIOD if is_busy else None)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
             self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
-
-    def _body(self, statistics: "Statistics", due: float | None) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "number": self._number,
-            "program": os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "",
-            "at": monotonic(),
-            "due": due,
-            "statistics": _plain(statistics),
-        }
-
-
-@cache
-def _names(kind: Any) -> tuple[str, ...] | None:
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
-
-
-def _plain(value: object) -> Any:
-    """Return records as dicts. `dataclasses.asdict` would copy every value."""
-    kind: Any = type(value)
-    names = _names(kind)
-    if names is not None:
-        return {name: _plain(getattr(value, name)) for name in names}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from percore._monitor.tables import duration, mebibytes, size
-from percore._top.model import Function, View, Worker
+from percore._monitor.views import Function, View, Worker
 
 
 class Column(NamedTuple):

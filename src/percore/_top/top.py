@@ -14,8 +14,8 @@ from rich.text import Text
 
 from percore._attach.programs import ProgramGone, programs, read
 from percore._attach.stacks import NoStacks, is_worker, stacks_of
+from percore._monitor.views import Model, View, Worker
 from percore._top.keyboard import key_within, single_keys
-from percore._top.model import Model, View, Worker
 from percore._top.screen import draw, orders, printable
 
 _HINT: Final = "s stacks of a worker   r recycle a worker   o sort   p pause   q quit"

@@ -1,4 +1,4 @@
-"""What `percore top` shows: figures of a program's pages, with rates between two readings and what the system says of processes."""
+"""What `percore top` and the dashboard show: pages, with rates between two readings and what the system says of processes."""
 
 import time
 from collections.abc import Sequence

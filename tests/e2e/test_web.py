@@ -1,0 +1,188 @@
+"""percore.web over aiohttp and over ASGI: what the page, the probes and Prometheus get."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import percore
+import percore.web
+from tests import jobs
+
+Get = Callable[..., Awaitable["tuple[int, dict[str, str], str]"]]
+
+
+@asynccontextmanager
+async def over_aiohttp(dashboard: percore.web.Dashboard) -> AsyncIterator[Get]:
+    app = web.Application()
+    app.add_subapp("/percore", dashboard.application())
+    server = web.AppRunner(app)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+
+    async def get(path: str, method: str = "GET", **headers: str) -> "tuple[int, dict[str, str], str]":
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with session.request(method, url + path, headers=given) as answer:
+            return answer.status, {name.lower(): value for name, value in answer.headers.items()}, await answer.text()
+
+    try:
+        url = f"http://127.0.0.1:{server.addresses[0][1]}/percore"
+        async with aiohttp.ClientSession() as session:
+            yield get
+    finally:
+        await server.cleanup()
+
+
+@asynccontextmanager
+async def over_asgi(dashboard: percore.web.Dashboard) -> AsyncIterator[Get]:
+    app = Starlette(routes=[Mount("/percore", dashboard)])
+
+    async def get(path: str, method: str = "GET", **headers: str) -> "tuple[int, dict[str, str], str]":
+        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        asked = {"method": method, "path": "/percore" + path, "headers": given, "query_string": b""}
+        return await ask(app, {"type": "http", "root_path": "", **asked})
+
+    yield get
+
+
+async def ask(app: Any, scope: "dict[str, Any]", events: int = 0) -> "tuple[int, dict[str, str], str]":
+    """What an ASGI application answers. `events`: after so many parts the client goes away; 0: it stays."""
+    gone, said, body = asyncio.Event(), [], bytearray()
+
+    async def receive() -> "dict[str, Any]":
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: "dict[str, Any]") -> None:
+        said.append(message)
+        body.extend(message.get("body", b""))
+        if events and len(said) > events:
+            gone.set()
+
+    await app(scope, receive, send)
+    return said[0]["status"], {name.decode(): value.decode() for name, value in said[0]["headers"]}, body.decode()
+
+
+@pytest.fixture(params=[over_aiohttp, over_asgi], ids=["aiohttp", "asgi"])
+def over(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+async def test_what_each_path_answers(over: Any) -> None:
+    runner = percore.Runner(workers=2)
+    async with over(percore.web.dashboard(runner)) as get:
+        assert (await get("/health"))[0] == 503
+        assert (await get("/ready"))[0] == 503
+        assert "percore_runner_open 0.0" in (await get("/metrics"))[2]
+        assert json.loads((await get("/statistics"))[2])["view"] is None
+        async with runner:
+            assert await runner.map(jobs.echo, range(10)) == list(range(10))
+            assert (await get("/health"))[0] == 200
+            assert (await get("/ready"))[2] == "2 of 2 workers are ready\n"
+            status, headers, page = await get("/")
+            assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+            assert "default-src 'none'" in headers["content-security-policy"]
+            assert "ACTIONS = false" in page
+            assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in page
+            assert (await get("/nothing"))[0] == 404
+            assert (await get("/metrics", "POST"))[0] == 405
+            assert (await get("/recycle/0", "POST", x_percore="recycle"))[0] == 403  # read-only
+        assert (await get("/health"))[0] == 503
+
+
+async def test_metrics_are_what_prometheus_reads(over: Any) -> None:
+    async with percore.Runner(workers=2) as runner, over(percore.web.dashboard(lambda: runner)) as get:
+        await runner.map(jobs.echo, ["x" * 5000] * 10)
+        with pytest.raises(ValueError, match="failed"):
+            await runner.run(jobs.afail, ValueError("failed"))
+        text = (await get("/metrics"))[2]
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    done = [sample.value for sample in families["percore_calls_done"].samples if sample.name == "percore_calls_done_total"]
+    assert done == [11]
+    failed = {sample.labels["function"]: sample.value for sample in families["percore_function_failed"].samples}
+    assert failed["tests.jobs.afail"] == 1
+    assert {sample.labels["worker"] for sample in families["percore_worker_ready"].samples} == {"0", "1"}
+    assert all(family.documentation for family in families.values())
+    if promtool := shutil.which("promtool"):
+        command = [promtool, "check", "metrics"]
+        checked = await asyncio.to_thread(subprocess.run, command, input=text, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout
+
+
+async def test_a_stream_of_snapshots_ends_when_the_viewer_has_gone() -> None:
+    async with percore.Runner(workers=1) as runner:
+        dashboard = percore.web.dashboard(runner, interval=0.05)
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/events", "headers": []}
+        status, headers, body = await ask(dashboard, scope, events=4)
+        assert (status, headers["content-type"]) == (200, "text/event-stream")
+        first, *snapshots = body.strip().split("\n\n")
+        assert first.startswith("retry: ")
+        views = [json.loads(snapshot.removeprefix("data: "))["view"] for snapshot in snapshots]
+        assert [len(view["workers"]) for view in views] == [1] * len(views)
+
+
+async def test_all_viewers_share_one_reading() -> None:
+    async with percore.Runner(workers=1) as runner:
+        dashboard = percore.web.dashboard(runner, interval=60)
+        feed = dashboard._pages._feed
+        snapshots = await asyncio.gather(*(feed.snapshot() for _ in range(20)))
+        assert len({*snapshots, await feed.snapshot()}) == 1
+
+
+async def test_a_worker_is_recycled_by_the_page_alone(over: Any) -> None:
+    async with percore.Runner(workers=1) as runner, over(percore.web.dashboard(runner, actions=True)) as get:
+        assert "ACTIONS = true" in (await get("/"))[2]
+        assert (await get("/recycle/0"))[0] == 405
+        assert (await get("/recycle/0", "POST"))[0] == 403
+        assert (await get("/recycle/0", "POST", x_percore="recycle", sec_fetch_site="cross-site"))[0] == 403
+        assert (await get("/recycle/7", "POST", x_percore="recycle"))[0] == 404
+        before = await runner.run(os.getpid)
+        status, _, said = await get("/recycle/0", "POST", x_percore="recycle")
+        assert (status, said) == (202, f"worker 0 ({before}) was asked to end\n")
+        while await runner.run(os.getpid) == before:
+            pass
+    async with over(percore.web.dashboard(runner, actions=True)) as get:
+        assert (await get("/recycle/0", "POST", x_percore="recycle"))[0] == 404
+
+
+async def test_it_serves_alone_too() -> None:
+    dashboard = percore.web.dashboard(lambda: percore.Runner())
+    asked = iter(["lifespan.startup", "lifespan.shutdown"])
+    said: list[str] = []
+
+    async def receive() -> "dict[str, Any]":
+        return {"type": next(asked)}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        said.append(message["type"])
+
+    await dashboard({"type": "lifespan"}, receive, send)
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    await dashboard({"type": "websocket"}, receive, send)
+    assert said[-1] == "websocket.close"
+
+
+def test_what_is_no_runner_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a Runner or a function that returns one, not int"):
+        percore.web.dashboard(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        percore.web.dashboard(percore.Runner(), interval=0)
+
+
+def test_without_prometheus_client_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['prometheus_client'] = None; import percore.web"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: percore.web needs prometheus-client: pip install percore[web]" in done.stderr
