@@ -865,6 +865,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "dashboard(...) takes a Runner or a function that returns one, not …": at(
         "tests/e2e/test_web.py::test_what_is_no_runner_is_refused", "a Runner or a function that returns one"
     ),
+    "the runner has workers 0 to …, and no worker …": at(
+        "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "and no worker 3"
+    ),
+    "worker … has died, and its replacement has not started": at(
+        "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "worker 0 has died"
+    ),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

@@ -46,6 +46,8 @@ SELF_EXPLAINING: Final = {
     "--port is a number from 0 to 65535, not …",
     "a number of seconds from 0.1 to 3600, not …",
     "a number of samples from 1 to 1000, not …",
+    "the runner has workers 0 to …, and no worker …",
+    "worker … has died, and its replacement has not started",
     "dashboard(...) takes a Runner or a function that returns one, not …",
     "percore.web needs prometheus-client: pip install percore[web]",
 }

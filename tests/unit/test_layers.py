@@ -79,6 +79,9 @@ ROOMS: dict[str, set[str]] = {
     # The extra `web`: the dashboard.
     "_web": {"_attach", "_common", "_monitor", "_runner"},
     "web": {"_common", "_runner", "_web"},
+    # For tests of the user's: workers in the program's own loop. percore never imports it.
+    "_testing": {"_calls", "_common", "_monitor", "_protocol", "_serialization", "_transport", "_worker"},
+    "testing": {"_protocol", "_runner", "_testing", "_worker"},
     # A program: it uses percore as users do, and reads what the system can do.
     "_cli": {"_common", "_record", "_runner", "_top"},
     # What `python -m percore` runs.

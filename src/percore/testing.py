@@ -1,0 +1,110 @@
+"""For tests of programs that use percore: a runner without processes, and deaths and halts of workers on purpose.
+
+async def test_a_death_is_survived():
+    async with percore.testing.FakeRunner(workers=2) as runner:
+        call = runner.submit(fetch, url)
+        percore.testing.kill(runner, worker=0)
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import percore
+from percore._testing.engine import FakeEngine, FakeWorker, worker_of_pid
+
+if TYPE_CHECKING:
+    from percore._protocol.interfaces import Worker
+
+__all__ = ["FakeRunner", "die", "kill", "stopped"]
+
+
+class FakeRunner(percore.Runner):
+    """A Runner whose workers live in the event loop of the program, for tests. It starts in milliseconds and makes no process.
+
+    Functions, arguments and results are pickled and sent as between processes, coroutine functions run in tasks, and plain
+    functions on threads. Patches and mocks of modules, breakpoints and coverage thus reach what calls do. What differs:
+
+    - `loop_factory`, `start_method` and `max_memory_per_worker` have no effect: there is one loop and one memory. A coroutine
+      function that blocks its loop blocks the program.
+    - A worker that dies (`kill`, `die`) cancels its coroutines. A plain function runs on in its thread until it returns.
+    - A call that ends its process, for example by `os._exit`, ends the program.
+
+    It takes the arguments of Runner.
+    """
+
+    _make_engine = FakeEngine
+
+
+def kill(runner: percore.Runner, worker: int = 0) -> None:
+    """Kill a worker, as the system does when memory runs out. Its calls end with WorkerDied or are attempted again.
+
+    It works with any runner. Call it in the thread of the runner's event loop.
+
+    Args:
+        runner: the runner, started and not closed.
+        worker: the number of the worker, from 0.
+
+    Raises:
+        RunnerClosed: the runner is not started, or it is closed.
+        IndexError: the runner has no worker of that number.
+        ProcessLookupError: the worker has just died, and its replacement has not started.
+    """
+    _worker(runner, worker).kill()
+
+
+@contextmanager
+def stopped(runner: percore.Runner, worker: int = 0) -> Iterator[None]:
+    """Stop a worker for the time of the block: it reads nothing and sends nothing, as a machine that is suspended.
+
+    A process gets SIGSTOP, and SIGCONT at the end. A fake worker takes no messages; calls that it runs go on.
+
+    Raises:
+        RunnerClosed, IndexError, ProcessLookupError: as in `kill`.
+    """
+    found = _worker(runner, worker)
+    if isinstance(found, FakeWorker):
+        found.pause()
+    else:
+        found.kill(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if isinstance(found, FakeWorker):
+            found.resume()
+        else:
+            found.kill(signal.SIGCONT)
+
+
+def die() -> None:
+    """Kill the worker of the call that runs this, at once: nothing of the call arrives any more, whatever it has done.
+
+    At the end of a function it loses the result of work that was done: `await save(page); percore.testing.die()`.
+
+    In a coroutine of a FakeRunner it raises CancelledError; in a plain function of a FakeRunner it returns.
+
+    Raises:
+        RuntimeError: called outside of a call.
+    """
+    worker = percore.current_worker()
+    fake = worker_of_pid(worker.pid)
+    if fake is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    fake.strike()
+    if asyncio._get_running_loop() is fake.loop:
+        raise asyncio.CancelledError
+
+
+def _worker(runner: percore.Runner, index: int) -> "Worker":
+    runner.statistics()  # raises RunnerClosed
+    slots = runner._supervisor.slots
+    if not 0 <= index < len(slots):
+        raise IndexError(f"the runner has workers 0 to {len(slots) - 1}, and no worker {index}")
+    member = slots[index].current
+    if member is None:
+        raise ProcessLookupError(f"worker {index} has died, and its replacement has not started")
+    return member.worker
