@@ -1,4 +1,4 @@
-"""For tests of programs that use percore: a runner without processes, and deaths and halts of workers on purpose.
+"""For tests of programs that use percore: a runner without processes, deaths of workers on purpose, and virtual time.
 
 async def test_a_death_is_survived():
     async with percore.testing.FakeRunner(workers=2) as runner:
@@ -9,17 +9,23 @@ async def test_a_death_is_survived():
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import percore
+from percore._common.options import seconds_of
+from percore._testing import simulation
 from percore._testing.engine import FakeEngine, FakeWorker, worker_of_pid
+from percore._testing.simulation import Hangs
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import Worker
 
-__all__ = ["FakeRunner", "die", "kill", "stopped"]
+__all__ = ["FakeRunner", "Hangs", "die", "kill", "simulate", "stopped"]
+
+T = TypeVar("T")
 
 
 class FakeRunner(percore.Runner):
@@ -97,6 +103,44 @@ def die() -> None:
     fake.strike()
     if asyncio._get_running_loop() is fake.loop:
         raise asyncio.CancelledError
+
+
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, deaths: float = 0.0, latency: float = 0.01) -> T:
+    """Run a program under virtual time, with messages that overtake each other and workers that die, and return its result.
+
+    It takes the place of `asyncio.run`. Every Runner in it is a FakeRunner. When nothing can be done now, the clock of the event
+    loop moves to the next timer, so an hour of sleeping takes milliseconds. The same seed gives the same order of messages and the
+    same deaths, so a failure can be repeated: run many seeds, and run the one that fails again.
+
+        for seed in range(1000):
+            percore.testing.simulate(main, seed=seed, deaths=0.1)
+
+    Plain functions run on threads and take no virtual time. With several at once, their order is that of the machine: give the
+    runner `workers=1, threads=1` or use coroutine functions where the order matters. `time.time` and other clocks of the program
+    are real; `loop.time()` and asyncio's timers are virtual. So use no real network in it.
+
+    Args:
+        main: a coroutine function without arguments.
+        seed: where all chance comes from.
+        deaths: how many workers die in a second of virtual time, on average.
+        latency: the longest time that a message takes, in seconds.
+
+    Raises:
+        Hangs: the program waits for something that cannot come.
+        RuntimeError: called while an event loop runs in this thread.
+        TypeError, ValueError: an argument is invalid.
+        BaseException: whatever `main` raises, with a note that names the seed.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, not {seed!r}")
+    given: object = deaths
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < inf:
+        raise ValueError(f"deaths must be a number of deaths in a second, 0 or more, not {deaths!r}")
+    try:
+        return simulation.run(main, seed, deaths, seconds_of("latency", latency))
+    except BaseException as error:
+        error.add_note(f"simulate(..., seed={seed}, deaths={deaths}, latency={latency}) repeats this")
+        raise
 
 
 def _worker(runner: percore.Runner, index: int) -> "Worker":

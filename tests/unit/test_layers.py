@@ -80,8 +80,8 @@ ROOMS: dict[str, set[str]] = {
     "_web": {"_attach", "_common", "_monitor", "_runner"},
     "web": {"_common", "_runner", "_web"},
     # For tests of the user's: workers in the program's own loop. percore never imports it.
-    "_testing": {"_calls", "_common", "_monitor", "_protocol", "_serialization", "_transport", "_worker"},
-    "testing": {"_protocol", "_runner", "_testing", "_worker"},
+    "_testing": {"_calls", "_common", "_monitor", "_protocol", "_runner", "_serialization", "_transport", "_worker"},
+    "testing": {"_common", "_protocol", "_runner", "_testing", "_worker"},
     # A program: it uses percore as users do, and reads what the system can do.
     "_cli": {"_common", "_record", "_runner", "_top"},
     # What `python -m percore` runs.
@@ -144,6 +144,8 @@ GIVES_WAY = {
     "_top.top": ["time.sleep(_BETWEEN if once else max(interval, _BETWEEN))"],
     # a browser, which shows what it has got
     "_web.feed": ["asyncio.sleep(self._interval)"],
+    # nobody: under virtual time it is the next death
+    "_testing.simulation": ["asyncio.sleep(chance.expovariate(deaths))"],
     # the loop, between two imports
     "_runner.assembly": ["asyncio.sleep(0)"],
 }

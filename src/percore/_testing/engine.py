@@ -68,6 +68,11 @@ def worker_of_pid(pid: int) -> "FakeWorker | None":
     return _living.get(pid)
 
 
+def living_workers() -> "list[FakeWorker]":
+    """Return the fake workers that live, the oldest first."""
+    return [worker for _, worker in sorted(_living.items()) if worker.exitcode is None]
+
+
 class FakeWorker:
     """A worker in the loop of its supervisor, and what its engine sees of it."""
 
