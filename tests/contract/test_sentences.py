@@ -869,9 +869,6 @@ SENTENCES: Final[dict[str, Use]] = {
     "deaths must be a number of deaths in a second, 0 or more, not …": at(
         "tests/e2e/test_simulate.py::test_wrong_arguments_are_told", "0 or more"
     ),
-    "the program waits for something that never comes: no timer runs, and no message is under way": at(
-        "tests/e2e/test_simulate.py::test_a_program_that_waits_for_nothing_is_told", "something that never comes"
-    ),
     "the runner has workers 0 to …, and no worker …": at(
         "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "and no worker 3"
     ),

@@ -48,7 +48,6 @@ SELF_EXPLAINING: Final = {
     "a number of samples from 1 to 1000, not …",
     "seed must be an int, not …",
     "deaths must be a number of deaths in a second, 0 or more, not …",
-    "the program waits for something that never comes: no timer runs, and no message is under way",
     "the runner has workers 0 to …, and no worker …",
     "worker … has died, and its replacement has not started",
     "dashboard(...) takes a Runner or a function that returns one, not …",
