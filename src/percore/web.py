@@ -39,7 +39,7 @@ def dashboard(
     | `/statistics` | one snapshot, as JSON |
     | `/metrics` | the figures for Prometheus, as those of RunnerCollector |
     | `/health` | 200, or 503 if the runner is not started or closed, or none of its workers can be started |
-    | `/ready` | 200 if a worker is ready for calls, else 503 |
+    | `/ready` | 200 if a worker is ready for calls and its event loop is not blocked, else 503 |
 
     percore binds no address and asks nobody who they are: put it where only those come who may see names of functions and workers.
     While nobody looks, it reads nothing.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from starlette.routing import Mount
 import percore
 import percore.web
 from tests import jobs
+from tests.waiting import until
 
 Get = Callable[..., Awaitable["tuple[int, dict[str, str], str]"]]
 
@@ -75,6 +77,12 @@ async def ask(app: Any, scope: "dict[str, Any]", events: int = 0) -> "tuple[int,
     return said[0]["status"], {name.decode(): value.decode() for name, value in said[0]["headers"]}, body.decode()
 
 
+async def block_until(path: str) -> None:
+    """Hold the loop until somebody writes to this pipe."""
+    with open(path) as pipe:  # noqa: ASYNC230  # a worker's loop that is blocked is what is told
+        pipe.read()
+
+
 @pytest.fixture(params=[over_aiohttp, over_asgi], ids=["aiohttp", "asgi"])
 def over(request: pytest.FixtureRequest) -> Any:
     return request.param
@@ -128,10 +136,25 @@ async def test_a_stream_of_snapshots_ends_when_the_viewer_has_gone() -> None:
         scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/events", "headers": []}
         status, headers, body = await ask(dashboard, scope, events=4)
         assert (status, headers["content-type"]) == (200, "text/event-stream")
+        assert (await ask(dashboard, scope | {"method": "HEAD"}))[2] == ""
         first, *snapshots = body.strip().split("\n\n")
         assert first.startswith("retry: ")
         views = [json.loads(snapshot.removeprefix("data: "))["view"] for snapshot in snapshots]
         assert [len(view["workers"]) for view in views] == [1] * len(views)
+
+
+async def test_a_worker_whose_loop_is_blocked_is_not_ready(over: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with percore.Runner(workers=1, blocked_after=0.1) as runner, over(percore.web.dashboard(runner)) as get:
+        blocking = runner.submit(block_until, str(gate))
+        await until(lambda: runner.statistics().workers[0].blocked_for)
+        assert (await get("/ready"))[0] == 503
+        assert (await get("/health"))[0] == 200
+        await asyncio.to_thread(gate.write_text, "")
+        await blocking
+        await until(lambda: not runner.statistics().workers[0].blocked_for)
+        assert (await get("/ready"))[0] == 200
 
 
 async def test_all_viewers_share_one_reading() -> None:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -15,6 +15,9 @@ from percore._attach.stacks import is_worker
 from percore._common.errors import RunnerClosed
 from percore._web.feed import Feed
 from percore._web.metrics import RunnerCollector
+
+if TYPE_CHECKING:
+    from percore._monitor.statistics import WorkerStatistics
 
 _TEXT: Final = "text/plain; charset=utf-8"
 _POLICY: Final = (
@@ -94,8 +97,8 @@ class Pages:
         page = page.replace("/*ACTIONS*/false", "true" if self._actions else "false", 1)
         return Answer(200, "text/html; charset=utf-8", page.encode())
 
-    async def _events(self, _: Request) -> Answer:
-        return Answer(200, "text/event-stream", self._feed.stream())
+    async def _events(self, request: Request) -> Answer:
+        return Answer(200, "text/event-stream", b"" if request.method == "HEAD" else self._feed.stream())
 
     async def _statistics(self, _: Request) -> Answer:
         return Answer(200, "application/json", (await self._feed.snapshot()).encode())
@@ -108,22 +111,22 @@ class Pages:
 
     async def _health(self, _: Request) -> Answer:
         """Tell whether a restart of the program would help: it has no runner that could do anything."""
-        states = self._states()
-        if states is None:
+        workers = self._workers()
+        if workers is None:
             return _said(503, "the runner is not started, or it is closed")
-        if all(state == "failed" for state in states):
+        if all(worker.state == "failed" for worker in workers):
             return _said(503, "no worker can be started")
         return _said(200, "ok")
 
     async def _ready(self, _: Request) -> Answer:
-        """Tell whether a call would begin now."""
-        states = self._states() or ()
-        ready = states.count("ready")
-        return _said(200 if ready else 503, f"{ready} of {len(states)} workers are ready")
+        """Tell whether a call would begin now: a worker whose event loop is blocked begins none."""
+        workers = self._workers() or ()
+        ready = sum(worker.state == "ready" and not worker.blocked_for for worker in workers)
+        return _said(200 if ready else 503, f"{ready} of {len(workers)} workers are ready")
 
-    def _states(self) -> tuple[str, ...] | None:
+    def _workers(self) -> "tuple[WorkerStatistics, ...] | None":
         try:
-            return tuple(worker.state for worker in self._runner_of().statistics().workers)
+            return self._runner_of().statistics().workers
         except RunnerClosed:
             return None
 
