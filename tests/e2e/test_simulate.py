@@ -109,6 +109,28 @@ def test_clocks_and_runners_are_as_before() -> None:
     assert percore.Runner._make_engine is None
 
 
+def deaths_of_idle_workers(every: float) -> bool:
+    """Kill an idle runner's only worker twelve times, each time so many seconds after the last one. Return whether it goes on."""
+
+    async def main() -> bool:
+        async with percore.Runner(1) as runner:
+            for _ in range(12):
+                await asyncio.sleep(every)
+                (worker,) = runner.statistics().workers
+                if worker.state == "failed":
+                    return False
+                if worker.state == "ready":
+                    percore.testing.kill(runner, 0)
+            return await runner.run(abs, -1) == 1
+
+    return percore.testing.simulate(main, seed=1)
+
+
+def test_b1_workers_that_die_now_and_then_are_replaced_for_ever_and_those_that_die_at_once_are_given_up() -> None:
+    assert deaths_of_idle_workers(every=61.0)
+    assert not deaths_of_idle_workers(every=10.0)
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

@@ -9,7 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from percore._scheduler.lifecycle import IllegalEvent
 from percore._scheduler.phase import Replaces
-from percore._scheduler.replacement import LIMIT, LONGEST_DELAY, Act, Decision, Occupancy, Renewal, Replacement, RestartBudget
+from percore._scheduler.replacement import (
+    LASTING,
+    LIMIT,
+    LONGEST_DELAY,
+    Act,
+    Decision,
+    Occupancy,
+    Renewal,
+    Replacement,
+    RestartBudget,
+    has_lasted,
+)
 
 DELAYS = [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
@@ -23,6 +34,12 @@ def test_ten_deaths_in_a_row() -> None:
 
 def test_ten_it_is() -> None:
     assert LIMIT == 10
+
+
+def test_a_ready_worker_has_lasted_after_a_minute() -> None:
+    assert has_lasted(was_ready=True, age=LASTING)
+    assert not has_lasted(was_ready=True, age=LASTING - 1)
+    assert not has_lasted(was_ready=False, age=LASTING)
 
 
 def test_a_begun_call_forgives_everything() -> None:

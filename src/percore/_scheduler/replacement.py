@@ -8,7 +8,7 @@
 
 | event                               | the slot gets another worker                                                   |
 |-------------------------------------|--------------------------------------------------------------------------------|
-| the current worker died             | at once if it had begun a call, else after the delay given by the budget       |
+| the current worker died             | at once if it had begun a call or has lasted, else after the budget's delay    |
 | it was asked to end from outside    | at once                                                                        |
 | it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
 | a worker could not start, or died before it took over | after the delay given by the budget                          |
@@ -32,12 +32,15 @@ from percore._scheduler.phase import Replaces
 LIMIT: Final = 10
 """Early deaths in a row after which a slot is given up."""
 
+LASTING: Final = 60.0
+"""Seconds after its start from which on the death of a ready worker is no early one, also if it had begun no call."""
+
 _FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 5.0
 
 
 class RestartBudget:
-    """The number of early deaths in a row in one slot: those of workers that had not begun any call.
+    """The number of early deaths in a row in one slot: those of workers that had begun no call and had not lasted.
 
     The first replacement starts at once, the next ones after 0.1 · 2ⁿ seconds, at most 5.
     """
@@ -48,7 +51,7 @@ class RestartBudget:
         self.deaths = 0
 
     def began(self) -> None:
-        """Reset the count, because the slot's worker has begun a call."""
+        """Reset the count, because the slot's worker has begun a call or has lasted."""
         self.deaths = 0
 
     def died(self) -> float | None:
@@ -57,6 +60,14 @@ class RestartBudget:
         if self.deaths >= LIMIT:
             return None
         return 0.0 if self.deaths == 1 else min(LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self.deaths - 2))
+
+
+def has_lasted(*, was_ready: bool, age: float) -> bool:
+    """Whether a worker that died was ready and had run so long that its start and its imports are not to blame.
+
+    `age`: seconds since it was started.
+    """
+    return was_ready and age >= LASTING
 
 
 class Occupancy(Enum):
@@ -321,7 +332,7 @@ class Replacement(Generic[W]):
         Args:
             worker: the dead worker.
             rule: which workers get a replacement now.
-            began: whether it had begun a call, or was asked to end.
+            began: whether it had begun a call, has lasted, or was asked to end.
             is_first: whether the runner is in its first start.
         """
         if worker is self.next:

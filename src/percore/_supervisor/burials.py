@@ -12,6 +12,7 @@ from percore._common.worker_errors import KILLED, how, mebibytes, signal_of
 from percore._protocol.interfaces import Exit
 from percore._scheduler.lifecycle import Event, State
 from percore._scheduler.listening import has_served
+from percore._scheduler.replacement import has_lasted
 from percore._supervisor.deaths import Deaths
 from percore._supervisor.first_start import FirstStart, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
@@ -128,7 +129,7 @@ class Burials:
             self._keeper.advance()
 
     def _fill(self, slot: "WorkerSlot", member: PoolWorker, state: State, faults: Faults, *, began: bool) -> None:
-        """Fill the slot of a dead worker. `state`: the one in which it died. `began`: whether it had begun a call."""
+        """Fill the slot of a dead worker. `state`: the one in which it died. `began`: whether it had begun a call or has lasted."""
         # Decide before a step may fail: otherwise the slot would keep the dead worker for ever.
         is_first, began = self._pool.first_start.is_on, began or state is State.DRAINING
         if not member.was_ready:
@@ -143,7 +144,10 @@ class Burials:
                 self._pool.succeed_despite(slot)
 
     def _has_served(self, member: PoolWorker) -> bool:
+        """Whether a worker has done something, though it may have begun no call."""
         age = self._calls.loop.time() - member.started_at
+        if has_lasted(was_ready=member.was_ready, age=age):
+            return True
         has_failed = member.failure is not None
         return self._pool.listening.is_used and has_served(was_ready=member.was_ready, has_failed=has_failed, age=age)
 
