@@ -34,6 +34,7 @@ import pytest
 
 import percore
 from percore import LoopPoolExecutor, Runner, threaded
+from percore._common.engines import EngineChoice
 from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 from percore._engines.processes.fork_servers import servers
 from percore._serialization.exceptions import load_exception
@@ -470,6 +471,8 @@ SENTENCES: Final[dict[str, Use]] = {
     "ContextVar('user')`, and pass that one": fake(contextvars=[contextvars.ContextVar("nowhere")]),
     "give the function itself: lifespan=open_session, not lifespan=open_session()": options(lifespan=session()),
     'start_method must be "forkserver" or "spawn", not ……': options(start_method="fork"),
+    "engine must be …, or an engine object, not …": options(engine="process"),
+    "give an object: engine=percore.…(), not engine=percore.…": options(engine=EngineChoice),
     "…() got an unexpected keyword argument …: …": options(max_workers=2),
     'listen must be a list, such as listen=["127.0.0.1:8080"], not …': options(listen="127.0.0.1:8080"),
     'listen takes addresses, such as "127.0.0.1:8080", and sockets, not …': options(listen=[8080]),

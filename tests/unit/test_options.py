@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from percore._common import options as _options
 from percore._common.addresses import InternetAddress
+from percore._common.engines import EngineChoice
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.system import default_start_method
 from tests.ids import steady
@@ -38,6 +39,7 @@ GOOD: dict[str, Any] = {
     "max_pending": None,
     "blocked_after": 1.0,
     "listen": (),
+    "engine": None,
 }
 BOUNDS = ["max_tasks_per_worker", "per_key", "max_pending"]
 NUMBERS = ["workers", "concurrency", "threads", "max_message", "retries", *BOUNDS]
@@ -230,6 +232,39 @@ def test_the_fork_server_needs_its_system(monkeypatch: pytest.MonkeyPatch, lacki
     with pytest.raises(ValueError, match=r'^start_method="forkserver" needs .* use start_method="spawn"$'):
         options(start_method="forkserver")
     assert options(start_method="spawn").start_method == "spawn"
+
+
+# Engines
+
+
+class Choice(EngineChoice):
+    def _check(self, given: dict[str, Any]) -> None:
+        if given["listen"]:
+            raise ValueError("this engine cannot listen")
+
+
+def test_an_engine_is_a_name_or_an_object() -> None:
+    choice = Choice()
+    assert options(engine=choice).engine is choice
+    assert [options(engine=value).engine for value in (None, "processes")] == [None, None]
+    with pytest.raises(ValueError, match="this engine cannot listen"):
+        options(engine=choice, listen=["127.0.0.1:0"])
+
+
+def test_what_is_no_engine(subtests: pytest.Subtests) -> None:
+    for name in ["process", "", "ray"]:
+        with subtests.test(name), pytest.raises(ValueError, match=f'^engine must be "processes".* not {name!r}$'):
+            options(engine=name)
+    for value in [1, b"processes", object(), object]:
+        with subtests.test(steady(value)), pytest.raises(TypeError, match=r'^engine must be "processes".* not '):
+            options(engine=value)
+    with pytest.raises(TypeError, match=r"^give an object: engine=percore.Choice\(\), not engine=percore.Choice$"):
+        options(engine=Choice)
+
+
+def test_an_engine_knows_whether_the_number_of_workers_is_its_own() -> None:
+    assert options().is_counted
+    assert not options(workers=2).is_counted
 
 
 # Context variables

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast,
 
 from percore._common.addresses import Address, Listen, listen_of
 from percore._common.callables import check_plain
+from percore._common.engines import AnyEngine, EngineChoice, engine_of
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
 from percore._common.tracing import Installed, Tracing
 
@@ -242,6 +243,10 @@ class RunnerOptions:
     max_pending: int | None
     blocked_after: float | None
     listen: tuple[Address | socket, ...]
+    engine: EngineChoice | None = None
+    """None: processes."""
+    is_counted: bool = False
+    """Whether `workers` was left open: the number is that of the CPUs."""
     tracing: Tracing | None = field(default_factory=lambda: Installed.tracing)
     """No argument of a runner: the tracing library that is installed when the runner is made."""
 
@@ -267,6 +272,7 @@ class RunnerOptions:
         max_pending: int | None,
         blocked_after: float | None,
         listen: Listen,
+        engine: AnyEngine | None = None,
     ) -> "RunnerOptions":
         """Return the validated options of a user, with defaults filled in.
 
@@ -274,6 +280,16 @@ class RunnerOptions:
             TypeError: a value has the wrong type.
             ValueError: a value is out of range, or this system does not support the start method.
         """
+        choice = engine_of(engine)
+        if choice is not None:
+            choice._check(
+                {
+                    "start_method": start_method,
+                    "max_message": max_message,
+                    "max_memory_per_worker": max_memory_per_worker,
+                    "listen": listen,
+                }
+            )
         cpus = usable_cpus()
         _callable("lifespan", lifespan, "open_session")
         if isinstance(
@@ -312,4 +328,6 @@ class RunnerOptions:
             max_pending=_bound("max_pending", max_pending),
             blocked_after=None if blocked_after is None else seconds_of("blocked_after", blocked_after),
             listen=listen_of(listen),
+            engine=choice,
+            is_counted=workers is None,
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 import percore
 from percore._common.addresses import Listen
 from percore._common.call_options import delay_of
+from percore._common.engines import AnyEngine, Maker
 from percore._common.errors import RunnerClosed
 from percore._common.options import (
     MOST_WORKERS,
@@ -110,13 +111,14 @@ class Runner(Verbs):
             replacement gets the sockets of the worker that it replaces, with the connections that wait there. On Linux each worker
             has a TCP socket of its own (SO_REUSEPORT), and the system divides the connections among the workers that are ready.
             Otherwise they share one. A socket of yours is shared, stays open and becomes non-blocking.
+        engine: where the workers run. None or "processes": as processes of this machine.
 
     Raises:
         TypeError, ValueError: an option is invalid.
     """
 
     _make_engine: ClassVar[EngineFactory | None] = None
-    """Makes the engine. None: processes."""
+    """Makes the engine of every runner of this class, for tests. None: the option `engine` chooses."""
 
     @advising("Runner", RUNNER_ADVICE)
     def __init__(  # noqa: PLR0913  # each is a documented option; the list is closed
@@ -140,6 +142,7 @@ class Runner(Verbs):
         kill_after: float = 5.0,
         blocked_after: float | None = 1.0,
         listen: Listen = (),
+        engine: AnyEngine | None = None,
     ) -> None:
         self._options = RunnerOptions.checked(
             workers=workers,
@@ -160,6 +163,7 @@ class Runner(Verbs):
             max_pending=max_pending,
             blocked_after=blocked_after,
             listen=listen,
+            engine=engine,
         )
         if self._options.contextvars:
             from percore._calls.context_variables import references
@@ -199,15 +203,13 @@ class Runner(Verbs):
         self._loop = loop
         self._phase = State.STARTING
         try:
-            early = warm_up(self._options) if self._make_engine is None else None
-            try:
-                await import_modules()
-                if self._phase is State.CLOSED:  # another task closed the runner meanwhile
-                    raise RunnerClosed("the runner was closed while it started")
-                self._assembly = Assembly(loop, self._options, self._make_engine)
-            finally:
-                if early is not None:
-                    await early.aclose()  # by now the engine has its own reference to the fork server
+            choice = self._options.engine
+            if self._make_engine is not None:
+                self._assembly = await self._assemble(loop, self._make_engine)
+            elif choice is None:
+                self._assembly = await self._assemble_processes(loop)
+            else:
+                self._assembly = await self._assemble_by(loop, choice._maker())
             self._supervisor = self._assembly.supervisor
             await self._supervisor.pool.start()
         except BaseException:
@@ -217,6 +219,28 @@ class Runner(Verbs):
             await self.aclose()
             raise RunnerClosed("the runner was closed while it started")
         self._phase = State.OPEN
+
+    async def _assemble(self, loop: asyncio.AbstractEventLoop, make_engine: EngineFactory | None) -> Assembly:
+        await import_modules()
+        if self._phase is State.CLOSED:  # another task closed the runner meanwhile
+            raise RunnerClosed("the runner was closed while it started")
+        return Assembly(loop, self._options, make_engine)
+
+    async def _assemble_processes(self, loop: asyncio.AbstractEventLoop) -> Assembly:
+        early = warm_up(self._options)
+        try:
+            return await self._assemble(loop, None)
+        finally:
+            if early is not None:
+                await early.aclose()  # by now the engine has its own reference to the fork server
+
+    async def _assemble_by(self, loop: asyncio.AbstractEventLoop, maker: Maker) -> Assembly:
+        try:
+            self._options = await maker.open(self._options)
+            return await self._assemble(loop, maker.make)
+        except BaseException:
+            await maker.abandon()
+            raise
 
     @property
     def _state(self) -> State:
