@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import percore
-from tests import jobs
+from tests import jobs, log_jobs
 from tests.contract.pipes import Gate, Log
 from tests.hosts import NodesRunner, OneNodeRunner, engine_of, inner_hosts
 
@@ -36,9 +36,27 @@ async def test_a_lost_node_ends_its_calls_and_its_slots_move(log: Log, gate: Gat
         died = [error for error in await outcomes if isinstance(error, percore.WorkerDied)]
         assert len(died) == 2
         for error in died:
-            assert (error.started, error.exitcode, {error.pid}) == (True, None, lost)
+            assert (error.started, error.exitcode, error.node, {error.pid}) == (True, None, "a", lost)
             assert "its node a was lost" in error.detail
         assert await runner.run(jobs.aecho, 1) == 1
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_slots_are_dealt_to_nodes_in_turn_and_each_part_names_its_node(caplog: pytest.LogCaptureFixture) -> None:
+    async with NodesRunner(3) as runner:
+        here = await runner.broadcast(percore.current_worker)
+        await runner.broadcast(log_jobs.say, "here")
+        statistics = runner.statistics()
+        records = [record.__dict__ for record in caplog.records if record.getMessage() == "here"]
+        usage = await runner.usage()
+    assert [worker.node for worker in here] == ["a", "b", "a"]
+    assert [worker.node for worker in statistics.workers] == ["a", "b", "a"]
+    assert [line.split()[-1] for line in str(statistics).splitlines()[:4]] == ["node", "a", "b", "a"]
+    assert {(record["worker"], record["process"], record["node"]) for record in records} == {
+        (worker.index, worker.pid, worker.node) for worker in here
+    }
+    assert {(one.role, one.pid) for one in usage.processes} >= {(f"worker {worker.index}", worker.pid) for worker in here}
+    assert {one.role for one in usage.processes} >= {"supervisor", "host a", "host b"}
 
 
 @pytest.mark.warm_fork_server(imports="numpy")

@@ -28,6 +28,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node was lost"),
     WorkerDied(1, -11, "jobs.fetch", 0.5, others={"jobs.parse": 3}),
     WorkerDied(1, -9, "jobs.fetch", 0.5, detail="killed by the kernel: out of memory", memory=2**30),
+    WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node b was lost: it was closed", node="b"),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     StartupFailed("worker 0 died", "Traceback …"),
@@ -152,8 +153,9 @@ def test_a_death_by_percore_says_why() -> None:
 
 
 def test_an_end_of_which_more_is_known_than_the_exit_code() -> None:
-    died = WorkerDied(4242, None, "jobs.fetch", detail="its node was lost")
-    assert str(died).startswith("worker (pid 4242) died (its node was lost) while it ran jobs.fetch. ")
+    died = WorkerDied(4242, None, "jobs.fetch", detail="its node was lost", node="b")
+    assert str(died).startswith("worker (pid 4242 on node b) died (its node was lost) while it ran jobs.fetch. ")
+    assert str(WorkerDied(None, None, "jobs.fetch", node="b")).startswith("the worker on node b died (exit status unknown)")
     assert how(-9, "its node was lost") == "by SIGKILL (its node was lost)"
     assert how(3, "its node was lost") == "with exit code 3 (its node was lost)"
 

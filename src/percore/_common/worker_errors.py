@@ -91,9 +91,10 @@ class WorkerDied(PercoreError, BrokenProcessPool):
             memory, if its fork server could tell; else what it had at the last sample of `max_memory_per_worker`; else None.
         others: which other calls ran in the worker when it died: their number by qualified name of the function. One of them may be
             what ended it.
+        node: the name of the worker's node; None where the workers run on the program's own machine.
     """
 
-    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail", "others", "memory")
+    _fields = ("pid", "exitcode", "call", "age", "started", "attempts", "why", "detail", "others", "memory", "node")
 
     def __init__(  # noqa: PLR0913, PLR0917  # its fields
         self,
@@ -107,6 +108,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         detail: str = "",
         others: dict[str, int] | None = None,
         memory: int | None = None,
+        node: str | None = None,
     ) -> None:
         self.pid = pid
         self.exitcode = exitcode
@@ -119,6 +121,7 @@ class WorkerDied(PercoreError, BrokenProcessPool):
         self.detail = detail
         self.others: dict[str, int] = others or {}
         self.memory = memory
+        self.node = node
         began = f"while it ran {call}" + (f" for {age:.3g} s" if age is not None else "") if started else f"before it began {call}"
         if self.others:
             began += f"; {_beside(self.others)} ran there, too"
@@ -131,7 +134,8 @@ class WorkerDied(PercoreError, BrokenProcessPool):
                 "Not retried: it may have had side effects. If repeating is safe, call it again, or, except for streams, "
                 "use `runner.options(retries=1)`"
             )
-        who = "the worker" if pid is None else f"worker (pid {pid})"  # None: its process was never started
+        place = "" if node is None else f" on node {node}"
+        who = f"the worker{place}" if pid is None else f"worker (pid {pid}{place})"  # None: its process was never started
         end = f"was killed by percore ({why})" if why else f"died {how(exitcode, detail)}"
         super().__init__(f"{who} {end} {began}. {advice}")
 

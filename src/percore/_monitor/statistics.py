@@ -43,6 +43,7 @@ class WorkerStatistics:
             without `max_memory_per_worker`, and before the first sample.
         current: the calls that run in the current worker, the oldest first; at most 16 of them.
         run: how many seconds the slot's calls have run; None until there are samples.
+        node: the name of the current worker's node; None without a worker, or where the workers run on the program's own machine.
     """
 
     index: int
@@ -64,6 +65,7 @@ class WorkerStatistics:
     memory: int | None
     current: tuple[RunningCall, ...] = ()
     run: Percentiles | None = None
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,9 @@ class Statistics:
     """A runner's counters at one moment. percore counts them itself and makes no system calls for them.
 
     `str()` of it is a readable table with a line for each worker and a line of totals. `lag` is `loop_lag`, in milliseconds. With
-    `max_memory_per_worker` it has a column `memory`. Only the totals count the calls that wait in the supervisor. A second table
-    has a line for each function, and below it stands the advice about functions whose pickling takes longer than their work.
+    `max_memory_per_worker` it has a column `memory`, and with workers on other nodes a column `node`. Only the totals count the
+    calls that wait in the supervisor. A second table has a line for each function, and below it stands the advice about functions
+    whose pickling takes longer than their work.
 
     A notebook shows both tables.
 
@@ -116,16 +119,20 @@ class Statistics:
         return Table(_HEAD_OF_FUNCTIONS, rows, frozenset({0}))
 
     def _table(self) -> Table:
-        rows = [
+        head: tuple[str, ...] = _HEAD
+        rows: list[tuple[str, ...]] = [
             (str(one.index), one.state, "-" if one.pid is None else str(one.pid), *_counts(one), _lag(one.loop_lag))
             for one in self.workers
         ]
-        total = ("total", "", "", *_counts(self), "")
+        rows.append(("total", "", "", *_counts(self), ""))
         sizes = [one.memory for one in self.workers]
-        if not any(size is not None for size in sizes):  # nothing samples it
-            return Table(_HEAD, (*rows, total), _WORDS)
-        shown = ["-" if size is None else mebibytes(size) for size in (*sizes, sum(size or 0 for size in sizes))]
-        return Table((*_HEAD, "memory"), [(*row, size) for row, size in zip((*rows, total), shown, strict=True)], _WORDS)
+        if any(size is not None for size in sizes):  # otherwise nothing samples it
+            shown = ["-" if size is None else mebibytes(size) for size in (*sizes, sum(size or 0 for size in sizes))]
+            head, rows = (*head, "memory"), [(*row, size) for row, size in zip(rows, shown, strict=True)]
+        nodes = [one.node for one in self.workers]
+        if any(nodes):  # otherwise this machine is the only one
+            head, rows = (*head, "node"), [(*row, node or "") for row, node in zip(rows, [*nodes, ""], strict=True)]
+        return Table(head, rows, _WORDS | {len(head) - 1} if any(nodes) else _WORDS)
 
 
 def _counts(of: WorkerStatistics | Statistics) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ It makes no decisions. Invariants:
 
 import asyncio
 import pickle
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,7 +110,9 @@ class Host:
             self.take_over(orders)
             options = RunnerOptions.checked(**orders.sizes)
             self.places = places_of(options)
-            guest = Guest(orders.start, orders.loop_factory, orders.debug, lambda: self._levels, self._log)
+            guest = Guest(
+                replace(orders.start, node=orders.node), orders.loop_factory, orders.debug, lambda: self._levels, self._log
+            )
             self._engine = ProcessEngine(self._loop, options, main_here(orders.main, orders.source), guest=guest)
         except Exception as error:
             self.connection.send(Kind.REFUSED, 0, packed((f"{type(error).__name__}: {shown(error)}"[:_TEXT],)))

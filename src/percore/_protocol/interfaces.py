@@ -384,7 +384,14 @@ class Condition(NamedTuple):
 
 
 class Worker(Protocol):
-    """A running worker."""
+    """A running worker.
+
+    Attributes:
+        node: the name of its node; None where workers run on the program's own machine.
+    """
+
+    @property
+    def node(self) -> str | None: ...
 
     @property
     def channel(self) -> Channel: ...

@@ -38,6 +38,7 @@ class WorkerStart:
         tracing: the pickled tracing library.
         executor: how the worker serves an executor; None for a Runner.
         is_measured: whether the worker measures its calls.
+        node: the name of its node; None on the program's own machine.
     """
 
     index: int
@@ -49,3 +50,4 @@ class WorkerStart:
     tracing: bytes
     executor: ExecutorSettings | None
     is_measured: bool = False
+    node: str | None = None

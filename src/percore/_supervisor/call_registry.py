@@ -280,7 +280,8 @@ class CallRegistry:
             if not call.done():
                 why, name = member.killed_why, call.function.name
                 code = None if why else 0  # a worker that was asked to end exits with 0 once its calls have ended
-                call.set_exception(WorkerDied(member.pid, code, name, None, started=False, attempts=0, why=why))
+                node = member.worker.node
+                call.set_exception(WorkerDied(member.pid, code, name, None, started=False, attempts=0, why=why, node=node))
         except BaseException as error:
             self.failed_with(call, error)
 

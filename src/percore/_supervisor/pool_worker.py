@@ -388,7 +388,10 @@ class PoolWorker:
             others[name] -= 1
         others = {other: count for other, count in others.items() if count}
         memory = self.memory if self.end.peak is None else self.end.peak
-        death = WorkerDied(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why, others, memory)
+        death = WorkerDied(
+            *(self.pid, self.end.code, name, age, started, attempts, self.killed_why, self.end.why, others, memory),
+            self.worker.node,
+        )
         death.__cause__ = self.failure
         return death
 

@@ -150,4 +150,5 @@ def _of_slot(supervisor: Supervised, slot: WorkerSlot, running: Running, may_loo
         memory=None if member is None else member.memory,
         run=_percentiles(merged([past.run_times, *(other.run_times for other in members)]), 1e9),
         current=() if member is None else _current(member, running, may_look),
+        node=None if member is None else member.worker.node,
     )

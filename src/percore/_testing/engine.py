@@ -76,6 +76,8 @@ def living_workers() -> "list[FakeWorker]":
 class FakeWorker:
     """A worker in the loop of its supervisor, and what its engine sees of it."""
 
+    node = None
+
     def __init__(
         self, engine: "FakeEngine", start: WorkerStart, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
     ) -> None:

@@ -17,6 +17,7 @@ class CurrentWorker:
         index: the worker's slot, counted from 0.
         generation: how many workers the slot has had, including this one.
         pid: the process id.
+        node: the name of its node; None where the workers run on the program's own machine.
         sockets: the sockets on which the worker serves, in the order of the runner's `listen`. They listen, and do not block. A
             copy that was pickled has none.
     """
@@ -25,9 +26,10 @@ class CurrentWorker:
     generation: int
     pid: int
     sockets: tuple[socket, ...] = field(default=(), compare=False, repr=False)
+    node: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CurrentWorker, (self.index, self.generation, self.pid)
+        return CurrentWorker, (self.index, self.generation, self.pid, (), self.node)
 
 
 class WorkerContext:

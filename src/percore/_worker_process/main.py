@@ -74,7 +74,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         multiprocessing_state.take_over(boot.parent, boot.start.index, boot.authkey, tracker)
     main_module.leave_unpatched()
     keep_heap_warm()
-    context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid(), tuple(sockets)))
+    context = WorkerContext(CurrentWorker(boot.start.index, boot.start.generation, os.getpid(), tuple(sockets), boot.start.node))
     worker_context.of_process = context
     if executor is None or not executor.has_main:
         gc.collect()

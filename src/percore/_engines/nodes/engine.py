@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -116,7 +117,8 @@ class NodesEngine:
         """Return the node of a slot: that of before, or the one with the fewest slots."""
         link = self._slots.get(index)
         if link not in self.links and self.links and self._search is None:
-            link = min(self.links, key=lambda one: sum(other is one for other in self._slots.values()))
+            held = Counter(self._slots.values())
+            link = min(self.links, key=lambda one: (held[one], one.node))
             self._slots[index] = link
         return link if link in self.links else None
 

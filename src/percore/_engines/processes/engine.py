@@ -53,6 +53,8 @@ class Guest(NamedTuple):
 class ProcessWorker:
     """A worker in a process of its own."""
 
+    node = None
+
     def __init__(self, link: Link, logs: LogReceiver, process: Process, examiner: Examiner) -> None:
         self.channel = link.channel
         self.fate = link.fate
