@@ -77,7 +77,7 @@ def run_all(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(to_text(run))
     if arguments.plots:
         arguments.plots.mkdir(parents=True, exist_ok=True)
-        for file, svg in plots.drawn(made, figures).items():
+        for file, svg in plots.drawn({name: row.plot for name, row in made.items()}, figures).items():
             (arguments.plots / file).write_text(svg, encoding="utf-8")
     return 1 if failed else 0
 

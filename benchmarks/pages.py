@@ -117,8 +117,8 @@ def pictures(record: Json | None) -> dict[str, str]:
     """All plots of the pages, by file name."""
     if record is None:
         return {}
-    rows = {name: row_of(name, quick=False) for name in record["rows"] if name in row_names()}
-    return {"headlines.svg": plots.ratios(list(_ratios(record)))} | plots.drawn(rows, record["rows"])
+    of_rows = {name: row_of(name, quick=False).plot for name in record["rows"] if name in row_names()}
+    return {"headlines.svg": plots.ratios(list(_ratios(record)))} | plots.drawn(of_rows, record["rows"])
 
 
 def filled(page: str, lines: str) -> str:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from benchmarks.figures import Unit
-    from benchmarks.harness import Row
     from benchmarks.results import Json, Result
 
 _STYLE = """
@@ -89,9 +88,9 @@ class Plot:
         return [(x, 1 / y if self.rates else y) for x, y in medians]
 
 
-def drawn(rows: Mapping[str, Row], figures: Mapping[str, Json]) -> dict[str, str]:
+def drawn(plots: Mapping[str, Plot | None], figures: Mapping[str, Json]) -> dict[str, str]:
     """The plots of those rows that have one and were measured, by file name."""
-    there = ((name, row.plot) for name, row in rows.items() if row.plot is not None and name in figures)
+    there = ((name, plot) for name, plot in plots.items() if plot is not None and name in figures)
     return {f"{name}.svg": plot.svg(from_json(figures[name])) for name, plot in there}
 
 

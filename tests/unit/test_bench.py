@@ -2,8 +2,7 @@
 
 import pytest
 
-from percore._cli import bench
-from percore._cli.bars import bars
+from percore._cli.bench import Result, bars, bench, measure, shown
 from percore._cli.rows import Contestant, Row
 
 
@@ -20,7 +19,7 @@ class Count:
 async def test_contestants_get_rounds_of_as_many_items_as_fit() -> None:
     works = [Count(), Count()]
     row = Row("nothing", "calls", 10, tuple(Contestant(str(place), work) for place, work in enumerate(works)))
-    result = await bench.measure(row, rounds=2, seconds=1e-4)
+    result = await measure(row, rounds=2, seconds=1e-4)
     for work in works:
         assert work.rounds[:2] == [10, 10]  # to warm up, and to learn how long they take
         assert len(work.rounds) == 4
@@ -30,9 +29,9 @@ async def test_contestants_get_rounds_of_as_many_items_as_fit() -> None:
 
 
 def test_percore_is_compared_with_the_best_other_one() -> None:
-    result = bench.Result("tiny", "calls", {"runner.map": 30.0, "slow": 1.0, "fast": 20.0})
+    result = Result("tiny", "calls", {"runner.map": 30.0, "slow": 1.0, "fast": 20.0})
     assert result.ratio == 1.5
-    head, ours, slow, fast = bench.shown(result).splitlines()
+    head, ours, slow, fast = shown(result).splitlines()
     assert head == "tiny: percore is 1.5 times as fast"
     assert ours == f"  runner.map  {'█' * 40}  30 calls/s"
     assert slow.endswith("  1.0 calls/s")
@@ -46,5 +45,5 @@ def test_bars() -> None:
 
 
 def test_a_wrong_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.bench(workers=0, as_json=False) == 2
+    assert bench(workers=0, as_json=False) == 2
     assert capsys.readouterr().err == "percore bench: --workers must be from 1 to 1024, not 0\n"

@@ -624,7 +624,7 @@ class TestPlots:
             sample = {metric: 0.5 + number for number, metric in enumerate(row.plot.places)}
             figures[name] = as_json(Result({contestant: [sample] for contestant in row.contestants}), [])
         del figures["scaling"]
-        drawn = plots.drawn(made, figures)
+        drawn = plots.drawn({name: row.plot for name, row in made.items()}, figures)
         assert drawn.keys() == {f"{name}.svg" for name in figures}
         for file, svg in drawn.items():
             row = drawing[file.removesuffix(".svg")]

@@ -44,9 +44,9 @@ ROOMS: dict[str, set[str]] = {
     },
     # A host of workers on another node has an engine of its own there.
     "_node": {"_calls", "_common", "_engines.processes", "_protocol", "_serialization", "_transport", "_worker_process"},
-    # The program's half of an engine of nodes. Records of workers are handled as those of processes, and both halves greet alike.
+    # The program's half of an engine of nodes. Records of workers are handled as those of processes.
     "_engines.nodes": {
-        *("_calls", "_common", "_engines.processes", "_monitor", "_node", "_protocol", "_serialization", "_transport"),
+        *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport"),
     },
     # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does.
     "_places": {"_engines.nodes"},

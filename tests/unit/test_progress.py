@@ -12,9 +12,8 @@ import pytest
 from percore import Progress
 from percore._map import displays
 from percore._map.displays import Bar, Line, Lines, RichBar, automatic, choose
-from percore._map.progress import check, display_of
+from percore._map.progress import Meter, check, display_of, seconds_left
 from percore._monitor.progress import duration
-from percore._scheduler.meter import Meter, seconds_left
 
 
 def progress(done: int = 0, total: int | None = 200, **more: Any) -> Progress:

@@ -7,12 +7,12 @@ import asyncio
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Final
 
 import percore
-from percore._cli.bars import bars
 from percore._cli.rows import Contestant, Pools, Row, standard_pool
 from percore._common.options import MOST_WORKERS, usable_cpus, whole
 
@@ -21,6 +21,10 @@ _SECONDS: Final = 0.4
 """Seconds that a round of each contestant should take."""
 
 _MOST: Final = 200_000
+
+_FULL: Final = "█"
+_PARTS: Final = " ▏▎▍▌▋▊▉"
+"""A bar of text, and what may stand at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,21 @@ def shown(result: Result) -> str:
 
 def _figure(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+
+
+def bars(rows: Sequence[tuple[str, float, str]], width: int = 40) -> list[str]:
+    """Return a line for each row: its name, a bar as long as its value, and its figure. The longest bar has `width` columns.
+
+    `rows`: name, value (not negative) and figure as text.
+    """
+    most = max((value for _, value, _ in rows), default=0.0)
+    names = max((len(name) for name, _, _ in rows), default=0)
+    return [
+        f"{name.ljust(names)}  {_bar(value / most * width if most else 0.0).ljust(width)}  {figure}" for name, value, figure in rows
+    ]
+
+
+def _bar(length: float) -> str:
+    eighths = round(length * 8)
+    full, part = divmod(eighths, 8)
+    return _FULL * full + (_PARTS[part] if part else "")

@@ -1,4 +1,7 @@
-"""Runs a reading of the system in a thread of its own, because the system may take milliseconds for it."""
+"""Runs a reading of the system in a thread of its own, because the system may take milliseconds for it.
+
+Runners read their usage this way, engines the memory of workers, and the dashboard its pages.
+"""
 
 import asyncio
 import threading

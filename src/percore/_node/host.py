@@ -22,10 +22,9 @@ from percore._common.errors import shown
 from percore._common.log import report
 from percore._common.options import RunnerOptions
 from percore._engines.processes.engine import Guest, ProcessEngine
-from percore._node.greeting import greeting
 from percore._node.main_source import main_here
 from percore._node.station import Station, Step
-from percore._protocol.host_orders import HostOrders
+from percore._protocol.host_orders import HostOrders, greeting
 from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BrokenFrame
 from percore._transport.codec import decode

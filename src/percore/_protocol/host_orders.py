@@ -1,7 +1,10 @@
-"""What a program tells a host on another node, once both have proven who they are and have the same versions."""
+"""What a program and a host on another node tell each other first, once both have proven who they are."""
 
+import platform
+import sys
 from typing import Any, NamedTuple
 
+import percore
 from percore._protocol.worker_start import WorkerStart
 
 
@@ -45,3 +48,8 @@ class Greeting(NamedTuple):
     python: str
     percore: str
     pid: int
+
+
+def greeting(pid: int) -> Greeting:
+    """Return what this process has."""
+    return Greeting(f"{sys.implementation.name} {'.'.join(platform.python_version_tuple()[:2])}", percore.__version__, pid)

@@ -1,4 +1,4 @@
-"""The dashboard as an application of aiohttp."""
+"""The dashboard as an application of aiohttp. A module of its own: the extra `web` works without aiohttp."""
 
 from contextlib import aclosing, suppress
 

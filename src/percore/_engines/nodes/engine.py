@@ -29,8 +29,7 @@ from percore._engines.nodes.store import NodesStore
 from percore._engines.nodes.worker import NodeWorker
 from percore._engines.processes.launch import search_path
 from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
-from percore._node.greeting import greeting
-from percore._protocol.host_orders import Greeting, HostOrders
+from percore._protocol.host_orders import Greeting, HostOrders, greeting
 from percore._protocol.interfaces import Exit, Worker
 from percore._serialization.pickler import MainInfo
 from percore._transport.connection import Pulse
