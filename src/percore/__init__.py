@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
     from percore._map.threaded import threaded
-    from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
+    from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall, WorkerFunctionStatistics
     from percore._monitor.progress import Progress
     from percore._monitor.statistics import Statistics, WorkerStatistics
     from percore._monitor.usage import ProcessUsage, Usage
@@ -70,6 +70,7 @@ __all__ = [
     "Stream",
     "Usage",
     "WorkerDied",
+    "WorkerFunctionStatistics",
     "WorkerStatistics",
     "current_runner",
     "current_worker",
@@ -109,6 +110,7 @@ _HOMES = {
     "Stream": "_runner.stream",
     "Usage": "_monitor.usage",
     "WorkerDied": "_common.worker_errors",
+    "WorkerFunctionStatistics": "_monitor.functions",
     "WorkerStatistics": "_monitor.statistics",
     "current_runner": "_worker.runner",
     "current_worker": "_worker.context",

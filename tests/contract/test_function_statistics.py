@@ -28,6 +28,21 @@ def counts(runner: percore.Runner, fn: Any) -> tuple[int, int, int, int]:
     return found.begun, found.ended, found.failed, found.running
 
 
+def check_workers(runner: percore.Runner) -> None:
+    """The figures of the workers are parts of the totals: of their functions, and of all workers."""
+    now = runner.statistics()
+    for worker in now.workers:
+        assert sum(one.ended for one in worker.functions) == worker.done
+        assert sum(one.failed for one in worker.functions) == worker.failed
+        assert sum(one.running for one in worker.functions) == worker.running
+    for function in now.functions:
+        parts = [one for worker in now.workers for one in worker.functions if one.name == function.name]
+        assert sum(one.ended for one in parts) == function.ended
+        assert sum(one.failed for one in parts) == function.failed
+        assert sum(one.running for one in parts) == function.running
+        assert sum(one.run.count for one in parts if one.run) == (function.run.count if function.run else 0)
+
+
 async def test_every_verb_counts(make: MakeRunner) -> None:
     async with make(2, threads=2) as runner:
         assert runner.statistics().functions == ()
@@ -56,6 +71,7 @@ async def test_every_verb_counts(make: MakeRunner) -> None:
         name = f"{__name__}.test_every_verb_counts.<locals>.<lambda>"
         assert [one.ended for one in runner.statistics().functions if one.name == name] == [2]
         assert sum(one.ended for one in runner.statistics().functions) == runner.statistics().done
+        check_workers(runner)
 
 
 async def test_what_runs_and_what_was_cancelled_before_it_began(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -70,6 +86,7 @@ async def test_what_runs_and_what_was_cancelled_before_it_began(make: MakeRunner
         current = runner.statistics().workers[0].current
         assert {one.name for one in current} == {"tests.jobs.wait", "tests.jobs.await_"}
         assert all(one.seconds is None or one.seconds > 0 for one in current)
+        check_workers(runner)
         waiting.cancel()
         task.cancel()
         await until(lambda: of(runner, jobs.await_).ended == 1)
@@ -94,6 +111,7 @@ async def test_calls_that_end_with_their_worker_have_begun_ended_and_failed(make
         assert await behind == 2
         assert counts(runner, jobs.wait) == (1, 1, 1, 0)
         assert counts(runner, jobs.echo) == (2, 2, 0, 0)
+        check_workers(runner)
 
 
 async def test_metrics_can_be_switched_off(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +166,8 @@ async def test_figures_outlive_the_worker(make: MakeRunner) -> None:
         await until(lambda: runner.statistics().workers[0].restarts == 1)
         await runner.run(jobs.aecho, 1)
         assert of(runner, jobs.echo).run is not None
+        await until(lambda: of(runner, jobs.aecho).run)
+        check_workers(runner)
         run = runner.statistics().workers[0].run
         assert run is not None
-        assert run.count == 1
+        assert run.count == 2

@@ -32,6 +32,7 @@ async def test_a_lost_node_ends_its_calls_and_its_slots_move(log: Log, gate: Gat
         await inner_hosts(engine_of(runner))[0].ended
         await until(lambda: [it.state for it in runner.statistics().workers] == ["ready"] * 2)
         assert [link.node for link in engine_of(runner).links] == ["b"]
+        assert [worker.node for worker in runner.statistics().workers] == ["b", "b"]
         gate.open()
         died = [error for error in await outcomes if isinstance(error, percore.WorkerDied)]
         assert len(died) == 2

@@ -19,7 +19,7 @@ def block(seconds: float) -> None:
 async def main() -> None:
     loop = asyncio.get_running_loop()
     ended = loop.run_in_executor(None, sys.stdin.read)
-    async with percore.Runner(workers=2) as runner:
+    async with percore.Runner(workers=2, kill_after=0.1) as runner:
         stuck = runner.submit(block, 3600)
         while not ended.done():
             await runner.map(fetch, range(20))

@@ -141,7 +141,7 @@ GIVES_WAY = {
     "_attach.programs": ["time.sleep(_PAUSE)"],
     "_attach.stacks": ["time.sleep(step)"],
     "_record.recorder": ["time.sleep(max(0.0, due - time.monotonic()))"],
-    "_top.top": ["time.sleep(_BETWEEN if once else max(interval, _BETWEEN))"],
+    "_top.top": ["time.sleep(max(interval or 0.0, _BETWEEN))"],
     # a browser, which shows what it has got
     "_web.feed": ["asyncio.sleep(self._interval)"],
     # nobody: under virtual time it is the next death

@@ -33,6 +33,10 @@ WORKER: dict[str, Any] = {
     "memory": None,
     "current": [{"name": "crawl.fetch", "seconds": 1.5}],
     "run": None,
+    "node": None,
+    "functions": [
+        {"name": "crawl.fetch", "running": 1, "ended": 10, "failed": 1, "run": {"count": 10, "p50": 0.25, "p90": 0.5, "p99": 0.75}}
+    ],
 }
 FUNCTION: dict[str, Any] = {
     "name": "crawl.fetch",
@@ -64,10 +68,10 @@ def page(at: float, *, done: int = 10, due: float | None = None, number: int = 1
     )
 
 
-def text(view: Any, width: int, order: str = "") -> str:
+def text(view: Any, width: int, order: str = "", *, by_worker: bool = False) -> str:
     console = Console(width=width, color_system=None, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  # below
     with console.file:
-        console.print(draw(view, width, order))
+        console.print(draw(view, width, order, by_worker=by_worker))
         return console.export_text()
 
 
@@ -116,6 +120,57 @@ def test_every_width_shows_the_workers_and_functions(width: int) -> None:
     if width >= 80:
         assert "fetch 1.5 s" in shown
         assert "crawl.fetch: share it" in shown
+
+
+def test_a_function_is_shown_by_worker() -> None:
+    model, now = Model(os.getpid()), time.monotonic()
+    model.view([page(now)])
+    later = page(now + 0.5, done=60)
+    later["statistics"]["workers"][0]["functions"][0]["ended"] = 35
+    view = model.view([later])
+    (share,) = view.functions[0].workers
+    assert share.worker == 0
+    assert share.calls == pytest.approx(50)
+    (line,) = [line for line in text(view, 132, by_worker=True).splitlines() if line.startswith("  worker 0")]
+    assert [*map(line.split().__contains__, ("35", "50.0", "250.0"))] == [True] * 3
+    assert "  worker 0" not in text(view, 132)
+
+
+def on_nodes(*nodes: str | None) -> Any:
+    one = page(1.0)
+    one["statistics"]["workers"] = [{**WORKER, "index": index, "node": node} for index, node in enumerate(nodes)]
+    return Model(os.getpid()).view([one])
+
+
+def test_workers_are_grouped_by_node() -> None:
+    view = on_nodes("b", "a", "a")
+    assert [worker.usage for worker in view.workers] == [None] * 3  # their pids are those of other machines
+    for width in (40, 132):
+        lines = text(view, width).splitlines()
+        heads = [line for line in lines if line.startswith("node ")]
+        assert [head.split()[1:3] for head in heads] == [["a", "2"], ["b", "1"]]
+        assert [line.split()[0] for line in lines[lines.index(heads[0]) + 2 :][:2]] == ["1", "2"]
+    first, second = (line for line in text(view, 132).splitlines() if line.startswith("worker "))
+    assert first == second  # the columns are equal
+    assert "  b worker 0" in text(view, 132, by_worker=True)
+    assert "node a" not in text(on_nodes("a", "a"), 132)
+    assert "this machine" in text(on_nodes("a", None), 132)
+
+
+def test_what_runs_on_another_node_is_not_asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "recycle", lambda _: pytest.fail("a process of this machine with the same pid would be asked to end"))
+    screen = top._Screen(Console(file=io.StringIO()), Model(os.getpid()), 1.0)
+    screen._pressed("r")
+    for key in "0\n":
+        screen._choose(key, on_nodes("a"), cast("Any", None))
+    assert "worker 0 is on node a" in screen._hint
+
+
+def test_a_page_of_an_earlier_version_is_shown() -> None:
+    one = page(1.0)
+    for name in ("node", "functions"):
+        del one["statistics"]["workers"][0][name]
+    assert "crawl.fetch" in text(Model(os.getpid()).view([one]), 132, by_worker=True)
 
 
 def test_a_blocked_worker_is_told() -> None:

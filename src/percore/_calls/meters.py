@@ -1,8 +1,9 @@
 """Meters: what the supervisor counts and measures of the calls of each function.
 
-All `Function`s of one name share a meter, since a function that travels by value becomes a new `Function` with each call. The hot
-paths change a meter's fields directly: `Outcomes` increments `ended`, and the registry of calls counts `left` down, to note of
-every n-th call when it was accepted. What a worker measures arrives in MEASURED.
+All `Function`s of one name share a meter, since a function that travels by value becomes a new `Function` with each call. A meter
+has a tally for each slot of the pool, which outlives the slot's workers. The hot paths change fields directly: `Outcomes`
+increments a tally's `ended`, and the registry of calls counts a meter's `left` down, to note of every n-th call when it was
+accepted. What a worker measures arrives in MEASURED.
 """
 
 from collections.abc import Callable
@@ -30,13 +31,29 @@ _WORTH_NS: Final = 50_000_000
 """Nanoseconds of pickling from which on it is worth advice."""
 
 
+class Tally:
+    """What the workers of one slot have done of the functions of one name.
+
+    Attributes:
+        ended: calls that had begun there and have ended, including failures. Each item of a map counts.
+        failed: those that have ended with an exception or with the death of their worker.
+        run: for how many nanoseconds they have run.
+    """
+
+    __slots__ = ("ended", "failed", "run")
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.failed = 0
+        self.run = Histogram()
+
+
 class Meter:
     """The counts and the measured figures of the functions of one name.
 
     Attributes:
         name: module and qualified name.
-        ended: calls that had begun in a worker and have ended, including failures. Each item of a map counts.
-        failed: those that have ended with an exception or with the death of their worker.
+        tallies: by slot.
         left: how many calls are accepted up to the next one whose wait is measured.
         wait, run: nanoseconds.
         payload: bytes of pickles.
@@ -44,13 +61,12 @@ class Meter:
         pickled: by what was done (`dumps` and `loads` here, loads and dumps in workers), how often, and the nanoseconds.
     """
 
-    __slots__ = ("_marked_at", "_skips", "dumps", "ended", "failed", "left", "loads", "name", "payload", "pickled", "run", "wait")
+    __slots__ = ("_marked_at", "_skips", "dumps", "left", "loads", "name", "payload", "pickled", "run", "tallies", "wait")
 
     def __init__(self, name: str, *, is_on: bool = True) -> None:
         """`is_on`: False for one that measures nothing."""
         self.name = name
-        self.ended = 0
-        self.failed = 0
+        self.tallies: dict[int, Tally] = {}
         self.left = 1 if is_on else NEVER
         self.wait, self.run, self.payload = Histogram(), Histogram(), Histogram()
         self.pickled = [(0, 0)] * 4
@@ -59,10 +75,15 @@ class Meter:
         self._skips = 1
         self._marked_at = 0
 
-    def lost(self) -> None:
-        """Count a call that had begun in a worker and ended with its death."""
-        self.ended += 1
-        self.failed += 1
+    def at(self, slot: int) -> Tally:
+        """Return the tally of a slot."""
+        return self.tallies.get(slot) or self.tallies.setdefault(slot, Tally())
+
+    def lost(self, slot: int) -> None:
+        """Count a call that had begun in a worker of this slot and ended with its death."""
+        tally = self.at(slot)
+        tally.ended += 1
+        tally.failed += 1
 
     def mark(self, now: int | None = None) -> int:
         """Return the mark of a call that is accepted now, and whose wait is measured: `waited` takes it back.

@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help=what, description=f"{what.capitalize()}. Without a PID: list this user's programs.")
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="the program's process id")
     top.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two views (default: 1)")
+    top.add_argument("--by-worker", action="store_true", help="show the figures of each function by worker, too")
     top.add_argument("--once", action="store_true", help="write one view as text and end")
     top.add_argument("--json", action="store_true", help="write one view, or the list of programs, as JSON and end")
     what = "sample where the workers of a running program are, and write a flame graph"
@@ -89,4 +90,5 @@ def _top(options: argparse.Namespace) -> int:
             raise
         print(f"percore top needs {error.name}: pip install 'percore[cli]'", file=sys.stderr)
         return 1
-    return top(options.pid, interval=options.interval, once=options.once, as_json=options.json)
+    show = {"once": options.once, "as_json": options.json, "by_worker": options.by_worker}
+    return top(options.pid, interval=options.interval, **show)

@@ -94,6 +94,25 @@ class FunctionStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerFunctionStatistics:
+    """The figures of the calls of one function in one worker slot, by all workers that the slot has had.
+
+    Attributes:
+        name: module and qualified name.
+        running: calls that run now, as far as `WorkerStatistics.running` counts them. A batch of items of a map counts as one.
+        ended: calls that have begun and ended there, including failures. Each item of a map counts.
+        failed: calls that have ended with an exception or with the death of their worker. `ended` includes them.
+        run: seconds from the call's begin to its end, as in FunctionStatistics; None until there are samples.
+    """
+
+    name: str
+    running: int
+    ended: int
+    failed: int
+    run: Percentiles | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunningCall:
     """A call that runs now.
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from percore._monitor.functions import FunctionStatistics, Percentiles, RunningCall  # noqa: TC001  # for `get_type_hints`
+from percore._monitor.functions import (  # noqa: TC001  # for `get_type_hints`
+    FunctionStatistics,
+    Percentiles,
+    RunningCall,
+    WorkerFunctionStatistics,
+)
 from percore._monitor.tables import Table, duration, mebibytes, size
 
 _HEAD: Final = ("worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag")
@@ -44,6 +49,8 @@ class WorkerStatistics:
         current: the calls that run in the current worker, the oldest first; at most 16 of them.
         run: how many seconds the slot's calls have run; None until there are samples.
         node: the name of the current worker's node; None without a worker, or where the workers run on the program's own machine.
+        functions: one record per function of which calls have begun in this slot, the one that has run longest in all first.
+            Empty with PERCORE_METRICS=0.
     """
 
     index: int
@@ -66,6 +73,7 @@ class WorkerStatistics:
     current: tuple[RunningCall, ...] = ()
     run: Percentiles | None = None
     node: str | None = None
+    functions: tuple[WorkerFunctionStatistics, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

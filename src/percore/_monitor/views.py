@@ -1,7 +1,7 @@
 """What `percore top` and the dashboard show: pages, with rates between two readings and what the system says of processes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,16 +20,35 @@ class Worker:
     Attributes:
         runner: the number of its runner in the program, from 1.
         figures: its WorkerStatistics, by the names of the attributes.
-        usage: what the system says of its process; None: nothing.
+        node: the name of its node; empty: this machine.
+        usage: what the system says of its process; None: nothing, for example because it is on another machine.
         calls: calls that have ended in a second; None: not known yet.
         bytes: bytes sent and received in a second; None: not known yet.
     """
 
     runner: int
     figures: dict[str, Any]
+    node: str
     usage: ProcessUsage | None
     calls: float | None
     bytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a function's calls that one worker has.
+
+    Attributes:
+        worker: the number of the worker.
+        node: the name of its node; empty: this machine.
+        figures: the WorkerFunctionStatistics, by the names of the attributes.
+        calls: calls that have ended in a second; None: not known yet.
+    """
+
+    worker: int
+    node: str
+    figures: dict[str, Any]
+    calls: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +59,13 @@ class Function:
         runner: the number of the runner.
         figures: its FunctionStatistics, by the names of the attributes.
         calls: calls that have ended in a second; None: not known yet.
+        workers: its figures by worker. A page has them for the functions that took the most time of each worker.
     """
 
     runner: int
     figures: dict[str, Any]
     calls: float | None
+    workers: Sequence[Share]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +113,9 @@ class Model:
             if shown is not None and shown["at"] != page["at"]:
                 self._before[page["number"]] = shown
             self._shown[page["number"]] = page
-        pids = {one["pid"]: "" for page in pages for one in page["statistics"]["workers"] if one["pid"] is not None}
+        # A process on another node has a pid there, which here is that of any process, or of none.
+        local = (one for page in pages for one in page["statistics"]["workers"] if not _node(one))
+        pids = {one["pid"]: "" for one in local if one["pid"] is not None}
         usage = {one.pid: one for one in self._meter.measure({self.pid: "", **pids}).processes}
         workers = [one for page in pages for one in self._workers(page, usage)]
         rates = [one.calls for one in workers if one.calls is not None]
@@ -116,16 +139,34 @@ class Model:
             was = old.get((one["index"], one["generation"]))
             moved = None if was is None else one["bytes_in"] + one["bytes_out"] - was["bytes_in"] - was["bytes_out"]
             done = None if one["index"] not in ended else one["done"] - ended[one["index"]]
-            found.append(Worker(number, one, usage.get(one["pid"]), _rate(done, seconds), _rate(moved, seconds)))
+            used = None if _node(one) else usage.get(one["pid"])
+            found.append(Worker(number, one, _node(one), used, _rate(done, seconds), _rate(moved, seconds)))
         return found
 
     def _functions(self, page: Page) -> list[Function]:
         number, seconds, before = self._since(page)
         old = {one["name"]: one["ended"] for one in before["functions"]} if before else {}
-        functions = page["statistics"]["functions"]
+        shares = self._shares(page)
         return [
-            Function(number, one, _rate(one["ended"] - old.get(one["name"], 0) if before else None, seconds)) for one in functions
+            Function(
+                runner=number,
+                figures=one,
+                calls=_rate(one["ended"] - old.get(one["name"], 0) if before else None, seconds),
+                workers=shares.get(one["name"], ()),
+            )
+            for one in page["statistics"]["functions"]
         ]
+
+    def _shares(self, page: Page) -> dict[str, list[Share]]:
+        """Return the figures of functions by worker, by the name of the function."""
+        _, seconds, before = self._since(page)
+        old = {(worker["index"], one["name"]): one["ended"] for worker, one in _of_workers(before)} if before else {}
+        found: dict[str, list[Share]] = {}
+        for worker, one in _of_workers(page["statistics"]):
+            was = old.get((worker["index"], one["name"])) if before else None
+            calls = _rate(None if was is None else one["ended"] - was, seconds)
+            found.setdefault(one["name"], []).append(Share(worker["index"], _node(worker), one, calls))
+        return found
 
     def _since(self, page: Page) -> tuple[int, float, dict[str, Any] | None]:
         """Return the number of the runner, and the statistics before these with how many seconds lie between them."""
@@ -135,6 +176,18 @@ class Model:
         if page["due"] is None and time.monotonic() - page["at"] > LATE:  # at rest: nothing has ended since
             return number, 1.0, page["statistics"]
         return number, page["at"] - before["at"], before["statistics"]
+
+
+def _node(worker: dict[str, Any]) -> str:
+    """Return the node of a worker, as its page says. Pages of earlier versions say nothing."""
+    return worker.get("node") or ""
+
+
+def _of_workers(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each worker with the figures of each of its functions. Pages of earlier versions have none."""
+    for worker in statistics["workers"]:
+        for one in worker.get("functions", ()):
+            yield worker, one
 
 
 def _late(page: Page, now: float) -> float:

@@ -174,9 +174,9 @@ def find_py_spy() -> str | None:
 
 
 def _workers(pages: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the workers that have a process, with their names."""
+    """Yield the workers that have a process on this machine, with their names."""
     for page in pages:
         runner = f"runner {page['number']}, " if len(pages) > 1 else ""
         for worker in page["statistics"]["workers"]:
-            if worker["pid"] is not None:
+            if worker["pid"] is not None and not worker.get("node"):  # pages of earlier versions say nothing of nodes
                 yield f"{runner}worker {worker['index']}", worker

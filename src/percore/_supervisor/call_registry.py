@@ -344,9 +344,9 @@ class CallRegistry:
         `began`: False for a call that was cancelled before it began.
         """
         if began:
-            meter = target.function.meter
-            meter.ended += 1
-            meter.failed += failed
+            tally = target.function.meter.at(member.index)
+            tally.ended += 1
+            tally.failed += failed
             if target.accepted:
                 measure_wait(member, target)  # before it leaves its place
         target.leave(member)

@@ -48,7 +48,7 @@ class Deaths:
         began = fate.begun is not False
         if call.done():
             if began:
-                call.function.meter.lost()
+                call.function.meter.lost(member.index)
         elif began or self._phase.is_cut:
             delay = self._lost(member, call, fate.age, began=began)
             member.take(call.call_id)
@@ -92,7 +92,7 @@ class Deaths:
         member.done += 1
         member.failed += 1
         if began:
-            call.function.meter.lost()
+            call.function.meter.lost(member.index)
         return None
 
     def _lost_items(self, member: PoolWorker, batch: Batch, items: int, age: float | None, faults: Faults) -> None:
@@ -103,7 +103,7 @@ class Deaths:
             batch.settle(index)
             member.shrink(1)
             if item.done():
-                batch.function.meter.lost()
+                batch.function.meter.lost(member.index)
                 continue
             renewed = item.renewed()
             with inner:

@@ -38,6 +38,7 @@ class Measurements:
             meter = self._meters.named(name)
             member.run_times.merge(run, total)
             meter.run.merge(run, total)
+            meter.at(member.index).run.merge(run, total)
             meter.measured(*pickled)
         except (TypeError, ValueError) as error:
             raise BrokenFrame(f"measured figures that are none: {body!r}") from error

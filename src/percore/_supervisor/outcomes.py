@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
-from percore._calls.meters import Meter
+from percore._calls.meters import Meter, Tally
 from percore._common.errors import RemoteError, overrun, shown
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
@@ -89,13 +89,13 @@ class Outcomes:
         # The calls of one function that have taken a shorter way, to be counted together: a local count costs half.
         # Not the function itself: it would live on until the worker's next call of another one.
         counted: Meter | None = None
+        tally = Tally()
         count = 0
 
         def flush() -> None:
             nonlocal count
             member.done += count
-            if counted is not None:
-                counted.ended += count
+            tally.ended += count
             count = 0
 
         def receive(messages: list[Message]) -> None:
@@ -105,7 +105,7 @@ class Outcomes:
                 flush()
 
         def take(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
-            nonlocal counted, count
+            nonlocal counted, count, tally
             for op, call_id, body in messages:
                 # Most outcomes take one of two shorter ways, in which `_value`, `_result` and `_ended` are inlined. On CPython 3.11
                 # a scalar for `run` takes 0.26 µs instead of 1.0, and a small pickle 0.64 instead of 1.9. For another call they
@@ -137,7 +137,7 @@ class Outcomes:
                             count += 1
                         else:
                             flush()
-                            counted, count = meter, 1
+                            counted, count, tally = meter, 1, meter.at(member.index)
                         if call.accepted:
                             measure_wait(member, call)
                         if POINTS:
@@ -167,7 +167,7 @@ class Outcomes:
                             count += 1
                         else:
                             flush()
-                            counted, count = meter, 1
+                            counted, count, tally = meter, 1, meter.at(member.index)
                         if call.accepted:
                             measure_wait(member, call)
                         if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
@@ -247,11 +247,13 @@ class Outcomes:
         meter = batch.function.meter
         if not first and batch.accepted:
             measure_wait(member, batch, batch.size)
-        meter.ended += count
-        meter.failed += len(failures)
+        tally = meter.at(member.index)
+        tally.ended += count
+        tally.failed += len(failures)
         if count and seconds >= 0 and meter.name:
             nanoseconds = int(seconds / count * 1e9)
             meter.run.add(nanoseconds, count)
+            tally.run.add(nanoseconds, count)
             member.run_times.add(nanoseconds, count)
         member.shrink(count)
         if not batch.outstanding:

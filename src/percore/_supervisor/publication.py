@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 _PERIOD: Final = 0.5
 """Seconds between two pages."""
 
+_MOST_FUNCTIONS: Final = 8
+"""Functions of which the page has figures by worker, those with the most time: a page takes a bounded part of the loop's time."""
+
 _numbers: Final = count(1)
 
 
 class Published(Protocol):
     """A runner, as its publication sees it."""
 
-    def statistics(self) -> "Statistics":
-        """Return its statistics."""
+    def statistics(self, most: int | None = None) -> "Statistics":
+        """Return its statistics, with so many functions of each worker at most; None: with all."""
 
     def is_busy(self) -> bool:
         """Whether calls are under way."""
@@ -105,7 +108,8 @@ class Publication:
             if self._page is None:
                 self._page = PageFile()
             now = monotonic()
-            self._page.write(encode(page_of(published.statistics(), self._number, now, now + _PERIOD if is_busy else None)))
+            statistics = published.statistics(_MOST_FUNCTIONS)
+            self._page.write(encode(page_of(statistics, self._number, now, now + _PERIOD if is_busy else None)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
             self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from percore._calls.meters import Tally
 from percore._common.measuring import merged
-from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall
+from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall, WorkerFunctionStatistics
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_CURRENT: Final = 16
 """Running calls of a worker that statistics show."""
+
+_NONE: Final = Tally()
 
 Running: TypeAlias = "Mapping[PoolWorker, list[tuple[int, PendingCall]]]"
 """The calls that run in each worker, with their ids and the oldest first."""
@@ -50,15 +54,19 @@ class Supervised(Protocol):
     def meters(self) -> Meters: ...
 
 
-def snapshot(supervisor: Supervised, *, is_here: bool) -> Statistics:
-    """Return the statistics of a runner. `is_here`: whether this is the thread of its loop; any thread may call this."""
+def snapshot(supervisor: Supervised, *, is_here: bool, most: int | None = None) -> Statistics:
+    """Return the statistics of a runner.
+
+    Any thread may call this. `is_here`: whether this is the thread of its loop. `most`: of so many functions at most each worker
+    has figures; None: of all.
+    """
     may_look = is_here or _has_gil()
     in_use = len(supervisor.slots)
     threads = supervisor.options.threads
     running = {member: member.running(threads, may_look=may_look) for member in tuple(supervisor.members)}
     slots = tuple(supervisor.pool.all_slots)  # also those that were removed
-    workers = tuple(_of_slot(supervisor, slot, running, may_look) for slot in slots)
-    functions = _functions(supervisor.meters, running) if supervisor.meters.is_on else ()
+    meters = supervisor.meters.all() if supervisor.meters.is_on else []
+    workers = tuple(_of_slot(supervisor, slot, running, meters, may_look=may_look, most=most) for slot in slots)
     return Statistics(
         running=sum(worker.running for worker in workers),
         queued=sum(worker.queued for worker in workers) + supervisor.calls.waiting(),
@@ -67,30 +75,44 @@ def snapshot(supervisor: Supervised, *, is_here: bool) -> Statistics:
         retried=sum(worker.retried for worker in workers),
         restarts=sum(worker.restarts for worker in workers),
         workers=workers[:in_use],
-        functions=functions,
+        functions=_functions(meters, running),
     )
 
 
-def _functions(meters: Meters, running: Running) -> tuple[FunctionStatistics, ...]:
+def _functions(meters: Sequence[Meter], running: Running) -> tuple[FunctionStatistics, ...]:
     """Return the figures of all functions of which a call has begun."""
     counts = Counter(call.function.meter for calls in running.values() for _, call in calls)
-    figures = (_of_function(meter, counts[meter]) for meter in meters.all())
+    figures = (_of_function(meter, counts[meter]) for meter in meters)
     return tuple(one for one in figures if one.begun)
 
 
 def _of_function(meter: Meter, running: int) -> FunctionStatistics:
-    ended = meter.ended
+    tallies = list(meter.tallies.values())
+    ended = sum(tally.ended for tally in tallies)
     return FunctionStatistics(
         name=meter.name,
         begun=ended + running,
         ended=ended,
-        failed=meter.failed,
+        failed=sum(tally.failed for tally in tallies),
         running=running,
         wait=_percentiles(meter.wait, 1e9),
         run=_percentiles(meter.run, 1e9),
         payload=_percentiles(meter.payload, 1),
         pickling=_pickling(meter),
         advice=meter.advice(),
+    )
+
+
+def _of_worker(
+    slot: int, members: Sequence[PoolWorker], running: Running, meters: Sequence[Meter], most: int | None
+) -> tuple[WorkerFunctionStatistics, ...]:
+    """Return the figures of functions in one slot, the one that has run longest in all first."""
+    counts = Counter(call.function.meter for member in members for _, call in running.get(member, ()))
+    begun = [(meter, meter.tallies.get(slot, _NONE)) for meter in meters if slot in meter.tallies or counts[meter]]
+    longest = heapq.nlargest(len(begun) if most is None else most, begun, key=lambda one: one[1].run.total)
+    return tuple(
+        WorkerFunctionStatistics(meter.name, counts[meter], tally.ended, tally.failed, _percentiles(tally.run, 1e9))
+        for meter, tally in longest
     )
 
 
@@ -118,7 +140,9 @@ def _running_call(member: PoolWorker, call_id: int, function: Function, may_look
     return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look))
 
 
-def _of_slot(supervisor: Supervised, slot: WorkerSlot, running: Running, may_look: bool) -> WorkerStatistics:
+def _of_slot(  # one reading
+    supervisor: Supervised, slot: WorkerSlot, running: Running, meters: Sequence[Meter], *, may_look: bool, most: int | None
+) -> WorkerStatistics:
     # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from the
     # members; so read both again until slot.past is unchanged.
     past, members = slot.past, tuple(supervisor.members)
@@ -151,4 +175,5 @@ def _of_slot(supervisor: Supervised, slot: WorkerSlot, running: Running, may_loo
         run=_percentiles(merged([past.run_times, *(other.run_times for other in members)]), 1e9),
         current=() if member is None else _current(member, running, may_look),
         node=None if member is None else member.worker.node,
+        functions=_of_worker(slot.index, members, running, meters, most),
     )

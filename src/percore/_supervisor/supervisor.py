@@ -133,11 +133,11 @@ class Supervisor:
         """Implement `Progress`."""
         self._publication.touch()
 
-    def statistics(self) -> "Statistics":
+    def statistics(self, most: int | None = None) -> "Statistics":
         """Implement `Published`."""
         from percore._supervisor.snapshot import snapshot  # not needed for a start
 
-        return snapshot(self, is_here=True)
+        return snapshot(self, is_here=True, most=most)
 
     def is_busy(self) -> bool:
         """Implement `Published`."""

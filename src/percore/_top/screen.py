@@ -1,7 +1,7 @@
 """Draws a view with rich: a head, the workers, and the functions. Narrow terminals get the columns that matter most."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from percore._monitor.tables import duration, mebibytes, size
-from percore._monitor.views import Function, View, Worker
+from percore._monitor.views import Function, Share, View, Worker
 
 
 class Column(NamedTuple):
@@ -54,7 +54,7 @@ def _number(name: str) -> Callable[[Any], float]:
 
 
 def _percentile(what: str, which: str) -> Callable[[Any], float | None]:
-    return lambda row: None if row.figures[what] is None else row.figures[what][which]
+    return lambda row: None if row.figures.get(what) is None else row.figures[what][which]
 
 
 def _percentile_text(what: str, which: str) -> Callable[[Any], str]:
@@ -65,6 +65,12 @@ def _percentile_text(what: str, which: str) -> Callable[[Any], str]:
 def _percentile_order(what: str, which: str) -> Callable[[Any], float]:
     value = _percentile(what, which)
     return lambda row: value(row) or 0
+
+
+def _label(row: Function | Share) -> str:
+    if isinstance(row, Function):
+        return str(row.figures["name"])
+    return f"  {row.node} worker {row.worker}" if row.node else f"  worker {row.worker}"
 
 
 def rate(number: float | None) -> str:
@@ -108,7 +114,7 @@ WORKERS: Final = (
 )
 
 FUNCTIONS: Final = (
-    Column("function", 0, _figure("name")),
+    Column("function", 0, _label),
     Column("run", 60, _figure("running"), _number("running")),
     Column("done", 80, _figure("ended"), _number("ended")),
     Column("fail", 50, _figure("failed"), _number("failed")),
@@ -125,14 +131,17 @@ def orders() -> list[str]:
     return list(dict.fromkeys(column.head for column in (*WORKERS, *FUNCTIONS) if column.order is not None))
 
 
-def draw(view: View, width: int, order: str = "", hint: str = "") -> RenderableType:
-    """Return what a terminal of this width shows. `order`: the heading to sort by; empty: by number. `hint`: the last line."""
+def draw(view: View, width: int, order: str = "", hint: str = "", *, by_worker: bool = False) -> RenderableType:
+    """Return what a terminal of this width shows.
+
+    `order`: the heading to sort by; empty: by number. `hint`: the last line. `by_worker`: show functions by worker, too.
+    """
     parts: list[RenderableType] = [_head(view, width)]
     if view.blocked_for:
         parts.append(Text(f"the program's event loop has been blocked for {view.blocked_for:.0f} s", style="bold red"))
-    parts.append(_table(WORKERS, view.workers, width, order, _style))
+    parts.extend(_workers(view, width, order))
     if view.functions:
-        parts.append(_table(FUNCTIONS, view.functions, width, order, lambda _: ""))
+        parts.append(_functions(view, width, order, by_worker=by_worker))
     advised = (one.figures for one in view.functions if one.figures["advice"])
     parts.extend(Text(printable(f"{one['name']}: {one['advice']}"), style="yellow") for one in advised)
     if hint:
@@ -143,7 +152,7 @@ def draw(view: View, width: int, order: str = "", hint: str = "") -> RenderableT
 def _head(view: View, width: int) -> RenderableType:
     totals = view.totals
     text = Text.from_markup(f"[bold]{escape(printable(view.name))}[/bold] ({view.pid})", overflow="ellipsis")
-    text.append(f"  {len(view.workers)} workers, {rate(view.calls)} calls/s")
+    text.append(f"  {_count(view.workers)}, {rate(view.calls)} calls/s")
     if width >= 80:
         text.append(f"  running {totals['running']}, queued {totals['queued']}, done {totals['done']}, failed {totals['failed']}")
     if width >= 120 and view.supervisor is not None:
@@ -157,31 +166,74 @@ def _style(worker: Worker) -> str:
     return "" if worker.figures["state"] == "ready" else "yellow"
 
 
-def _table(
-    columns: Sequence[Column],
-    rows: Sequence[Worker] | Sequence[Function],
-    width: int,
-    order: str,
-    style: Callable[[Any], str],
-) -> Table:
-    shown = [column for column in columns if width >= column.from_width]
+def _workers(view: View, width: int, order: str) -> Iterator[RenderableType]:
+    """Yield the table of workers; of those on several nodes a line and a table for each node, with equal columns."""
+    shown = _shown_at(WORKERS, width)
+    nodes = sorted({worker.node for worker in view.workers})
+    rows = {node: [one for one in _ordered(view.workers, shown, order) if one.node == node] for node in nodes}
+    cells = {node: [_cells(worker, shown) for worker in workers] for node, workers in rows.items()}
+    widths = [max(map(len, column)) for column in zip(*(line for lines in cells.values() for line in lines), strict=True)]
+    for node in nodes:
+        if len(nodes) > 1:
+            yield _of_node(node, rows[node])
+        table = _table(shown, width, order, widths)
+        for worker, line in zip(rows[node], cells[node], strict=True):
+            table.add_row(*map(Text, line), style=_style(worker))
+        yield table
+
+
+def _of_node(node: str, workers: Sequence[Worker]) -> Text:
+    rates = [one.calls for one in workers if one.calls is not None]
+    running, failed = (sum(one.figures[name] for one in workers) for name in ("running", "failed"))
+    text = Text(printable(f"node {node}" if node else "this machine"), style="bold", overflow="ellipsis", no_wrap=True)
+    calls = rate(sum(rates) if rates else None)
+    return text.append(f"  {_count(workers)}, {calls} calls/s, running {running}, failed {failed}", style="not bold")
+
+
+def _count(workers: Sequence[Worker]) -> str:
+    return f"{len(workers)} worker{'s' if len(workers) != 1 else ''}"
+
+
+def _cells(worker: Worker, columns: Sequence[Column]) -> list[str]:
+    cells = [printable(column.text(worker)) for column in columns]
+    if worker.figures["blocked_for"]:
+        cells[-1] = f"blocked {worker.figures['blocked_for']:.0f} s {cells[-1]}"
+    return cells
+
+
+def _functions(view: View, width: int, order: str, *, by_worker: bool) -> Table:
+    shown = _shown_at(FUNCTIONS, width)
+    table = _table(shown, width, order)
+    for function in _ordered(view.functions, shown, order):
+        table.add_row(*(Text(printable(column.text(function))) for column in shown))
+        for share in _ordered(function.workers, shown, order) if by_worker else ():
+            table.add_row(*(Text(printable(column.text(share))) for column in shown), style="dim")
+    return table
+
+
+Row = TypeVar("Row", Worker, Function, Share)
+
+
+def _ordered(rows: Sequence[Row], columns: Sequence[Column], order: str) -> Sequence[Row]:
+    key = next((column.order for column in columns if column.head == order), None)
+    return rows if key is None else sorted(rows, key=key, reverse=True)
+
+
+def _shown_at(columns: Sequence[Column], width: int) -> list[Column]:
+    return [column for column in columns if width >= column.from_width]
+
+
+def _table(columns: Sequence[Column], width: int, order: str, widths: Sequence[int] = ()) -> Table:
+    """Return a table without rows. `widths`: at least so wide are its columns, where others have to be equal to them."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False, width=min(width, 200))
-    for column in shown:
-        is_text = column.head in {"function", "now", "state"}
-        head = f"{column.head}*" if column.head == order else column.head
-        least = 12 if column.head == "function" else None
+    for column, least in zip(columns, widths or [0] * len(columns), strict=True):
+        is_wide = column.head in {"function", "now"}
         table.add_column(
-            head,
-            justify="left" if is_text else "right",
+            f"{column.head}*" if column.head == order else column.head,
+            justify="left" if is_wide or column.head == "state" else "right",
             no_wrap=True,
             overflow="ellipsis",
-            min_width=least,
-            ratio=1 if column.head in {"function", "now"} else None,
+            min_width=12 if column.head == "function" else None if is_wide else least,
+            ratio=1 if is_wide else None,
         )
-    key = next((column.order for column in shown if column.head == order), None)
-    for row in sorted(rows, key=key, reverse=True) if key is not None else rows:
-        cells = [column.text(row) for column in shown]
-        if isinstance(row, Worker) and row.figures["blocked_for"]:
-            cells[-1] = f"blocked {row.figures['blocked_for']:.0f} s {cells[-1]}"
-        table.add_row(*(Text(printable(cell)) for cell in cells), style=style(row))
     return table

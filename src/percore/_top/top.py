@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -18,12 +20,12 @@ from percore._monitor.views import Model, View, Worker
 from percore._top.keyboard import key_within, single_keys
 from percore._top.screen import draw, orders, printable
 
-_HINT: Final = "s stacks of a worker   r recycle a worker   o sort   p pause   q quit"
+_HINT: Final = "s stacks of a worker   r recycle a worker   o sort   w functions by worker   p pause   q quit"
 _BETWEEN: Final = 0.6
 """Seconds between the two readings of `--once`: the program writes its page every half second while it has calls."""
 
 
-def top(pid: int | None, *, interval: float, once: bool, as_json: bool) -> int:
+def top(pid: int | None, *, interval: float, once: bool, as_json: bool, by_worker: bool) -> int:
     """Run the command. Return its exit status: 1 if there is no such program."""
     console = Console()
     if pid is None:
@@ -32,8 +34,9 @@ def top(pid: int | None, *, interval: float, once: bool, as_json: bool) -> int:
     try:
         view = model.view(read(pid))
         if once or as_json or not sys.stdin.isatty() or not console.is_terminal:
-            return _once(console, model, view, interval, once=once or as_json, as_json=as_json)
-        _Screen(console, model, interval).run(view)
+            show = _json if as_json else partial(_text, console, by_worker=by_worker)
+            return _without_terminal(model, show, None if once or as_json else interval)
+        _Screen(console, model, interval, by_worker=by_worker).run(view)
     except ProgramGone:
         return _gone(pid)
     except PermissionError:
@@ -57,17 +60,22 @@ def _list(console: Console, *, as_json: bool) -> int:
     return 0
 
 
-def _once(console: Console, model: Model, view: View, interval: float, *, once: bool, as_json: bool) -> int:
-    """Write views as text or JSON: one, or one after the other until the program ends."""
+def _without_terminal(model: Model, show: Callable[[View], None], interval: float | None) -> int:
+    """Show a view; unless `interval` is None, one after the other until the program ends."""
     while True:
-        time.sleep(_BETWEEN if once else max(interval, _BETWEEN))
-        view = model.view(read(model.pid))
-        if as_json:
-            print(json.dumps(asdict(view)), flush=True)
-        else:
-            console.print(draw(view, console.width))
-        if once:
+        time.sleep(max(interval or 0.0, _BETWEEN))
+        show(model.view(read(model.pid)))
+        if interval is None:
             return 0
+
+
+def _json(view: View) -> None:
+    print(json.dumps(asdict(view)), flush=True)
+
+
+def _text(console: Console, view: View, *, by_worker: bool) -> None:
+    console.print(draw(view, console.width, by_worker=by_worker))
+    console.file.flush()
 
 
 def _gone(pid: int) -> int:
@@ -91,11 +99,12 @@ def _failed(text: str) -> int:
 class _Screen:
     """The refreshing view, and its keys."""
 
-    def __init__(self, console: Console, model: Model, interval: float) -> None:
+    def __init__(self, console: Console, model: Model, interval: float, *, by_worker: bool = False) -> None:
         self._console = console
         self._model = model
         self._interval = interval
         self._order = ""
+        self._by_worker = by_worker
         self._hint = _HINT
         self._is_paused = False
         self._asks = ""
@@ -110,7 +119,7 @@ class _Screen:
         """
         with single_keys(), Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                live.update(draw(view, self._console.width, self._order, self._hint), refresh=True)
+                live.update(self._drawn(view), refresh=True)
                 key = key_within(self._interval)
                 if key == "q":
                     return
@@ -121,6 +130,9 @@ class _Screen:
                 if not self._is_paused:
                     view = self._model.view(read(self._model.pid))
 
+    def _drawn(self, view: View) -> RenderableType:
+        return draw(view, self._console.width, self._order, self._hint, by_worker=self._by_worker)
+
     def _pressed(self, key: str) -> None:
         if key == "p":
             self._is_paused = not self._is_paused
@@ -129,6 +141,8 @@ class _Screen:
             names = ["", *orders()]
             self._order = names[(names.index(self._order) + 1) % len(names)]
             self._hint = f"sorted by {self._order}" if self._order else _HINT
+        elif key == "w":
+            self._by_worker = not self._by_worker
         elif key in ("s", "r"):
             self._asks, self._number = key, ""
             self._hint = f"{'stacks of' if key == 's' else 'recycle'} which worker? its number (with two runners: PID), then Enter"
@@ -147,6 +161,8 @@ class _Screen:
         worker = next((one for one in view.workers if str(one.figures[name]) == self._number and one.figures["pid"]), None)
         if worker is None:
             self._hint = f"there is no worker {self._number or '(no number)'}"
+        elif worker.node:
+            self._hint = f"worker {self._number} is on node {worker.node}: percore top can ask and end those of this machine alone"
         elif asked == "s":
             self._show_stacks(worker, live)
         else:

@@ -140,12 +140,12 @@ class Pages:
             return _said(403, "only the dashboard's own page may ask for this")
         number = request.path.removeprefix("/recycle/")
         try:
-            workers = {str(worker.index): worker.pid for worker in self._runner_of().statistics().workers}
+            workers = {str(worker.index): worker.pid for worker in self._runner_of().statistics().workers if not worker.node}
         except RunnerClosed:
             workers = {}
         pid = workers.get(number)
         if pid is None or not is_worker(pid):
-            return _said(404, f"worker {number} has no process")
+            return _said(404, f"worker {number} has no process on this machine")
         os.kill(pid, signal.SIGTERM)  # it finishes its calls and ends, and another one takes its place
         return _said(202, f"worker {number} ({pid}) was asked to end")
 
