@@ -8,6 +8,7 @@
 #   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
 #   make soak       the tests with the most races, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
+#   make python3.14t  a free-threaded CPython in build/, from Debian's source, in three minutes; PGO=1 for figures to publish, in twenty
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
@@ -42,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo python3.14t test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -57,11 +58,14 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "percore needs Python 3.11 or newer; choose one: make PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv --clear $(VENV)
 
+# The shell's word for the group of what has no builds for a Python without a GIL; nothing in such a Python.
+HAS_GIL := $$($(RUN) -c 'import sys; print("" if "t" in sys.abiflags else "--group test-gil")')
+
 # One stamp per dependency group of pyproject.toml: $(VENV)/.percore-test says that the group `test` is installed as it stands there now.
 # The interpreter only has to be there: its time is the system's and may be newer than any stamp.
 $(VENV)/.percore-%: pyproject.toml $(STALE) | $(RUN)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check 'pip>=25.1'  # older ones know no dependency groups
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable . $(addprefix --group ,$(subst $(comma), ,$*))
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable . $(addprefix --group ,$(subst $(comma), ,$*)) $(if $(findstring test,$*),$(HAS_GIL))
 	@printf '%s' '$(CURDIR)' >$(VENV)/.percore-home
 	@touch $@
 
@@ -160,6 +164,14 @@ test-all:
 	done 3<.venvs/found; \
 	echo "== tested under: $$(cut -f1 .venvs/found | tr '\n' ' ')"; \
 	[ -z "$$failed" ] || { echo "== failed under:$$failed"; exit 1; }
+
+# Its target is the interpreter: what is there is not built again. PGO=1 has a folder of its own.
+FREE := build/python3.14t$(if $(PGO),-pgo)
+
+python3.14t: $(FREE)/bin/python3
+
+$(FREE)/bin/python3:
+	$(PYTHON) scripts/free_threaded.py $(FREE) $(if $(PGO),--pgo)
 
 stdlib:
 	@mkdir -p .venvs && $(PYTHON) scripts/interpreters.py >.venvs/found

@@ -457,6 +457,13 @@ class Engine(Protocol):
             OSError: the worker could not be started; nothing is left behind.
         """
 
+    @property
+    def rouse(self) -> Callable[[], object] | None:
+        """A function that wakes those workers that are threads of this process and sleep: see `_supervisor.reclaiming`.
+
+        It is called from the loop. None: the loop itself never sleeps, because its time is virtual.
+        """
+
     def renew(self) -> None:
         """Start the next workers with all modules as they are now, and not from a process that has imported earlier versions."""
 

@@ -31,7 +31,7 @@ def unimportable() -> dict[str, ModuleType]:
     if not reducers.is_worker and len(sys.modules) != _count:
         modules = list(sys.modules.items())
         _count = len(modules)
-        for name in _judged.keys() - sys.modules.keys():
+        for name in [name for name in list(_judged) if name not in sys.modules]:  # another thread may import a module meanwhile
             _judged.pop(name, None)  # another thread may be doing the same
             _unimportable.pop(name, None)
         for name, module in modules:

@@ -46,7 +46,8 @@ class Progress(Protocol):
 class Watch(Protocol):
     """Watches the workers for as long as they have calls. It is armed while it does so, or if there is nothing to watch."""
 
-    is_armed: bool
+    @property
+    def is_armed(self) -> bool: ...
 
     def arm(self) -> None:
         """Watch from now on, as long as workers have calls."""

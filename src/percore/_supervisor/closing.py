@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from percore._supervisor.pool import Pool
     from percore._supervisor.publication import Publication
     from percore._supervisor.rebalancing import Rebalancing
+    from percore._supervisor.reclaiming import Reclaiming
 
 
 class Closing:
@@ -42,7 +43,7 @@ class Closing:
         pool: "Pool",
         admission: "Admission | None",
         rebalancing: "Rebalancing",
-        publication: "Publication",
+        publication: "Publication | Reclaiming",
         kill_after: float,
     ) -> None:
         self._loop = calls.loop

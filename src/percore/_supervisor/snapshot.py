@@ -63,7 +63,7 @@ def snapshot(supervisor: Supervised, *, is_here: bool, most: int | None = None) 
     may_look = is_here or _has_gil()
     in_use = len(supervisor.slots)
     threads = supervisor.options.threads
-    running = {member: member.running(threads, may_look=may_look) for member in tuple(supervisor.members)}
+    running = {member: member.running(threads, may_look=may_look) for member in list(supervisor.members)}
     slots = tuple(supervisor.pool.all_slots)  # also those that were removed
     meters = supervisor.meters.all() if supervisor.meters.is_on else []
     workers = tuple(_of_slot(supervisor, slot, running, meters, may_look=may_look, most=most) for slot in slots)
@@ -145,12 +145,12 @@ def _of_slot(  # one reading
 ) -> WorkerStatistics:
     # The loop's thread may bury a worker meanwhile. It adds the worker's counts to slot.past before it removes the worker from the
     # members; so read both again until slot.past is unchanged.
-    past, members = slot.past, tuple(supervisor.members)
+    past, members = slot.past, list(supervisor.members)
     while past is not slot.past:
-        past, members = slot.past, tuple(supervisor.members)
+        past, members = slot.past, list(supervisor.members)
     member = slot.current
     # A worker that drains counts together with its replacement.
-    members = tuple(other for other in members if other.index == slot.index and other.generation != past.generation)
+    members = [other for other in members if other.index == slot.index and other.generation != past.generation]
     counts = [other.statistics(supervisor.options.threads, may_look=may_look) for other in members]
     channel = None if member is None else member.worker.channel
     blocked_since = None if member is None else supervisor.pool.blocked_loops.since(member)

@@ -21,7 +21,7 @@ from percore._calls.policy import Policy
 from percore._calls.shared_objects import Shares
 from percore._common.log import Faults
 from percore._common.options import RunnerOptions
-from percore._common.system import metrics_wanted
+from percore._common.system import IS_FREE_THREADED, metrics_wanted
 from percore._common.worker_errors import RunnerBroken
 from percore._protocol.interfaces import Engine
 from percore._protocol.messages import Kind
@@ -37,6 +37,7 @@ from percore._supervisor.pool import Pool
 from percore._supervisor.publication import Publication
 from percore._supervisor.rates import Rates
 from percore._supervisor.rebalancing import Rebalancing
+from percore._supervisor.reclaiming import Reclaiming
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
 
@@ -83,8 +84,12 @@ class Supervisor:
         self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self._blocked_loops = pool.blocked_loops
-        self._publication = self.calls.watch = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
-        self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, self._publication, options.kill_after)
+        self._publication = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
+        watch: Publication | Reclaiming = self._publication
+        if IS_FREE_THREADED and engine.rouse is not None:
+            watch = Reclaiming(loop, self, self._publication, engine.rouse)
+        self.calls.watch = watch
+        self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, watch, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
 
     def advance(self) -> None:
@@ -147,7 +152,7 @@ class Supervisor:
         """Return how many workers there should be, how many are ready, and how many calls are pending. Any thread may call this."""
         slots = tuple(self.slots)
         ready = sum(slot.current is not None and slot.current.is_ready for slot in slots)
-        return len(slots), ready, self.calls.waiting() + sum(member.pending for member in tuple(self.members))
+        return len(slots), ready, self.calls.waiting() + sum(member.pending for member in list(self.members))
 
     def busy(self) -> tuple[int, int]:
         """Return how many workers have calls, and how many workers there should be."""

@@ -191,6 +191,7 @@ class FakeEngine:
 
     worker_class = FakeWorker
     on_place: Callable[[], None]
+    rouse: Callable[[], object] | None = None
     sees_starts = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: MainInfo) -> None:

@@ -209,6 +209,9 @@ class NodesEngine:
         self._ends.pop(link)()
         link.end_workers(why)
 
+    def rouse(self) -> None:
+        """Do nothing: its workers are no threads of this process."""
+
     def renew(self) -> None:
         for link in self.links:
             link.send(Kind.RENEW, 0)

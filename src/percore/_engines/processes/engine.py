@@ -192,6 +192,9 @@ class ProcessEngine:
                 os.close(stacks)
         return ProcessWorker(link, logs, process, self._examiner)
 
+    def rouse(self) -> None:
+        """Do nothing: its workers are no threads of this process."""
+
     def renew(self) -> None:
         self._launcher.renew()
 

@@ -272,8 +272,11 @@ class ForkServers:
 
         The user's log handlers run, so do not call this under the lock or while the end of a worker is being handled.
         """
-        while self.untold:
-            server = self.untold.pop()
+        while True:
+            try:
+                server = self.untold.pop()
+            except IndexError:  # perhaps another thread has just told the last one
+                return
             from percore._common.worker_errors import how
 
             report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it", server.pid, how(server.exitcode))
