@@ -313,7 +313,8 @@ class Server:
         self._loop.call_soon(self._look_drained)  # after the flush that ends this iteration
 
     def _look_drained(self) -> None:
-        has_calls = self._tasks or self._handed_over or not self._threads.is_idle()
+        # The threads first: a thread hands a call over before it ends it.
+        has_calls = not self._threads.is_idle() or self._tasks or self._handed_over
         self._channel.flush()  # messages that were held back to share a wake-up, too
         if not has_calls and self._channel.is_flushed():
             self._finish(0, None)
