@@ -49,24 +49,6 @@ class Function:
         return qualified_name(self.fn)
 
 
-def kind_of(fn: object) -> int:
-    """Return where calls of `fn` run: `Kind.TASK` for a coroutine function, else `Kind.THREAD`.
-
-    Raises:
-        TypeError: as `is_coroutine_call`.
-    """
-    return Kind.TASK if is_coroutine_call(fn) else Kind.THREAD
-
-
-def stream_kind_of(fn: object) -> int:
-    """Return where a stream of `fn` runs: `Kind.TASK` for an async generator function, `Kind.THREAD` for a plain one.
-
-    Raises:
-        TypeError: as `is_async_stream`.
-    """
-    return Kind.TASK if is_async_stream(fn) else Kind.THREAD
-
-
 class Use(Protocol):
     """A call, as its function sees it."""
 
@@ -111,7 +93,7 @@ class Functions:
         """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
 
         Raises:
-            TypeError: as `kind_of`, or, for a stream, as `stream_kind_of`.
+            TypeError: as `is_coroutine_call`, or, for a stream, as `is_async_stream`.
         """
         is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
         ids = (id(fn.__func__), id(fn.__self__)) if is_class_method else (id(fn),)  # type: ignore[attr-defined]  # of methods
@@ -119,7 +101,8 @@ class Functions:
         function = self.known.get(name)
         if function is not None:
             return function
-        function = Function(fn, stream_kind_of(fn) if is_stream else kind_of(fn), self._meters.of(fn))
+        is_task = is_async_stream(fn) if is_stream else is_coroutine_call(fn)
+        function = Function(fn, Kind.TASK if is_task else Kind.THREAD, self._meters.of(fn))
         if is_by_reference(fn):
             try:
                 if not self._number(function):
@@ -154,7 +137,7 @@ class Functions:
         """As `of`, but pickle a function that travels by value once, and give it a number until it is retired.
 
         Raises:
-            TypeError: as `kind_of`.
+            TypeError: as `is_coroutine_call`.
             Exception: any error of pickling the function.
         """
         function = self.of(fn)

@@ -13,11 +13,10 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
 
 import percore  # noqa: TC001  # get_type_hints needs it
-from percore._common.callables import check_plain
+from percore._common.callables import check_plain, is_coroutine_call
 from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
 from percore._executor.futures import Held, traced_future
 from percore._executor.portal import Portal
-from percore._protocol.messages import Kind
 from percore._protocol.worker_start import ExecutorSettings, Given
 from percore._runner.early import keep_warm
 from percore._serialization.pickler import MainInfo, is_by_reference
@@ -429,10 +428,8 @@ def _check_replaces(name: str, context: BaseContext | None) -> None:
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    from percore._calls.functions import kind_of
-
     try:
-        return kind_of(fn) == Kind.TASK
+        return is_coroutine_call(fn)
     except TypeError:  # not a function that percore can call: the calls report it
         return False
 

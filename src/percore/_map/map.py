@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, cast
 
-from percore._calls.functions import kind_of
-from percore._common.callables import qualified_name
+from percore._common.callables import is_coroutine_call, qualified_name
 from percore._common.inputs import Inputs, check_map
 from percore._map.progress import Counts
 from percore._map.progress import check as check_progress
@@ -48,7 +47,7 @@ class Map(Generic[T_co]):
         `check` raises if the map cannot be used: from another event loop or thread, or after the runner was closed. `make_run`
         makes the run of this map, now.
         """
-        kind_of(fn)
+        is_coroutine_call(fn)
         check_map(iterables, spec.window, spec.key)
         check_progress(spec.progress)
         self._fn = fn
