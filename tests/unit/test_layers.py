@@ -139,7 +139,7 @@ GIVES_WAY = {
     "_map.feeder": ["asyncio.sleep(0)"],
     # a program that is watched: it writes when it likes
     "_attach.programs": ["time.sleep(_PAUSE)"],
-    "_attach.stacks": ["time.sleep(step)"],
+    "_attach.stacks": ["time.sleep(step)", "time.sleep(step)"],
     "_record.recorder": ["time.sleep(max(0.0, due - time.monotonic()))"],
     "_top.top": ["time.sleep(max(interval or 0.0, _BETWEEN))"],
     # a browser, which shows what it has got

@@ -2,15 +2,17 @@
 
 Each worker has faulthandler's handler for STACKS_SIGNAL. It is C code, so it also answers while the worker's loop is blocked or
 other C code holds the GIL. It writes to a memfd that all workers of a runner share; the program has it too, to report blocked
-loops. Nothing else of the program takes part.
+loops. One process at a time uses it (`stacks_file`). Nothing else of the program takes part.
 """
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from percore._worker_process import stacks_file
 from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
 
 _LATEST: Final = 2.0
@@ -33,15 +35,16 @@ def stacks_of(pid: int, step: float = _STEP) -> str:
         NoStacks: it is no worker of percore, has ended, belongs to another user, or does not answer.
     """
     try:
-        return _written(pid, _file(pid), step)
+        with _own(_file(pid), step) as fd:
+            return _written(pid, fd, step)
     except OSError as error:
         raise NoStacks(f"process {pid} has ended, or belongs to another user") from error
 
 
 def forget_stacks(pid: int) -> None:
     """Give back the memory of the stacks that this worker, and others of its runner, have written."""
-    with suppress(OSError, NoStacks):
-        os.truncate(_file(pid), 0)
+    with suppress(OSError, NoStacks), _own(_file(pid), _STEP) as fd:
+        os.ftruncate(fd, 0)
 
 
 def is_worker(pid: int) -> bool:
@@ -53,14 +56,26 @@ def is_worker(pid: int) -> bool:
     return True
 
 
-def _written(pid: int, path: Path, step: float) -> str:
-    before = path.stat().st_size
+@contextmanager
+def _own(path: Path, step: float) -> Iterator[int]:
+    """Open the file, and keep it from others during the block."""
+    with path.open("rb+", buffering=0) as file:
+        end = time.monotonic() + _LATEST
+        while not stacks_file.take_unclaimed(file.fileno()):
+            if time.monotonic() >= end:
+                raise NoStacks("the program or another one reads the stacks of its workers")
+            time.sleep(step)
+        yield file.fileno()  # the lock goes with the descriptor
+
+
+def _written(pid: int, fd: int, step: float) -> str:
+    before = os.fstat(fd).st_size
     os.kill(pid, STACKS_SIGNAL)
     end = time.monotonic() + _LATEST
     size = before
     while time.monotonic() < end:
         time.sleep(step)
-        now = path.stat().st_size
+        now = os.fstat(fd).st_size
         if now != size:
             size = now
         elif size != before:  # it has written, and writes no more
@@ -68,10 +83,9 @@ def _written(pid: int, path: Path, step: float) -> str:
     else:
         if size == before:
             raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
-    with path.open("rb") as file:
-        # The workers write on at the place where they were, also after the file was emptied: a hole is before it.
-        file.seek(os.lseek(file.fileno(), before if size > before else 0, os.SEEK_DATA))
-        return file.read(_MOST).lstrip(b"\0").decode(errors="replace").strip()
+    # The workers write on at the place where they were, also after the file was emptied: a hole is before it.
+    begins = os.lseek(fd, before if size > before else 0, os.SEEK_DATA)
+    return os.pread(fd, _MOST, begins).lstrip(b"\0").decode(errors="replace").strip()
 
 
 def _file(pid: int) -> Path:

@@ -1,7 +1,8 @@
 """The examination of a worker process that reads nothing: does it run, and where are its threads?
 
 Each worker has faulthandler's handler for the signal STACKS_SIGNAL. The handler is C code that needs neither the GIL nor the loop.
-It writes the stacks of all threads to a file in memory. All workers of an engine share this file, so one is examined at a time.
+It writes the stacks of all threads to a file in memory. All workers of an engine share this file, so one is examined at a time, and
+other programs that read stacks keep out meanwhile (`stacks_file`).
 """
 
 import asyncio
@@ -14,12 +15,17 @@ from typing import Final, NamedTuple
 from percore._engines.processes.descriptors import anonymous_file, let_go
 from percore._engines.processes.launch import Process
 from percore._protocol.interfaces import Condition
+from percore._worker_process import stacks_file
 from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
 
 _WINDOW: Final = 0.1
 """Seconds over which a process is watched: the usual period of a cgroup's CPU quota. Writing stacks takes far less."""
 _LATEST: Final = 1.0
 """Seconds after which a process that has written no stacks will not write any: its handler was replaced, or it gets no CPU."""
+_TRY_AGAIN: Final = 0.01
+"""Seconds after which the file is tried again that another program has: it reads the stacks of one worker in less."""
+_MOST_TRIES: Final = 100
+"""Tries after which the file is used all the same: the other program has been stopped in the middle."""
 _MOST_BYTES: Final = 1 << 18
 """Bytes of stacks that are read. A hundred threads of a hundred frames each have more."""
 _PACKAGE: Final = __file__.removesuffix(os.path.join("_engines", "processes", "examination.py"))
@@ -72,11 +78,18 @@ class Examiner:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            stacks_file.release(self.fd)
         let_go(self._file)
 
-    def _begin(self) -> None:
+    def _begin(self, tries: int = 0) -> None:
+        """Examine the first that waits, once no other program uses the file. Others get it between two examinations."""
         self._timer = None
+        stacks_file.release(self.fd)
         if not self._waiting:
+            return
+        stacks_file.claim(self.fd)
+        if not stacks_file.take(self.fd) and tries < _MOST_TRIES:
+            self._timer = self._loop.call_later(_TRY_AGAIN, self._begin, tries + 1)
             return
         one = self._waiting[0]
         os.ftruncate(self.fd, 0)

@@ -1,0 +1,105 @@
+"""The program and `percore record` use the file of the workers' stacks one after the other."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from percore._attach.stacks import NoStacks, forget_stacks, stacks_of
+from percore._common.system import HAS_MEMFD
+from percore._engines.processes import examination
+from percore._engines.processes.examination import Examiner
+from percore._protocol.interfaces import Condition
+from percore._worker_process import stacks_file
+from percore._worker_process.boot import STACKS_SIGNAL
+
+pytestmark = pytest.mark.skipif(not HAS_MEMFD, reason="the file is a memfd")
+
+
+class Scene:
+    """An examiner, a process that answers it, and this process as the worker that is asked from outside."""
+
+    def __init__(self) -> None:
+        self.examiner = Examiner(asyncio.get_running_loop())
+        self.asked: list[str] = []
+
+    def kill(self, signum: int) -> None:
+        """As a process of a launcher: what it writes is what the handler in a worker does."""
+        assert signum == STACKS_SIGNAL
+        self.write("the blocked one")
+
+    def write(self, text: str) -> None:
+        self.asked.append(text)
+        os.write(self.examiner.fd, text.encode())
+
+    async def examined(self) -> Condition:
+        told: asyncio.Future[Condition] = asyncio.get_running_loop().create_future()
+        self.examiner.examine(os.getpid(), cast("Any", self), told.set_result)
+        return await told
+
+    def open(self) -> int:
+        return os.open(f"/proc/self/fd/{self.examiner.fd}", os.O_RDWR)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    found, loop = Scene(), asyncio.get_running_loop()
+    loop.add_signal_handler(STACKS_SIGNAL, found.write, "the sampled one")
+    yield found
+    loop.remove_signal_handler(STACKS_SIGNAL)
+    signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+    found.examiner.close()
+
+
+async def test_a_sample_waits_for_an_examination(scene: Scene) -> None:
+    examined = asyncio.create_task(scene.examined())
+    await asyncio.sleep(0)
+    assert scene.asked == ["the blocked one"]
+    sampled = asyncio.create_task(asyncio.to_thread(stacks_of, os.getpid(), 0.002))
+    forgotten = asyncio.create_task(asyncio.to_thread(forget_stacks, os.getpid()))
+    assert (await examined).stacks == "the blocked one"
+    assert await sampled == "the sampled one"
+    await forgotten
+    assert scene.asked == ["the blocked one", "the sampled one"]
+
+
+async def test_an_examination_waits_for_a_sample_and_comes_before_the_next_one(scene: Scene) -> None:
+    outside = scene.open()
+    assert stacks_file.take_unclaimed(outside)
+    examined = asyncio.create_task(scene.examined())
+    await asyncio.sleep(0)
+    assert scene.asked == []
+    stacks_file.release(outside)
+    assert not stacks_file.take_unclaimed(outside)
+    assert (await examined).stacks == "the blocked one"
+    assert stacks_file.take_unclaimed(outside)
+    os.close(outside)
+
+
+async def test_a_recorder_that_is_stopped_keeps_no_report_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_MOST_TRIES", 1)
+    outside = scene.open()
+    assert stacks_file.take_unclaimed(outside)
+    assert (await scene.examined()).stacks == "the blocked one"
+    os.close(outside)
+
+
+async def test_a_recorder_that_is_killed_keeps_nothing(scene: Scene) -> None:
+    outside, other = scene.open(), scene.open()
+    assert stacks_file.take_unclaimed(outside)
+    assert not stacks_file.take_unclaimed(other)
+    os.close(outside)
+    assert stacks_file.take_unclaimed(other)
+    os.close(other)
+
+
+async def test_stacks_that_another_one_reads_for_long_are_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("percore._attach.stacks._LATEST", 0.01)
+    outside = scene.open()
+    assert stacks_file.take_unclaimed(outside)
+    with pytest.raises(NoStacks, match="another one reads the stacks"):
+        await asyncio.to_thread(stacks_of, os.getpid())
+    os.close(outside)
