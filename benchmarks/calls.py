@@ -305,3 +305,8 @@ def _current_runner() -> percore.CurrentRunner:
 def _check(answer: object, expected: object) -> None:
     if answer != expected:
         raise ValueError("a call returned the result of another one")
+
+
+async def sleep_long() -> None:
+    """A coroutine that only the end of its worker ends."""
+    await asyncio.sleep(1000)
