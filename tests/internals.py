@@ -85,7 +85,7 @@ def slots_at_all(runner: Runner) -> int:
 
 
 def is_leased(runner: Runner) -> bool:
-    """Whether anything that was read is still used by arrays; with nodes, which copy results, by those of workers."""
+    """Whether anything that was read is still used by arrays; with nodes, where results have own memory, by those of workers."""
     engine: Any = runner._supervisor.engine
     if isinstance(engine, NodesEngine):
         return any(host.engine.store.in_use for host in inner_hosts(engine))

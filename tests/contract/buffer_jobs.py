@@ -24,6 +24,11 @@ def numbers(place: int, size: int = SIZE) -> "np.ndarray[Any, Any]":
     return np.arange(place, place + size, dtype=np.float64)
 
 
+async def is_a_view(array: "np.ndarray[Any, Any]") -> bool:
+    """Whether it lies in memory that is not its own, and may be written to."""
+    return bool(array.flags.writeable and not array.flags.owndata)
+
+
 async def anumbers(place: int, size: int = SIZE) -> "np.ndarray[Any, Any]":
     return numbers(place, size)
 

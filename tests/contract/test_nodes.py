@@ -12,6 +12,7 @@ from tests.hosts import NodesRunner, OneNodeRunner, engine_of, inner_hosts
 pytest.importorskip("numpy")
 
 from tests.contract import buffer_jobs as arrays
+from tests.contract import share_jobs
 from tests.internals import slots_used, supervisor_of
 from tests.waiting import until
 
@@ -70,7 +71,7 @@ async def test_payloads_that_have_no_room_wait_in_the_program(log: Log, gate: Ga
         (host,) = inner_hosts(engine_of(runner))
         sharing = asyncio.create_task(runner.share(arrays.numbers(1)))
         await asyncio.sleep(0)
-        assert (slots_used(runner), len(host.parcels)) == (12, 8)
+        assert (slots_used(runner), len(host.parcels)) == (8, 8)
         (member,) = supervisor_of(runner).members
         assert len(member.parked) == 4
         calls.pop().cancel()
@@ -84,3 +85,43 @@ async def test_payloads_that_have_no_room_wait_in_the_program(log: Log, gate: Ga
             await runner.run(jobs.aecho, 1)
         await runner.run(jobs.aecho, 1)  # what the program has discarded before, the host has discarded when it comes there
         assert not host.parcels
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_a_shared_object_is_sent_once_to_each_node_that_needs_it() -> None:
+    """It lies there in one slot, which the workers of the node map, until it is closed."""
+    async with NodesRunner(4, max_message=1 << 24) as runner:
+        store = engine_of(runner).store
+        hosts = inner_hosts(engine_of(runner))
+        shared = await runner.share(arrays.numbers(1, 1 << 20))
+        assert [len(host.parcels) for host in hosts] == [0, 0]
+        assert await runner.run(share_jobs.item_of, shared, 7) == 8
+        assert sorted(len(host.parcels) for host in hosts) == [0, 1]
+        assert await runner.broadcast(share_jobs.item_of, shared, 7) == [8] * 4
+        assert [list(host.parcels) for host in hosts] == [list(store.carried_to(link)) for link in engine_of(runner).links]
+        assert [len(host.parcels) for host in hosts] == [1, 1]
+        assert [host.engine.store.in_use for host in hosts] == [1, 1]
+        shared.close()
+        while store.in_use:
+            await runner.broadcast(jobs.aecho, 1)
+        await runner.broadcast(jobs.aecho, 1)
+        assert [host.engine.store.in_use for host in hosts] == [0, 0]
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_large_payloads_are_not_copied_into_python_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a slot here into a slot of the node, and from a worker's slot into the memory that the result keeps."""
+    size = 1 << 20
+    async with OneNodeRunner(1) as runner:
+        (host,) = inner_hosts(engine_of(runner))
+        kept: list[object] = []
+        monkeypatch.setattr(host.engine.store, "keep", kept.append)
+        array = await runner.run(arrays.anumbers, 5, size)
+        assert arrays.is_numbers(5, array)
+        assert (array.flags.writeable, array.flags.owndata) == (True, False)
+        assert await runner.run(arrays.is_a_view, array)
+        del array
+        assert kept == []
+        (channel,) = [worker.channel for worker in engine_of(runner).links[0].workers.values()]
+        assert await runner.run(jobs.aecho, bytes(size)) == bytes(size)
+        assert channel._large == {}

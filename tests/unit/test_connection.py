@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from percore._protocol.messages import BrokenFrame
+from percore._transport import connection
 from percore._transport.connection import FULL, Connection, Pulse, time_of
 from percore._transport.proven import Door, dial
 from percore._transport.wire import Decoder, Frame, Kind, limits
@@ -61,10 +62,10 @@ async def test_a_full_connection_has_room_again_when_the_other_end_reads(pair: t
     one.connection.on_room = lambda: rooms.append(one.connection.is_full)
     large = bytes(FULL)
     for number in range(4):
-        one.connection.send(Kind.KEEP, number, large, written=lambda number=number: written.append(number))  # type: ignore[misc]
+        one.connection.send(Kind.KEEP, number, large, let_go=lambda number=number: written.append(number))  # type: ignore[misc]
     assert one.connection.is_full
     assert len(written) < 4
-    assert not rooms
+    rooms.clear()
     other = End(pair[1])
     await until(lambda: len(other.frames) == 4)
     await until(lambda: len(written) == 4)
@@ -74,24 +75,42 @@ async def test_a_full_connection_has_room_again_when_the_other_end_reads(pair: t
 
 
 async def test_what_was_not_sent_is_known_when_the_connection_breaks(pair: tuple[socket.socket, socket.socket]) -> None:
+    """And all memory is let go of, each piece once, whether or not it was sent."""
     one = End(pair[0])
     unsent: list[int] = []
+    free: list[int] = []
+
+    def send(number: int, size: int = FULL) -> None:
+        one.connection.send(
+            Kind.KEEP, number, bytes(size), let_go=lambda: free.append(number), unsent=lambda: unsent.append(number)
+        )
+
     for number in range(4):
-        one.connection.send(Kind.KEEP, number, bytes(FULL), unsent=lambda number=number: unsent.append(number))  # type: ignore[misc]
+        send(number)
     pair[1].close()
     await until(lambda: one.lost)
-    one.connection.send(Kind.BEAT, 4, unsent=lambda: unsent.append(4))
+    send(4, 0)
     assert unsent[-1] == 4
     assert 0 not in unsent  # a part of it was sent: nobody knows what became of it
     assert {2, 3} <= set(unsent)
+    assert free == [0, 1, 2, 3, 4]
     one.connection.close()
+
+
+async def test_closing_lets_go_of_all_memory_and_says_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
+    one = End(pair[0])
+    free: list[int] = []
+    for number in range(3):
+        one.connection.send(Kind.KEEP, number, bytes(FULL), let_go=lambda number=number: free.append(number))  # type: ignore[misc]
+    one.connection.close()
+    assert (free, one.lost) == ([0, 1, 2], [])
 
 
 async def test_invalid_bytes_break_the_connection(pair: tuple[socket.socket, socket.socket]) -> None:
     one = End(pair[0])
     pair[1].sendall(b"\xff" * 100)
     await until(lambda: one.lost)
-    assert "a frame of kind 255" in one.lost[0]
+    assert "a frame whose head is damaged" in one.lost[0]
     assert not one.connection.is_open
 
 
@@ -198,3 +217,18 @@ async def test_a_door_that_nobody_comes_to_closes_with_its_wait() -> None:
         await waiting
     with pytest.raises(OSError, match=r"refused|Connect"):
         await dial(loop, (LOCAL, door.port), TOKEN)
+
+
+async def test_a_connection_that_was_full_between_two_writes_has_room_again(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender that met it full meanwhile waits for that."""
+    monkeypatch.setattr(connection, "FULL", 10)
+    one = End(pair[0])
+    rooms: list[bool] = []
+    one.connection.on_room = lambda: rooms.append(one.connection.is_full)
+    one.connection.put(Kind.RENEW, 0)
+    assert (one.connection.is_full, rooms) == (True, [])
+    one.connection.write()
+    assert rooms == [False]
+    one.connection.close()

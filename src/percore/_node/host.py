@@ -29,6 +29,7 @@ from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BrokenFrame
 from percore._transport.codec import decode
 from percore._transport.connection import Connection, time_of
+from percore._transport.slots import SLOT_BITS
 from percore._transport.wire import Frame, Kind, limits, unpack
 from percore._transport.wire import pack as packed
 
@@ -59,6 +60,8 @@ class Host:
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: Any, pid: int) -> None:
         self.ended: asyncio.Future[None] = loop.create_future()
         self.parcels: dict[int, int] = {}
+        self._arriving: int | None = None
+        """The parcel that is being received."""
         self.places = 0
         self.clock_ahead = float("inf")
         self._loop = loop
@@ -86,6 +89,7 @@ class Host:
         }
         most = {kind: size for kind, size in limits(0).items() if kind in self._handlers}
         self.connection = Connection(loop, sock, most, self._heard, self._over)
+        self.connection.decoder.room = self._room_for
         self.connection.on_room = lambda: self._hold_logs(False)
         self.connection.send(Kind.HELLO, 0, packed(tuple(greeting(pid))))
 
@@ -165,9 +169,27 @@ class Host:
         self._to(number, lambda station: station.down(messages))
 
     def _keep(self, number: int, data: memoryview) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            self._check_new(number)
+            arriving = self.engine.store.keep(data)
+        self.parcels[number] = arriving
+
+    def _check_new(self, number: int) -> None:
         if number in self.parcels:
             raise BrokenFrame("a parcel that is there")
-        self.parcels[number] = self.engine.store.keep(bytes(data))
+
+    def _room_for(self, kind: int, number: int, length: int) -> memoryview | bytearray:
+        """Return memory for a large frame. A parcel is received in the slot in which workers will see it."""
+        if kind != Kind.KEEP:
+            return bytearray(length)
+        self._check_new(number)
+        store = self.engine.store
+        slot = store.take()
+        if slot is None:
+            raise BrokenFrame("a parcel for which there is no room")
+        self._arriving = length << SLOT_BITS | slot
+        return store.view(slot)[:length]
 
     def _known(self, number: int, *, pop: bool = False) -> int:
         if number not in self.parcels:
@@ -234,6 +256,9 @@ class Host:
         if why and self._engine is not None:
             report(_INFO, "the connection to the program ended: %s", why)
         self._is_over = True
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            self.engine.store.discard(arriving)
         for station in self._stations.values():
             station.worker.kill()
         self._look_ended()

@@ -7,7 +7,7 @@ from percore._common.errors import shown
 from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BATCH, BEGIN_BY, ONCE_OPS, PICKLED, READY, TERMS, Body, Message
 from percore._transport.codec import encode
-from percore._transport.wire import PAYLOAD_HEAD, Kind, pack
+from percore._transport.wire import Kind, pack
 
 if TYPE_CHECKING:
     from percore._engines.processes.engine import ProcessWorker
@@ -48,7 +48,7 @@ class Station:
     def __init__(self, host: Home, number: int, worker: "ProcessWorker") -> None:
         self.worker = worker
         self._host = host
-        self._send = host.connection.send
+        self._send, self._put, self._write = host.connection.send, host.connection.put, host.connection.write
         self._number = number
         self._channel = worker.channel
         self._calls: dict[int, int] = {}
@@ -92,6 +92,7 @@ class Station:
     # To the program
 
     def _up(self, messages: list[Message]) -> None:
+        """Pass messages on. `_look`, which the channel calls next, writes them."""
         run: list[Message] = []
         own = self._channel.own
         for message in messages:
@@ -110,22 +111,21 @@ class Station:
 
     def _flush(self, run: list[Message]) -> None:
         if run:
-            self._send(Kind.MESSAGES, self._number, encode(run))
+            self._put(Kind.MESSAGES, self._number, encode(run))
             run.clear()
 
     def _pass_on(self, op: int, call_id: int, payload: int) -> None:
         """Send a large result. Its slot is free again when the socket has taken it: until then the worker may have to wait."""
-        data = bytes(self._channel.read(payload))
-        self._send(
-            Kind.PAYLOAD,
-            self._number,
-            PAYLOAD_HEAD.pack(op, call_id),
-            data,
-            written=lambda: self._channel.release(payload),
-        )
+        self._put(Kind.PAYLOAD_OF, self._number, pack((op, call_id)))
+        data = self._channel.read(payload)
+        self._put(Kind.PAYLOAD, self._number, data, let_go=lambda: self._channel.release(payload))
 
     def _look(self) -> None:
-        """Tell the program if the worker has read on."""
+        """Tell the program if the worker has read on, and write what waits."""
+        self._note_read()
+        self._write()
+
+    def _note_read(self) -> None:
         if self._channel.has_read():
             if self._told == self._sent:
                 return
@@ -133,7 +133,7 @@ class Station:
         elif self._waited_since == self._channel.waits_since:
             return
         self._waited_since = self._channel.waits_since
-        self._send(Kind.READ, self._number, pack((self._told,)))
+        self._put(Kind.READ, self._number, pack((self._told,)))
 
     def _broke(self, error: BaseException) -> None:
         self._send(Kind.BROKEN, self._number, pack((shown(error)[:1000],)))

@@ -55,7 +55,7 @@ class Arena(SlotWriter):
         self._private[parcel] = data
         return parcel
 
-    def keep(self, pickle: bytes) -> int:
+    def keep(self, pickle: memoryview | bytes | bytearray) -> int:
         parcel = self.store(pickle)
         if parcel is None:
             raise RuntimeError(f"there is no room for another pickle of {len(pickle)} bytes")

@@ -35,7 +35,13 @@ _WAIT: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSL
 
 Tag = Callable[[], None]
 _Piece = tuple[memoryview, Tag | None, Tag | None]
-"""Bytes, what to call when all of them are written, and what to call if none ever was."""
+"""Bytes, what to call when they are not needed any more, and what to call if none of them was ever written."""
+
+
+def _let_go(pieces: list[_Piece]) -> None:
+    for _, let_go, _ in pieces:
+        if let_go is not None:
+            let_go()
 
 
 def time_of(beat: memoryview | bytearray) -> float:
@@ -91,39 +97,36 @@ class Connection:
     def is_full(self) -> bool:
         return self._size > FULL
 
-    def send(
-        self, kind: int, number: int, *data: memoryview | bytes, written: Tag | None = None, unsent: Tag | None = None
-    ) -> None:
-        """Send a frame with these pieces of data. Once the connection broke, only call `unsent`.
+    def send(self, kind: int, number: int, *data: memoryview | bytes, let_go: Tag | None = None, unsent: Tag | None = None) -> None:
+        """Send a frame with these pieces of data, after all that was put before. Once the connection has ended, only call the tags.
 
-        `written`: called in the loop when the socket has taken the whole frame. `unsent`: called when the connection breaks, if it
-        has taken nothing of it.
+        `let_go`: called once, in the loop, when the data is not needed any more: the socket has taken it, or the connection has
+        ended. `unsent`: called when the connection breaks, if the socket has taken nothing of the frame.
         """
-        self._put(kind, number, data, written, unsent)
-        self._write()
+        self.put(kind, number, *data, let_go=let_go, unsent=unsent)
+        self.write()
 
-    def _put(
-        self, kind: int, number: int, data: tuple[memoryview | bytes, ...], written: Tag | None = None, unsent: Tag | None = None
-    ) -> None:
-        size = sum(map(len, data))
-        first = head(kind, number, size)
-        if size < _LARGE:
-            pieces = [memoryview(b"".join((first, *data)))]
-        else:
-            pieces = [memoryview(first), *(memoryview(piece) for piece in data if len(piece))]
+    def put(self, kind: int, number: int, *data: memoryview | bytes, let_go: Tag | None = None, unsent: Tag | None = None) -> None:
+        """Like `send`, with the next frame that is sent, or with the next `write`."""
+        first = head(kind, number, *data)
+        size = len(first) + sum(map(len, data))
+        is_large = size >= _LARGE
+        pieces = [first, *(piece for piece in data if len(piece))] if is_large else [b"".join((first, *data))]
+        last = len(pieces) - 1
         with self._lock:
             if self.is_open:
-                self._size += sum(map(len, pieces))
+                self._size += size
+                self._was_full |= self.is_full
                 for place, piece in enumerate(pieces):
-                    is_first, is_last = place == 0, place == len(pieces) - 1
-                    self._pieces.append((piece, written if is_last else None, unsent if is_first else None))
+                    self._pieces.append((memoryview(piece), None if place < last else let_go, None if place else unsent))
                 return
-        if unsent is not None:
-            unsent()
+        for tag in (unsent, let_go):
+            if tag is not None:
+                tag()
 
     def beat(self) -> None:
         """Send a BEAT, and write what waits. From another thread than the loop's."""
-        self._put(Kind.BEAT, 0, (_BEAT.pack(monotonic()),))
+        self.put(Kind.BEAT, 0, _BEAT.pack(monotonic()))
         with self._lock:
             done = self._write_some() if self.is_open else []
             is_behind = bool(self._pieces) != self._is_waiting
@@ -135,7 +138,8 @@ class Connection:
         """As `beat`, in the loop."""
         self.send(Kind.BEAT, 0, _BEAT.pack(monotonic()))
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write what was put, as far as the socket takes it."""
         with self._lock:
             done = self._write_some() if self.is_open else []
         self._written(done)
@@ -145,14 +149,12 @@ class Connection:
         if self.is_open and bool(self._pieces) != self._is_waiting:
             self._is_waiting = not self._is_waiting
             if self._is_waiting:
-                self._loop.add_writer(self._sock, self._write)
+                self._loop.add_writer(self._sock, self.write)
             else:
                 self._loop.remove_writer(self._sock)
         for tag in done:
             tag()
-        if self.is_full:
-            self._was_full = True
-        elif self._was_full:
+        if self._was_full and not self.is_full:
             self._was_full = False
             self.on_room()
 
@@ -171,13 +173,13 @@ class Connection:
                 break
             self._size -= sent
             while self._pieces and sent >= len(self._pieces[0][0]):
-                piece, written, _ = self._pieces.popleft()
+                piece, let_go, _ = self._pieces.popleft()
                 sent -= len(piece)
-                if written is not None:
-                    done.append(written)
+                if let_go is not None:
+                    done.append(let_go)
             if sent:
-                piece, written, _ = self._pieces[0]
-                self._pieces[0] = (piece[sent:], written, None)
+                piece, let_go, _ = self._pieces[0]
+                self._pieces[0] = (piece[sent:], let_go, None)
         return done
 
     # Receiving
@@ -211,7 +213,7 @@ class Connection:
         self.heard += 1
         self.decoder.filled(count)
         self._deliver()
-        return True
+        return count == len(room) or not self._gathers  # what TLS has decrypted does not make the socket readable
 
     def _deliver(self) -> None:
         try:
@@ -227,12 +229,12 @@ class Connection:
 
     def _break(self, why: str) -> None:
         if self.is_open:
-            self._close()
-            for _, _, unsent in self._pieces:
+            pieces = self._close()
+            for _, _, unsent in pieces:
                 if unsent is not None:
                     unsent()
-            self._pieces.clear()
             self._on_lost(why)
+            _let_go(pieces)
 
     def give_up(self, why: str) -> None:
         """Break the connection: `on_lost` is called."""
@@ -241,18 +243,21 @@ class Connection:
     def close(self) -> None:
         """Close this end, without a word. Idempotent."""
         if self.is_open:
-            self._close()
-            self._pieces.clear()
+            _let_go(self._close())
 
-    def _close(self) -> None:
+    def _close(self) -> list[_Piece]:
+        """Close the socket, and return what was not written."""
         with self._lock:
             self.is_open = False
             self._size = 0
+            pieces = list(self._pieces)
+            self._pieces.clear()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock)
             if self._is_waiting:
                 self._loop.remove_writer(self._sock)
         self._sock.close()
+        return pieces
 
     def cut(self) -> None:
         """Break the connection as a lost network does. Both ends notice."""

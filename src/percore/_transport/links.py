@@ -93,9 +93,14 @@ def slots_of(max_message: int) -> tuple[int, int]:
     return min(max(2**40 // slot_size, 16), SLOT_MASK + 1), slot_size
 
 
-def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
-    """Map the arena, and return it with the sizes of all memory."""
-    wanted, slot_size = slots_of(options.max_message)
+def map_arena(max_message: int, part: int = 1) -> tuple[Memory, int]:
+    """Map memory for an arena, or for a part of one: half of it (2), for example. Return it, and the size of a slot.
+
+    Raises:
+        OSError: there is no room for one slot; the text says what to do.
+    """
+    wanted, slot_size = slots_of(max_message)
+    wanted = max(1, wanted // part)
     budget, _ = resource.getrlimit(resource.RLIMIT_AS)
     if budget != resource.RLIM_INFINITY:
         wanted = min(wanted, budget // 4 // slot_size)
@@ -110,11 +115,17 @@ def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
             reason = str(error)
     if memory is None:
         raise OSError(
-            f"no room for one message of max_message={options.max_message} bytes ({reason}): "
+            f"no room for one message of max_message={max_message} bytes ({reason}): "
             "raise the limit (ulimit -v, ulimit -f), or make the runner with a smaller max_message"
         )
+    return memory, slot_size
+
+
+def _mapped(options: RunnerOptions, places: int) -> tuple[Memory, Layout]:
+    """Map the arena, and return it with the sizes of all memory."""
+    memory, slot_size = map_arena(options.max_message)
     try:
-        results = _results(wanted, slot_size, options.max_message, options.workers)
+        results = _results(memory.size // slot_size, slot_size, options.max_message, options.workers)
     except OSError:
         memory.close()
         raise

@@ -78,6 +78,10 @@ class SlotWriter:
             self.in_use += 1
             return slot
 
+    def has_free(self) -> bool:
+        """Whether a slot is free."""
+        return self._is_ours and (bool(self._freed) or self._fresh < self.count)
+
     def is_scarce(self) -> bool:
         """Whether more than half of the slots would be in use if one more were taken."""
         return (self.in_use + 1) * 2 > self.count
@@ -158,7 +162,7 @@ class SlotWriter:
         """
         self._waiters.append(waiter)
         with self._lock:
-            is_free = self._is_ours and (bool(self._freed) or self._fresh < self.count)
+            is_free = self.has_free()
         if is_free:
             self._offer()
 
@@ -190,7 +194,7 @@ class SlotWriter:
         start = slot * self.slot_size
         return self._memory.part(start, start + self.slot_size)
 
-    def store(self, data: bytes | memoryview) -> int | None:
+    def store(self, data: bytes | bytearray | memoryview) -> int | None:
         """Copy `data` into a free slot and return the payload that names it, or None if no slot is free."""
         assert len(data) <= self.slot_size, "it would reach into the next slot"
         slot = self.take()

@@ -1,20 +1,25 @@
 """Frames between the program and a host: a head, and as many bytes as it says. Pure: whoever has a socket feeds a Decoder.
 
-    kind 1 byte │ number 8 bytes │ length 8 bytes │ data
+    kind 1 byte │ number 8 bytes │ length 8 bytes │ check of the data 4 bytes │ check of the head 4 bytes │ data
 
 The number is that of a worker, of a parcel or of a question, as the kind says; the data is a marshalled value, the messages of a
 worker as `codec` writes them, or a large payload as it is. Each kind has a limit of its length. A head is checked before anything
-else is read, so that damaged data costs no memory: who sends a wrong one is broken.
+else is read, and the data before it is decoded: damaged data costs no memory, because who sends it is broken. Both checks are
+CRC-32. A large payload has none: it would take as long as a copy, and what unpickles the payload sees whether it is whole.
 """
 
 import marshal
 import struct
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 from percore._protocol.messages import BrokenFrame
 
-_HEAD: Final = struct.Struct("<BQQ")
+_HEAD: Final = struct.Struct("<BQQI")
+_CHECK: Final = struct.Struct("<I")
+HEAD_SIZE: Final = _HEAD.size + _CHECK.size
 _BUFFER: Final = 1 << 18
 """Bytes that are received at a time. A frame that is larger gets memory of its own."""
 
@@ -45,7 +50,7 @@ class Kind(IntEnum):
     END = 21  # number: 0
     # To the program.
     HELLO = 30  # number: the protocol's version; data: a Hello
-    PAYLOAD = 31  # number: a worker; data: op and call id (PAYLOAD_HEAD), then a pickle
+    PAYLOAD = 31  # number: a worker; data: the pickle that PAYLOAD_OF has announced
     READ = 32  # number: a worker; data: how many messages it has read
     LOG = 33  # number: the slot of a worker; data: a record
     BROKEN = 34  # number: a worker; data: why its channel broke
@@ -54,9 +59,12 @@ class Kind(IntEnum):
     EXIT = 37  # number: a worker; data: an Exit, and its pid
     ANSWER = 38  # number: a question; data: the answer
     REFUSED = 39  # number: 0; data: why the host cannot be used
+    PAYLOAD_OF = 40  # number: a worker; data: op and call id of the message whose pickle is the next PAYLOAD
 
 
-PAYLOAD_HEAD: Final = struct.Struct("<iq")
+UNCHECKED: Final = frozenset({int(Kind.KEEP), int(Kind.PAYLOAD)})
+"""The kinds of large payloads."""
+
 _SMALL: Final = 64 << 10
 _LARGE: Final = 16 << 20
 _NONE: Final = frozenset({Kind.EXAMINE, Kind.RENEW, Kind.RESIZE, Kind.END, Kind.DROP})
@@ -68,13 +76,18 @@ def limits(max_message: int) -> dict[int, int]:
     most = dict.fromkeys(Kind, _SMALL) | dict.fromkeys(_NONE, 0) | dict.fromkeys(_MANY, _LARGE)
     return {int(kind): size for kind, size in (most | {Kind.MEMORY: _LARGE}).items()} | {
         int(Kind.KEEP): max_message,
-        int(Kind.PAYLOAD): max_message + PAYLOAD_HEAD.size,
+        int(Kind.PAYLOAD): max_message,
     }
 
 
-def head(kind: int, number: int, length: int) -> bytes:
-    """Return the head of a frame."""
-    return _HEAD.pack(kind, number, length)
+def head(kind: int, number: int, *data: memoryview | bytes) -> bytes:
+    """Return the head of a frame whose data consists of these pieces."""
+    check = 0
+    if kind not in UNCHECKED:
+        for piece in data:
+            check = crc32(piece, check)
+    first = _HEAD.pack(kind, number, sum(map(len, data)), check)
+    return first + _CHECK.pack(crc32(first))
 
 
 def pack(value: object) -> bytes:
@@ -108,18 +121,27 @@ class Frame(NamedTuple):
     data: memoryview | bytearray
 
 
+Room = Callable[[int, int, int], "memoryview | bytearray"]
+"""Returns memory for the data of a large frame, by its kind, its number and its length. Raises BrokenFrame if it may not come."""
+
+
+def _own_memory(_kind: int, _number: int, length: int) -> bytearray:
+    return bytearray(length)
+
+
 class Decoder:
     """Turns bytes into frames: fill `buffer`, say how much by `filled`, take frames by `next` until there is none."""
 
-    def __init__(self, most: dict[int, int]) -> None:
-        """`most`: the bytes that the data of each kind may have. Other kinds are refused."""
+    def __init__(self, most: dict[int, int], room: Room = _own_memory) -> None:
+        """`most`: the bytes that the data of each kind may have. Other kinds are refused. `room`: where large frames are put."""
         self.most = most
+        self.room = room
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0
-        self._large: bytearray | None = None
+        self._large: memoryview | bytearray | None = None
         self._has = 0
         """Bytes of `_large` that have arrived."""
-        self._head = (0, 0, 0)
+        self._head = (0, 0, 0, 0)
 
     def buffer(self) -> memoryview:
         """Return memory for the next bytes. It is not empty."""
@@ -151,24 +173,34 @@ class Decoder:
             if self._has < len(large):
                 return None
             self._large = None
-            return Frame(self._head[0], self._head[1], large)
+            return self._whole(large)
         start = self._start
-        if self._end - start < _HEAD.size:
+        if self._end - start < HEAD_SIZE:
             return None
-        kind, number, length = self._head = _HEAD.unpack_from(self._buffer, start)
-        self._check(kind, number, length)
-        start += _HEAD.size
+        self._head = kind, number, length, _ = _HEAD.unpack_from(self._buffer, start)
+        self._check(start, kind, number, length)
+        start += HEAD_SIZE
         if self._end - start >= length:
             self._start = start + length
-            return Frame(kind, number, self._buffer[start : self._start])
-        if _HEAD.size + length > _BUFFER:
-            self._large = large = bytearray(length)
+            return self._whole(self._buffer[start : self._start])
+        if HEAD_SIZE + length > _BUFFER:
+            large = self.room(kind, number, length)
             self._has = self._end - start
             large[: self._has] = self._buffer[start : self._end]
             self._start = self._end = 0
+            self._large = large
         return None
 
-    def _check(self, kind: int, number: int, length: int) -> None:
+    def _whole(self, data: memoryview | bytearray) -> Frame:
+        kind, number, _, check = self._head
+        if kind not in UNCHECKED and crc32(data) != check:
+            raise BrokenFrame(f"a frame {Kind(kind).name} whose data is damaged")
+        return Frame(kind, number, data)
+
+    def _check(self, start: int, kind: int, number: int, length: int) -> None:
+        (check,) = _CHECK.unpack_from(self._buffer, start + _HEAD.size)
+        if crc32(self._buffer[start : start + _HEAD.size]) != check:
+            raise BrokenFrame("a frame whose head is damaged")
         most = self.most.get(kind)
         if most is None:
             raise BrokenFrame(f"a frame of kind {kind}")

@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from percore._engines.nodes.store import NodesStore, received
+from percore._engines.nodes.store import NodesStore
 from percore._protocol.interfaces import Ticket
 from percore._protocol.messages import BATCH, ONCE_OPS, Body, BrokenFrame, Message, Payload
+from percore._transport.buffers import has_buffers, places_in
 from percore._transport.codec import decode
 from percore._transport.frames import next_frame
 from percore._transport.leases import Received
@@ -28,6 +30,8 @@ def is_call(op: int) -> bool:
 class NodeChannel:
     """Implements `Channel` over the connection that all workers of a node share.
 
+    A large result arrives in memory of its own, under a number, and is released with it.
+
     Attributes:
         unsent: the calls that were still here when the connection broke. They have not begun.
     """
@@ -42,6 +46,9 @@ class NodeChannel:
         self._number = number
         self._link = link
         self._store = store
+        self._large: dict[int, bytearray | bytes] = {}
+        """The large results that are not released yet."""
+        self._numbers = count(1)
         self._queue: deque[Message] = deque()
         self._is_heavy = False
         self._acknowledged = 0
@@ -63,27 +70,33 @@ class NodeChannel:
             self._is_heavy = True
 
     def send_parcel(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
-        is_placed = self._store.is_placed(parcel)  # then it is sent now, in order
-        if not is_placed and (self._link.is_full or not self._store.place(parcel)):
-            self._store.wait(lambda: self._retry(op, call_id, parcel, ticket))
-        elif ticket.stored(parcel):
-            self._store.carry(parcel, self._link)
+        store = self._store
+        if not store.is_placed(parcel) and self._link.is_full:  # one that is placed is sent now, in order
+            store.wait_for_link(lambda: self._retry(op, call_id, parcel, ticket))
+            return
+        placed = store.place(parcel)
+        if placed is None:
+            store.wait(lambda: self._retry(op, call_id, parcel, ticket))
+        elif ticket.stored(placed):
+            store.carry(placed, self._link)
             self.flush()
             self.sent += 1
             unsent = (lambda: self.unsent.add(call_id)) if is_call(op) else None
-            self._link.send(Kind.PARCEL, self._number, pack((op, call_id, parcel)), unsent=unsent)
+            self._link.send(Kind.PARCEL, self._number, pack((op, call_id, placed)), unsent=unsent)
             self._mark()
+        elif placed != parcel:  # else its owner has discarded it
+            store.discard(placed)
 
     def _retry(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
         if self.is_open and ticket.is_wanted():
             self.send_parcel(op, call_id, parcel, ticket)
 
     def flush(self) -> None:
-        """Send what waits, in frames."""
+        """Give what waits to the connection, in frames. The next `Connection.write` sends them."""
         queue = self._queue
         while queue:
             data, _ = next_frame(queue, is_heavy=self._is_heavy)
-            self._link.send(Kind.MESSAGES, self._number, data, unsent=partial(self._unsend, data))
+            self._link.put(Kind.MESSAGES, self._number, data, unsent=partial(self._unsend, data))
         self._is_heavy = False
         self._mark()
 
@@ -101,15 +114,28 @@ class NodeChannel:
         self.is_open = False
 
     def load(self, payload: Payload) -> Received:
-        return received(self.read(payload))
+        data = self.read(payload)
+        if not has_buffers(data):
+            return Received(data, len(data), (), is_leased=False)
+        pickled, places = places_in(data)
+        is_own = type(payload) is int and not data.readonly  # type: ignore[union-attr]  # then it lies in memory of its own
+        if is_own:
+            self.release(payload)
+        view = memoryview(data)
+        return Received(data, pickled, [view[start:end] for start, end in places], is_leased=is_own)
 
-    def read(self, payload: Payload) -> bytes:
-        if type(payload) is not bytes:
-            raise BrokenFrame(f"a payload that is a {type(payload).__name__}")
-        return payload
+    def read(self, payload: Payload) -> memoryview | bytes:
+        if type(payload) is bytes:
+            return payload
+        data = self._large.get(payload) if type(payload) is int else None
+        if data is None:
+            raise BrokenFrame(f"a payload that is not there: {type(payload).__name__}")
+        return memoryview(data)
 
     def release(self, payload: Payload) -> None:
-        """Do nothing: the host has released it in its worker."""
+        """Drop a large result. The host has released it in its worker already."""
+        if type(payload) is int:
+            self._large.pop(payload, None)
 
     def receive(self) -> None:
         """Do nothing: what arrives is delivered at once."""
@@ -135,6 +161,12 @@ class NodeChannel:
         self.received += len(messages)
         self._guarded(lambda: self.on_frame(messages))
 
+    def deliver_large(self, op: int, call_id: int, data: bytearray | bytes) -> None:
+        """Deliver a message with a large result."""
+        number = next(self._numbers)
+        self._large[number] = data
+        self.deliver([(op, call_id, number)])
+
     def batch(self) -> None:
         """All that arrived together was delivered."""
         self._guarded(self.on_batch)
@@ -144,6 +176,11 @@ class NodeChannel:
         if self.is_open:
             self.is_open = False
             self.on_broken(error)
+
+    def close(self) -> None:
+        """Receive nothing more, and drop what was not read. Idempotent."""
+        self.is_open = False
+        self._large.clear()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self.is_open:

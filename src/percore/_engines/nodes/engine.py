@@ -188,8 +188,8 @@ class NodesEngine:
             )
 
     def _check_room(self, room: int) -> None:
-        if not self._slots:  # nothing was sent yet
-            self.store.room = min(self.store.room, room)
+        if not self._slots and room < self.store.room:  # nothing was sent yet
+            self.store.fit(room)
         if room < self.store.room:
             raise Refused(
                 f"it has room for {room} payloads of max_message={self.store.limit} bytes, and {self.store.room} are needed: "
@@ -256,7 +256,10 @@ class NodesEngine:
         links, self.links = self.links, []
         await asyncio.gather(*(self._end(link) for link in links))
         self._pulse.end()
-        await self._places.aclose()
+        try:
+            await self._places.aclose()
+        finally:
+            self.store.close()
 
     async def _end(self, link: NodeLink) -> None:
         if not await link.aclose(_END):

@@ -14,10 +14,10 @@ from percore._engines.nodes.worker import NodeWorker
 from percore._engines.processes.log_receiver import handle, levels
 from percore._protocol.host_orders import Greeting, HostOrders
 from percore._protocol.interfaces import Condition, Exit, Fate
-from percore._protocol.messages import BrokenFrame
+from percore._protocol.messages import PICKLED, BrokenFrame
 from percore._transport.codec import decode
 from percore._transport.connection import Connection
-from percore._transport.wire import PAYLOAD_HEAD, Frame, Kind, limits, pack, unpack
+from percore._transport.wire import Frame, Kind, limits, pack, unpack
 
 BEATS: Final = 10
 """Beats in `lost_after` seconds."""
@@ -60,6 +60,8 @@ class NodeLink:
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._dirty: list[Sender] = []
+        self._announced: tuple[int, int, int] | None = None
+        """The worker, the op and the call of the payload that comes next."""
         self._touched: dict[NodeChannel, None] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._lost_after = 0.0
@@ -69,6 +71,7 @@ class NodeLink:
             Kind.HELLO: self._hello,
             Kind.REFUSED: self._refused,
             Kind.MESSAGES: self._messages,
+            Kind.PAYLOAD_OF: self._payload_of,
             Kind.PAYLOAD: self._payload,
             Kind.READ: self._read,
             Kind.LOG: self._log,
@@ -82,7 +85,7 @@ class NodeLink:
         self.connection = Connection(loop, sock, most, self._frame, self._broke)
         self.connection.on_batch = self._batch
         self.connection.on_room = store.has_room
-        self.send = self.connection.send
+        self.send, self.put = self.connection.send, self.connection.put
 
     @property
     def is_full(self) -> bool:
@@ -143,10 +146,11 @@ class NodeLink:
         dirty, self._dirty = self._dirty, []
         for channel in dirty:
             channel.flush()
+        self.connection.write()
 
-    def keep(self, parcel: int, data: bytes) -> None:
-        """Give the host a payload."""
-        self.send(Kind.KEEP, parcel, data)
+    def keep(self, parcel: int, data: memoryview | bytes, let_go: Callable[[], None]) -> None:
+        """Give the host a payload. `let_go` is called when its memory is not needed any more."""
+        self.put(Kind.KEEP, parcel, data, let_go=let_go)
 
     def drop(self, parcel: int) -> None:
         """Take a payload back. Messages that name it were sent before."""
@@ -186,11 +190,17 @@ class NodeLink:
     def _messages(self, number: int, data: memoryview) -> None:
         self._worker(number).channel.deliver(decode(data))
 
-    def _payload(self, number: int, data: memoryview) -> None:
-        if len(data) < PAYLOAD_HEAD.size:
-            raise BrokenFrame("a payload without its head")
-        op, call_id = PAYLOAD_HEAD.unpack_from(data)
-        self._worker(number).channel.deliver([(op, call_id, bytes(memoryview(data)[PAYLOAD_HEAD.size :]))])
+    def _payload_of(self, number: int, data: memoryview) -> None:
+        op, call_id = unpack(data, int, int)
+        if self._announced is not None or op not in PICKLED:
+            raise BrokenFrame("a payload is announced in place of another one, or for a message that has none")
+        self._announced = number, op, call_id
+
+    def _payload(self, number: int, data: memoryview | bytearray) -> None:
+        announced, self._announced = self._announced, None
+        if announced is None or announced[0] != number:
+            raise BrokenFrame("a payload that was not announced")
+        self._worker(number).channel.deliver_large(*announced[1:], data if type(data) is bytearray else bytes(data))
 
     def _read(self, number: int, data: memoryview) -> None:
         self._worker(number).channel.acknowledged(*unpack(data, int))

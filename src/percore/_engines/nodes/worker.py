@@ -67,4 +67,4 @@ class NodeWorker:
         self._on_exit(end)
 
     def close(self) -> None:
-        self.channel.is_open = False
+        self.channel.close()

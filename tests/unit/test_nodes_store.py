@@ -1,0 +1,85 @@
+"""The store of an engine of nodes: which node has a parcel, and when a slot here is free again."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from percore import Runner
+from percore._engines.nodes.store import NodesStore
+from percore._serialization.pickler import MainInfo
+from tests.waiting import until
+
+LARGE = bytes(200_000)
+
+
+class Link:
+    """A link that writes when the test says so."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+        self.reading: list[Callable[[], None]] = []
+
+    def keep(self, parcel: int, data: memoryview, let_go: Callable[[], None]) -> None:
+        assert len(data) > len(LARGE)
+        self.said.append(("keep", parcel))
+        self.reading.append(let_go)
+
+    def drop(self, parcel: int) -> None:
+        self.said.append(("drop", parcel))
+
+
+@pytest.fixture
+async def store() -> Any:
+    store = NodesStore(asyncio.get_running_loop(), Runner(max_message=1 << 36)._options, MainInfo("module", "tests"))
+    yield store
+    store.close()
+
+
+async def test_a_slot_is_free_when_nobody_sends_it_any_more(store: NodesStore) -> None:
+    links: Any = [Link(), Link()]
+    parcel = store.pickler().payload(LARGE)
+    assert type(parcel) is int
+    for link in (links[0], links[1], links[0]):
+        store.carry(parcel, link)
+    assert [link.said for link in links] == [[("keep", parcel)]] * 2
+    assert store.carried_to(links[0]) == {parcel}
+    links[0].reading.pop()()
+    store.discard(parcel)
+    assert [link.said[1:] for link in links] == [[("drop", parcel)]] * 2
+    assert (store.in_use, store.carried_to(links[1])) == (1, set())
+    other = store.pickler().payload(LARGE)
+    assert other != parcel
+    links[1].reading.pop()()
+    assert store.in_use == 1
+    assert store.pickler().payload(LARGE) == parcel  # each node has dropped it: the number may come again
+
+
+async def test_a_lost_node_has_nothing(store: NodesStore) -> None:
+    links: Any = [Link(), Link()]
+    parcel: Any = store.pickler().payload(LARGE)
+    for link in links:
+        store.carry(parcel, link)
+    store.forget(links[0])
+    store.discard(parcel)
+    assert [len(link.said) for link in links] == [1, 2]
+
+
+async def test_waiters_are_called_in_order_in_the_loop_whoever_gives_a_slot_back(store: NodesStore) -> None:
+    slots: Any = [store.take() for _ in range(store.count)]
+    called: list[tuple[int, bool]] = []
+    here = threading.get_ident()
+    for number in range(3):
+        store.wait(lambda number=number: called.append((number, store.take() is not None and threading.get_ident() == here)))  # type: ignore[misc]
+    thread = threading.Thread(target=lambda: [*map(store.give, slots[:2], [0, 0])])
+    thread.start()
+    await until(lambda: len(called) == 2)
+    thread.join()
+    assert called == [(0, True), (1, True)]
+    store.give(slots[2], 0)
+    await until(lambda: len(called) == 3)
+    store.wait(lambda: called.append((3, store.take() is None)))
+    await asyncio.sleep(0)
+    assert called[2:] == [(2, True)]
