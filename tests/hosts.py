@@ -39,19 +39,20 @@ class InnerPlaces:
         hosts: the host of each node, the latest.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, *weights: int) -> None:
         self.hosts: dict[str, InnerHost] = {}
         self._names = [chr(ord("a") + place) for place in range(nodes)]
+        self._weights = weights or (1,) * nodes
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
         loop = asyncio.get_running_loop()
         placed = []
-        for name in self._names:
+        for name, weight in zip(self._names, self._weights, strict=True):
             if name not in used:
                 door = Door(loop, token, LOCAL)
                 self._tasks[name] = loop.create_task(self._serve(name, door))
-                placed.append(Place(name, LOCAL, door.port, lambda name=name: self._end(name)))  # type: ignore[misc]
+                placed.append(Place(name, LOCAL, door.port, lambda name=name: self._end(name), weight))  # type: ignore[misc]
         return placed
 
     async def _serve(self, name: str, door: Door) -> None:

@@ -86,6 +86,14 @@ async def test_a_dead_worker_and_a_dead_host(log: Log, gate: Gate) -> None:
         assert node not in {node_of(runner, pid) for pid in workers_of(runner)}
 
 
+async def test_slots_are_dealt_by_the_weights_of_the_nodes() -> None:
+    class Weighed(Runner):
+        _make_engine = _factory(lambda: InnerPlaces(2, 1, 3), 60.0)
+
+    async with Weighed(4) as runner:
+        assert [worker.node for worker in runner.statistics().workers] == ["b", "b", "a", "b"]
+
+
 async def test_a_frozen_host_is_lost_and_its_workers_end_when_it_thaws(log: Log, gate: Gate) -> None:
     async with host_runner(lost_after=3.0)(2) as runner:
         calls = [runner.options(retries=1).submit(jobs.await_, log.path, gate.path, place) for place in range(2)]
@@ -155,8 +163,8 @@ class Unreachable(InnerPlaces):
         super().__init__(1)
         self.port = port
 
-    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
-        return [place._replace(port=self.port) for place in await super().place(token, used)]
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
+        return [place._replace(port=self.port) for place in await super().place(token, used, workers)]
 
 
 async def test_a_port_that_cannot_be_reached_is_told_with_its_node() -> None:
@@ -200,10 +208,10 @@ class Closing(InnerPlaces):
 
     is_closed = False
 
-    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
         if self.is_closed:
             raise NoPlace("there is no node left")
-        return await super().place(token, used)
+        return await super().place(token, used, workers)
 
 
 class ClosingRunner(Runner):

@@ -29,7 +29,7 @@ class LocalPlaces:
         self._names = [chr(ord("a") + place) for place in range(nodes)]
         self._python = python or sys.executable
 
-    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
         free = [name for name in self._names if name not in used]
         return await asyncio.gather(*(asyncio.to_thread(self._start, name, token) for name in free))
 

@@ -113,13 +113,17 @@ class NodesEngine:
         return None
 
     def _link_for(self, index: int) -> NodeLink | None:
-        """Return the node of a slot: that of before, or the one with the fewest slots."""
+        """Return the node of a slot: that of before, or the one with the fewest slots for its weight."""
         link = self._slots.get(index)
         if link not in self.links and self.links and self._search is None:
             held = Counter(self._slots.values())
-            link = min(self.links, key=lambda one: (held[one], one.node))
+            link = min(self.links, key=lambda one: ((held[one] + 1) / one.weight, one.node))
             self._slots[index] = link
         return link if link in self.links else None
+
+    def _homeless(self) -> int:
+        """Return how many workers have no node."""
+        return int(self._orders.sizes["workers"]) - sum(link in self.links for link in self._slots.values())
 
     def _find_nodes(self) -> None:
         if self._search is None and not self._is_closed:
@@ -129,7 +133,7 @@ class NodesEngine:
         """Put hosts on the nodes that have none, and connect to them."""
         try:
             async with asyncio.timeout(self._patience):
-                placed = await self._places.place(self._token, {link.node for link in self.links})
+                placed = await self._places.place(self._token, {link.node for link in self.links}, self._homeless())
                 failed = [why for why in await self._connect_all(placed) if why]
         except NoPlace as error:
             failed = [str(error)]
@@ -157,13 +161,12 @@ class NodesEngine:
 
     async def _connect(self, place: Place) -> str:
         """Make the link to a host. Return why not, or an empty text."""
-        address = f"{place.address}:{place.port}"
-        where = f"node {place.node} ({address})"
+        where = f"node {place.node} ({place.address}:{place.port})"
         link = None
         try:
             async with asyncio.timeout(self._patience * _EARLIER):
                 sock = await dial(self._loop, (place.address, place.port), self._token)
-                link = NodeLink(self._loop, sock, place.node, address, self.store, self._lost)
+                link = NodeLink(self._loop, sock, place, self.store, self._lost)
                 self._check_versions(await link.greet())
                 room = await link.set_up(self._orders._replace(node=place.node))
                 self._check_room(room)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from percore._engines.nodes.channel import NodeChannel
 from percore._engines.nodes.node import Sender
+from percore._engines.nodes.places import Place
 from percore._engines.nodes.store import NodesStore
 from percore._engines.nodes.worker import NodeWorker
 from percore._engines.processes.log_receiver import handle, levels
@@ -34,6 +35,7 @@ class NodeLink:
     Attributes:
         node: its name.
         address: where its host is, as a text.
+        weight: how many workers are meant to run there, beside the weights of the other nodes.
         workers: its workers that have not ended, by number.
         is_lost: whether the connection broke.
         over: done when the connection broke or was closed, with the reason.
@@ -43,13 +45,13 @@ class NodeLink:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
-        node: str,
-        address: str,
+        place: Place,
         store: NodesStore,
         on_lost: Callable[["NodeLink", str], None],
     ) -> None:
-        self.node = node
-        self.address = address
+        self.node = place.node
+        self.weight = place.weight
+        self.address = f"{place.address}:{place.port}"
         self.workers: dict[int, NodeWorker] = {}
         self.is_lost = False
         self.over: asyncio.Future[str] = loop.create_future()

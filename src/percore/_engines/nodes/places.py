@@ -11,12 +11,14 @@ class Place(NamedTuple):
         node: the name of its node, which no other node has.
         address, port: where it listens.
         end: ends the host at once, and all its workers with it. Idempotent.
+        weight: how many workers are meant to run there, beside the weights of the other nodes.
     """
 
     node: str
     address: str
     port: int
     end: Callable[[], None]
+    weight: int = 1
 
 
 class NoPlace(Exception):
@@ -26,10 +28,11 @@ class NoPlace(Exception):
 class Places(Protocol):
     """Puts hosts on nodes."""
 
-    async def place(self, token: bytes, used: Collection[str]) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
         """Put a host on each node that is there now and not in `used`. Wait for a node if `used` is empty and there is none.
 
-        `token`: 32 bytes that the host proves, and that its program has to prove to it. They travel by a way that is trusted.
+        `workers`: how many workers have no node yet; more nodes than that need no host. `token`: 32 bytes that the host proves, and
+        that its program has to prove to it. They travel by a way that is trusted.
 
         Raises:
             NoPlace: a host could not be put on its node. None is left behind.
