@@ -210,6 +210,9 @@ class _Comparison:
             self._breach("wrong value", outcome, "is not what it has to give")
         if name in _RESULTS and not ran and outcome.words != ["all"]:  # a broadcast, at a moment at which nobody was ready
             self._breach("wrong value", outcome, "has a result and never ran")
+        is_whole = outcome.kind != "everywhere"  # the first failure of a broadcast is told, and the others go on
+        if is_whole and (name in _RESULTS or name == "died") and any(entry.ns > outcome.ns for entry in ran):
+            self._breach("twice", outcome, "began after its end was told")
         if name == "timeout" and outcome.kind.startswith("impatient") and ran:
             self._breach("twice", outcome, "was said never to run, and ran")
         if name in ("full", "unpulled") and ran:

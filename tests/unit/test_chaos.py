@@ -54,7 +54,7 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
         "7 task 1 5 z closed",
         "8 tiny 1 5 - dropped",
         "9 tiny 1 5 - unpulled",
-        f"10 flaky 4 5 - value {calls.answer(10)}",
+        f"10 flaky 4 {3 * SECOND} - value {calls.answer(10)}",
         "11 task 1 5 z died 0 100 0",
         f"12 everywhere 2 5 - all {calls.answer(12)} {calls.answer(12)}",
     ]
@@ -73,6 +73,7 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
         ("lost", ["1 100 1 5"], []),
         ("twice", ["1 100 1 5", "1 101 2 9"], [value(1)]),
         ("twice", ["1 100 1 5"], [value(1), value(1)]),
+        ("twice", ["1 100 1 9"], [value(1)]),
         ("twice", ["1 100 1 5"], ["1 tiny 1 5 - unpulled"]),
         ("twice", ["1 100 1 5"], ["1 task 1 5 - full"]),
         ("twice", ["1 100 1 5"] * 5, [f"1 flaky 4 5 - value {calls.answer(1)}"]),
@@ -127,7 +128,7 @@ def test_a_death_before_the_first_statement_is_counted(tmp_path: Path) -> None:
 
 def test_figures_add_up(tmp_path: Path) -> None:
     total = Verdict()
-    for ledger in (["1 100 1 5"], ["1 100 1 5", "1 100 1 6"]):
+    for ledger in (["1 100 1 5"], ["1 100 1 4", "1 100 1 5"]):
         total.add(judged(tmp_path, ledger, [value(1)], kills=KILLED))
     assert (total.rounds, total.calls, total.kills, total.outcomes) == (2, 2, {"kill": 2}, {"value": 2})
     assert (total.breaches["twice"], len(total.sentences)) == (1, 1)
