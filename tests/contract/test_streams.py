@@ -12,6 +12,7 @@ from tests import jobs
 from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.contract.test_nested_ends import check_empty
 from tests.internals import is_leased, slots_used
 
 pytestmark = pytest.mark.differs("nodes", because="items pass a socket, and are copied on their way")
@@ -196,22 +197,80 @@ async def test_maps_and_streams_feed_each_other(make: MakeRunner) -> None:
             await runner.run(jobs.aecho)
 
 
-async def test_streams_take_the_places_of_calls(make: MakeRunner, log: Log) -> None:
+async def test_streams_take_the_places_of_calls_while_they_run(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(concurrency=1, threads=1) as runner:
-        for fn, call in ((streams.atold, jobs.aecho), (streams.told, jobs.echo)):
-            stream = runner.stream(fn, log.path)
-            await anext(stream)
+        for fn, call, shut in ((streams.agated, jobs.aecho, gate), (streams.gated, jobs.echo, other_gate)):
+            stream = runner.stream(fn, log.path, shut.path, 1)
+            assert await anext(stream) == 0
+            assert await log.next() == "waits"  # for the gate: it runs
             waiting: asyncio.Future[Any] = runner.submit(call, 1)
-            second = runner.stream(fn, log.path, 1)
+            second = runner.stream(streams.anumbers if fn is streams.agated else streams.numbers, 1)
             first_of_second = asyncio.ensure_future(anext(second))
-            await runner.run(jobs.echo if fn is streams.atold else jobs.aecho)
+            await runner.run(jobs.echo if fn is streams.agated else jobs.aecho)
             statistics = runner.statistics()
             assert (statistics.running, statistics.queued) == (1, 2)
             assert not waiting.done()
-            await stream.aclose()
+            shut.open()
+            assert await all_of(stream) == [1]
             assert await waiting == 1
             assert await first_of_second == 0
             assert await all_of(second) == []
+            assert await log.next() == "closed"
+
+
+@pytest.mark.parametrize("prefetch", [1, 16])
+async def test_a_generator_that_waits_for_its_consumer_holds_no_place(make: MakeRunner, log: Log, prefetch: int) -> None:
+    """Also if the consumer waits for a call that needs the place, or for another such stream."""
+    async with asyncio.timeout(40), make(concurrency=1, threads=1) as runner:
+        view = runner.options(prefetch=prefetch)
+        for fn, call in ((streams.atold, jobs.aecho), (streams.told, jobs.echo)):
+            outer, inner = view.stream(fn, log.path, 20), view.stream(fn, log.path, 20)
+            async for number in outer:
+                assert await anext(inner) == number
+                assert await runner.run(call, number) == number
+            assert await all_of(inner) == []
+            idle = [view.stream(fn, log.path) for _ in range(5)]
+            assert [await anext(stream) for stream in idle] == [0] * 5
+            assert await runner.run(call, 1) == 1
+            assert runner.statistics().running == 5
+            await asyncio.gather(*(stream.aclose() for stream in idle))
+        check_empty(runner)
+
+
+async def test_a_generator_that_waited_takes_its_place_again(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
+    async with make(concurrency=1, threads=1) as runner:
+        for fn, call, shut in ((streams.anumbers, jobs.await_, gate), (streams.numbers, jobs.wait, other_gate)):
+            stream = runner.options(prefetch=1).stream(fn, 3)
+            assert await anext(stream) == 0
+            running = runner.submit(call, log.path, shut.path, 7)
+            assert await log.next()
+            assert await anext(stream) == 1
+            rest = asyncio.ensure_future(all_of(stream))
+            later = runner.submit(jobs.aecho if fn is streams.anumbers else jobs.echo, 8)
+            if fn is streams.numbers:  # its thread goes on when the other one has ended
+                assert not rest.done()
+            shut.open()
+            assert await rest == [2]
+            assert (await running, await later) == (7, 8)
+        check_empty(runner)
+
+
+async def test_a_stream_that_waits_for_its_consumer_is_closed_or_dies(make: MakeRunner, log: Log) -> None:
+    for fn, call in ((streams.atold, jobs.aecho), (streams.told, jobs.echo)):
+        async with make(concurrency=1, threads=1) as runner:
+            stream = runner.options(prefetch=1).stream(fn, log.path)
+            await anext(stream)
+            assert await runner.run(call, 1) == 1  # it has stepped aside
+            await stream.aclose()
+            assert (await log.take(4))[-2:] == ["GeneratorExit", "closed"]
+            stream = runner.options(prefetch=1).stream(fn, log.path)
+            await anext(stream)
+            assert await runner.run(call, 1) == 1
+            await runner.aclose(grace=0)
+            with pytest.raises(percore.RunnerClosed):
+                await all_of(stream)
+            assert (await log.take(4))[-2:] == ["GeneratorExit", "closed"]
+            check_empty(runner)
 
 
 async def test_a_stream_that_waits_for_a_place_never_begins_once_it_is_closed(make: MakeRunner, log: Log, gate: Gate) -> None:

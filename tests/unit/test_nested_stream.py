@@ -23,7 +23,7 @@ class Ends:
 
     def __init__(self, prefetch: int) -> None:
         self.told: list[Any] = []
-        plan = CallPlan(Policy(prefetch=prefetch), prefetch=prefetch, steps_aside=True)
+        plan = CallPlan(Policy(prefetch=prefetch), prefetch=prefetch)
         queue: Any = Queue(Kind.TASK, depth=1)
         self.stream = NestedStream(
             cast(Any, self), cast(Any, self), 1, ForeignFunction("pages", "jobs", Kind.TASK, UNMETERED), queue, None, plan

@@ -13,6 +13,7 @@ from percore._calls.policy import DEFAULT, CallPlan
 from percore._calls.streams import StreamCall
 from percore._common.errors import RemoteError, RunnerClosed
 from percore._protocol.messages import CANCEL, CANCELLED, CREDIT, ENDED, ERROR, ITEM, ITEMS, VALUE, BrokenFrame, Kind, Message
+from percore._scheduler import streaming
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
 from percore._serialization.exceptions import dump_exception
@@ -22,6 +23,7 @@ from percore._supervisor.pool_worker import PoolWorker, Turn
 from percore._supervisor.stream_items import StreamItems
 from percore._transport.codec import pack_values, unpack_values
 from percore._transport.leases import Received
+from tests.waiting import until
 
 _steps: list[Any] = []
 
@@ -70,7 +72,7 @@ class Stage:
         shares = cast("Any", SimpleNamespace(held={}, store=SimpleNamespace(unpack_values=unpack_values)))
         calls = CallRegistry(self.loop, dispatch, shares, RunnerPhase(), cast("Any", None), {member})
         self._receive: Any = Outcomes(calls, StreamItems(calls)).receiver(member)
-        self.dones = 0
+        self.dones = self.rooms = 0
         self.call = call = StreamCall(self.loop, prefetch, CallPlan(DEFAULT, prefetch=prefetch))
         call.on_done = self._done
         call.function = function = Function(len, Kind.TASK)
@@ -78,10 +80,13 @@ class Stage:
         function.number = 7
         member.defined.add(7)
         call.kind, call.body = Kind.TASK, (1,)
-        call.owner = cast("Any", SimpleNamespace(cancelled=self._cancelled))
+        call.owner = cast("Any", SimpleNamespace(cancelled=self._cancelled, has_room=self._has_room))
 
     def _done(self) -> None:
         self.dones += 1
+
+    def _has_room(self) -> None:
+        self.rooms += 1
 
     def _cancelled(self, call: StreamCall) -> None:
         if call.member is not None:
@@ -102,6 +107,13 @@ class Stage:
         await asyncio.sleep(0)
         self.give(0, *values)
         assert await first == 0
+        return items
+
+    async def used_up(self) -> AsyncGenerator[Any]:
+        """The iterator of a stream with a prefetch of two, whose consumer has taken one item and whose worker has sent three."""
+        items = await self.open(1)
+        await asyncio.sleep(0)
+        self.give(2)
         return items
 
     def receive(self, op: int, body: object = None) -> None:
@@ -294,3 +306,67 @@ async def test_a_stream_that_is_closed_before_it_begins_was_never_submitted() ->
     assert stage.sent == []
     assert [item async for item in stage.items()] == []
     await stage.call.gone()
+
+
+# Its place
+
+
+async def test_a_generator_whose_consumer_is_slow_gives_its_place_back_until_the_next_grant() -> None:
+    stage = Stage(2)
+    items = await stage.used_up()
+    load = stage.member.load
+    assert load[Kind.TASK] == 1
+    await until(lambda: stage.rooms == 1)
+    assert load[Kind.TASK] == 0
+    stage.sent.clear()
+    assert await anext(items) == 1
+    await asyncio.sleep(0)
+    assert load[Kind.TASK] == 1
+    assert stage.sent == [(CREDIT, stage.call.call_id, 1)]
+    stage.give(3)
+    await until(lambda: stage.rooms == 2)
+    stage.receive(ENDED)
+    assert [item async for item in items] == [2, 3]
+    stage.member.check_empty()
+
+
+async def test_a_fast_consumer_costs_a_generator_no_place() -> None:
+    stage = Stage(2)
+    items = await stage.open(1)
+    assert await anext(items) == 1
+    for _ in range(3):
+        stage.give(2, 3)
+        assert [await anext(items), await anext(items)] == [2, 3]
+    await asyncio.sleep(2 * streaming.PATIENCE)  # all timers have run
+    assert stage.rooms == 0
+    assert stage.member.load[Kind.TASK] == 1
+    await items.aclose()
+
+
+async def test_a_generator_that_has_to_end_has_its_place() -> None:
+    for end in (
+        StreamCall.close,
+        lambda call: call.cut(lambda: RunnerClosed("closing")),
+        lambda call: call.abandon(LookupError("unreadable")),
+    ):
+        stage = Stage(2)
+        items = await stage.used_up()
+        stage.sent.clear()
+        await until(lambda stage=stage: stage.rooms == 1)
+        end(stage.call)
+        assert stage.member.load[Kind.TASK] == 1
+        assert stage.sent == [(CANCEL, stage.call.call_id, None)]
+        await items.aclose()
+        stage.receive(CANCELLED)
+        stage.member.check_empty()
+
+
+async def test_a_death_or_an_end_while_it_is_aside_leaves_no_count_behind() -> None:
+    stage = Stage(2)
+    items = await stage.used_up()
+    await until(lambda: stage.rooms == 1)
+    stage.member.take(stage.call.call_id)
+    stage.member.check_empty()
+    await items.aclose()
+    await asyncio.sleep(2 * streaming.PATIENCE)
+    stage.member.check_empty()

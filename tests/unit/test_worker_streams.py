@@ -198,15 +198,34 @@ async def test_an_item_that_cannot_be_pickled_ends_the_stream_after_the_items_be
 
 
 class OnThread:
+    """A stream on a thread, and the pool of that thread."""
+
+    patience = 0.0
+    is_full = False
+
     def __init__(self, prefetch: int, fn: Callable[..., Iterator[Any]], *args: Any) -> None:
         self.post = Post(asyncio.get_running_loop())
         channel = cast("Any", self.post)
         self.ways = 0
-        self.stream = ThreadStream(channel, Answers(channel), 1, prefetch, self._give_way)
+        self.steps: list[str] = []
+        self.stream = ThreadStream(channel, Answers(channel), 1, prefetch, cast("Any", self), self.patience)
         self.task = asyncio.create_task(asyncio.to_thread(self.stream.run, fn, args, None))
 
-    def _give_way(self) -> None:
+    def give_way(self) -> None:
         self.ways += 1
+
+    def step_aside(self, _call_id: int) -> bool:
+        if self.is_full:
+            raise RuntimeError("can't start new thread")
+        self.steps.append("aside")
+        return True
+
+    def come_back(self, _call_id: int) -> bool:
+        self.steps.append("back")
+        return True
+
+    def trim(self) -> None:
+        self.steps.append("trimmed")
 
     async def message(self) -> None:
         await asyncio.to_thread(self.post.arrived.acquire)
@@ -233,6 +252,42 @@ async def test_a_thread_waits_for_credits() -> None:
     await it.task
     assert it.ways
     assert [value for values, _ in it.post.messages for value in values] == list(range(4 + total))
+
+
+async def test_a_thread_that_waits_for_credits_lets_another_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patience in (0.0, 0.001):
+        monkeypatch.setattr(OnThread, "patience", patience)
+        it = OnThread(1, count, 3)
+        for credit in range(1, 3):
+            while it.steps.count("aside") < credit:  # noqa: ASYNC110  # there is no event for it
+                await asyncio.sleep(0)
+            it.stream.credit(1)
+        it.stream.credit(1)
+        await it.task
+        await asyncio.sleep(0)
+        assert it.steps[:4] == ["aside", "back", "aside", "back"]
+        assert it.steps[-1] == "trimmed"
+
+
+async def test_a_thread_keeps_its_place_while_credits_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnThread, "patience", 60.0)
+    it = OnThread(1, count, 50)
+    it.stream.credit(50)
+    await it.task
+    assert it.steps == []
+
+
+async def test_without_another_thread_it_waits_unless_its_consumer_may_need_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnThread, "is_full", True)
+    it = OnThread(1, count, 3)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        await it.task
+    monkeypatch.setattr(OnThread, "patience", 0.001)
+    it = OnThread(1, count, 3)
+    await it.message()
+    it.stream.credit(3)
+    await it.task
+    assert sum(sizes(it.post.messages)) == 3
 
 
 async def test_a_thread_waits_until_its_large_item_is_taken() -> None:

@@ -183,7 +183,7 @@ class NestedStream(NestedCall):
 
     def _count(self, items: int) -> None:
         self.credits.arrive(items)
-        if self.credits.arrived == self.credits.granted and not self.is_aside and self.member is not None:
+        if self.credits.is_used_up and not self.is_aside and self.member is not None:
             self.is_aside = self.member.step_aside(self)
 
     def taken(self, items: int) -> int:

@@ -17,7 +17,7 @@ from percore._common.worker_errors import WorkerDied
 if TYPE_CHECKING:
     import asyncio
 
-_NO_TERMS: Final = (None, None, False, 0, None, False, False)
+_NO_TERMS: Final = (None, None, False, 0, None, False, 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,9 +210,9 @@ class CallPlan:
     __slots__ = ("begin_by", "failed", "hard_by", "late", "policy", "started", "terms", "timer", "verdict")
 
     def __init__(
-        self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0, steps_aside: bool = False
+        self, policy: Policy, context: Any = None, *, is_broadcast: bool = False, prefetch: int = 0, patience: float = 0.0
     ) -> None:
-        """`prefetch`: the first credits of a stream; 0 for other calls. `steps_aside`: as in `Terms`."""
+        """`prefetch`: the first credits of a stream; 0 for other calls. `patience`: as in `Terms`."""
         self.policy = policy
         self.failed = 0
         """How many attempts have failed."""
@@ -230,17 +230,17 @@ class CallPlan:
         """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""
         self.hard_by: float | None = None
         """When to look whether the call exceeds its hard timeout. None: it has none."""
-        self.terms: tuple[float | None, Any, bool, int, float | None, bool, bool] | None = None
+        self.terms: tuple[float | None, Any, bool, int, float | None, bool, float] | None = None
         if context is not None or policy.timeout is not None or is_broadcast or prefetch:
-            self.terms = policy.timeout, context, is_broadcast, prefetch, None, False, steps_aside
+            self.terms = policy.timeout, context, is_broadcast, prefetch, None, False, patience
         """What the worker gets before the call: timeout, context variables, whether it is a broadcast, the first credits of a
-        stream, `begin_by` if no BEGIN_BY gives it, whether the worker announces the start, and whether a stream steps aside. None:
+        stream, `begin_by` if no BEGIN_BY gives it, whether the worker announces the start, and the patience of a stream. None:
         nothing."""
 
     def set_begin_by(self, when: float | None) -> None:
         """Set `begin_by` in the terms."""
-        timeout, context, is_broadcast, prefetch, _, announces, steps_aside = self.terms or _NO_TERMS
-        self.terms = timeout, context, is_broadcast, prefetch, when, announces, steps_aside
+        timeout, context, is_broadcast, prefetch, _, announces, patience = self.terms or _NO_TERMS
+        self.terms = timeout, context, is_broadcast, prefetch, when, announces, patience
 
     @property
     def announces(self) -> bool:
@@ -249,5 +249,5 @@ class CallPlan:
 
     def announce(self) -> None:
         """Let the worker announce the start."""
-        timeout, context, is_broadcast, prefetch, begin_by, _, steps_aside = self.terms or _NO_TERMS
-        self.terms = timeout, context, is_broadcast, prefetch, begin_by, True, steps_aside
+        timeout, context, is_broadcast, prefetch, begin_by, _, patience = self.terms or _NO_TERMS
+        self.terms = timeout, context, is_broadcast, prefetch, begin_by, True, patience

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
@@ -11,7 +11,7 @@ from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._common.tracing import Span
 from percore._protocol.messages import CREDIT, BrokenFrame, Payload
-from percore._scheduler.streaming import Credits, StreamPhase
+from percore._scheduler.streaming import PATIENCE, Credits, StreamPhase
 
 _UNHEARD: Final = "a generator failed while its stream was closed, and nothing waited for that"
 _STATES: Final = {
@@ -20,6 +20,13 @@ _STATES: Final = {
     StreamPhase.ENDING: "closing",
     StreamPhase.OVER: "ended",
 }
+
+
+class StreamOwner(Owner, Protocol):
+    """The owner of the calls of a runner, as streams see it."""
+
+    def has_room(self) -> None:
+        """Send waiting calls: a stream has given its place back."""
 
 
 def _nothing() -> None:
@@ -34,7 +41,7 @@ class StreamCall(CallBase):
     """
 
     __slots__ = (
-        *("_closers", "_failure", "_gone", "_is_granting", "_loop", "_phase", "_ready", "_waiter"),
+        *("_closers", "_failure", "_gone", "_is_aside", "_is_granting", "_is_watched", "_loop", "_phase", "_ready", "_waiter"),
         *(
             "accepted",
             "body",
@@ -55,7 +62,7 @@ class StreamCall(CallBase):
     queue: ClassVar[None] = None
 
     # `Submission` sets these, and `PoolWorker` sets `call_id` when it sends the call.
-    owner: Owner
+    owner: StreamOwner
     function: Function
     kind: int
     body: tuple[Any, ...] | Payload
@@ -88,6 +95,10 @@ class StreamCall(CallBase):
         self._closers = 0
         self._is_granting = False
         """Whether the loop is about to call `_grant`."""
+        self._is_aside = False
+        """Whether it has given its place back, because it waits for its consumer."""
+        self._is_watched = False
+        """Whether the loop is about to call `_look`."""
         self._failure: BaseException | None = None
 
     # For the consumer
@@ -134,13 +145,29 @@ class StreamCall(CallBase):
             was_submitted = self._phase is not StreamPhase.NEW
             self._end(None)
             if was_submitted:
+                self._come_back()
                 self.owner.cancelled(self)
 
     def _grant(self) -> None:
         self._is_granting = False
         counts = self.credits
         if counts.taken >= counts.due_at and self._phase is StreamPhase.OPEN and self.member is not None:
+            self._come_back()
             self.member.tell(CREDIT, self.call_id, counts.grant())
+
+    # The place: the generator gives it back while it waits for its consumer
+
+    def _look(self) -> None:
+        """Step aside, if the generator waits for its consumer."""
+        self._is_watched = False
+        if self.credits.is_used_up and self._phase is StreamPhase.OPEN and self.member is not None and not self._is_aside:
+            self._is_aside = self.member.step_aside(self)
+            self.owner.has_room()
+
+    def _come_back(self) -> None:
+        if self._is_aside:
+            self._is_aside = False
+            self.member.come_back(self)
 
     async def gone(self) -> None:
         """Wait until no worker runs the generator any more. Call it when the call is done.
@@ -190,6 +217,7 @@ class StreamCall(CallBase):
                 self._end(refusal())
             else:
                 self._phase = StreamPhase.ENDING
+                self._come_back()
             self.owner.cancelled(self)
 
     def arrived(self, values: list[Any]) -> None:
@@ -199,6 +227,9 @@ class StreamCall(CallBase):
             BrokenFrame: the worker has sent more than it was granted.
         """
         self.credits.arrive(len(values))
+        if not self._is_watched and self.credits.is_used_up:
+            self._is_watched = True
+            self._loop.call_later(PATIENCE, self._look)
         if self._phase is not StreamPhase.OVER:
             self._ready += values
             self._wake()
@@ -235,6 +266,7 @@ class StreamCall(CallBase):
     def abandon(self, error: BaseException) -> None:
         """End with this error, and have the worker close the generator."""
         self._end(error)
+        self._come_back()
         self.owner.cancelled(self)
 
     def failed_late(self, error: BaseException) -> None:
@@ -245,6 +277,7 @@ class StreamCall(CallBase):
 
     def left(self) -> None:
         """Note that no worker holds the call any more."""
+        self._is_aside = False
         if self._phase is StreamPhase.ENDING:  # handed back or lost: it must not begin elsewhere while the runner closes
             self._end(RunnerClosed(CUT_OFF))
         if self._gone is not None and not self._gone.done():

@@ -130,9 +130,10 @@ class Verbs(MapVerbs):
     def stream(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> percore.Stream[Any]:
         """Return a Stream of the items that a generator function yields in a worker.
 
-        An async generator runs in the worker's event loop and counts in `concurrency`. A plain one holds one of the worker's
-        `threads` until it ends. The worker runs ahead of the consumer by at most `prefetch` items, an option of the call:
-        `runner.options(prefetch=100).stream(...)`; the default is 16. A slow consumer holds up its own stream alone.
+        An async generator runs in the worker's event loop and counts in `concurrency`, a plain one on one thread and in `threads`.
+        The worker runs ahead of the consumer by at most `prefetch` items, an option of the call:
+        `runner.options(prefetch=100).stream(...)`; the default is 16. A generator that waits for its consumer gives its place back
+        after 10 ms and takes it again before it goes on. So a slow consumer holds up its own stream alone.
 
         The stream is lazy and can be used once: percore pickles the arguments when the first item is requested. Context variables
         have the values of this call. percore never retries a stream, even if the runner has `retries`.

@@ -6,6 +6,9 @@ since the last grant. It is sent when the consumer has taken all that has arrive
 
     produced <= granted <= taken + prefetch
 
+A generator that has used its credits up waits for its consumer. It does not run then, so it gives its place back and takes it again
+with the next grant. Otherwise slow consumers would keep calls waiting, even calls that they need themselves before they take on.
+
 The producer never waits for ever. When the consumer has taken all `granted` items, it has taken `prefetch` of them since the last
 grant, which is more than half, so the next grant was due.
 
@@ -15,8 +18,12 @@ grant, which is more than half, so the next grant was due.
 """
 
 from enum import Enum
+from typing import Final
 
 from percore._protocol.messages import BrokenFrame
+
+PATIENCE: Final = 0.01
+"""Seconds that a generator waits for its consumer before it gives its place back. A fast consumer takes items long before."""
 
 
 class Credits:
@@ -40,6 +47,11 @@ class Credits:
         self.arrived += count
         if self.arrived > self.granted:
             raise BrokenFrame(f"{self.arrived} items of a stream, of which {self.granted} were granted")
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the worker may produce nothing more until the next grant."""
+        return self.arrived == self.granted
 
     def grant(self) -> int:
         """Return how many more items the worker may produce now, and count them as granted."""

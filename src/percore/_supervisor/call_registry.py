@@ -306,6 +306,10 @@ class CallRegistry:
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
             member.tell(CANCEL, call.call_id, call.wanted)
 
+    def has_room(self) -> None:
+        """Send waiting calls: a stream has given its place back, since it waits for its consumer."""
+        self._progress.advance()
+
     def expire(self, call: PendingCall) -> None:
         """End a call that was not sent, because its time to begin is over."""
         member: PoolWorker | None = call.member

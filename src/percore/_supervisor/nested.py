@@ -160,7 +160,7 @@ class Nested:
         policy = self._policy if request.options is None else self._policy_of(RequestOptions(*request.options))
         call: NestedCall
         if request.prefetch:
-            plan = CallPlan(Policy(prefetch=request.prefetch), request.context, prefetch=request.prefetch, steps_aside=True)
+            plan = CallPlan(Policy(prefetch=request.prefetch), request.context, prefetch=request.prefetch)
             call = NestedStream(parent, self._calls, number, function, queue, key, plan)
         else:
             needs_plan = request.context is not None or (policy is not None and policy.needs_plan)

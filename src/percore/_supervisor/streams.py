@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._calls.streams import StreamCall
+from percore._scheduler.streaming import PATIENCE
 
 if TYPE_CHECKING:
     from percore._calls.context_variables import Contexts
@@ -48,7 +49,8 @@ class Streams:
         if contexts is not None and contexts.tracing is not None:
             span = contexts.tracing.begin(function.fn, policy.key_value)
         context = None if contexts is None else contexts.capture(span)
-        return StreamCall(self._loop, policy.prefetch, CallPlan(policy, context, prefetch=policy.prefetch), policy.key, span)
+        plan = CallPlan(policy, context, prefetch=policy.prefetch, patience=PATIENCE)
+        return StreamCall(self._loop, policy.prefetch, plan, policy.key, span)
 
     async def begin(
         self, check: Callable[[], None], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], call: StreamCall

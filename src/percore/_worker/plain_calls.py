@@ -147,10 +147,8 @@ class PlainCalls:
             RuntimeError: as `put`.
         """
         # As `_put_batch`: register it first.
-        threads = self.threads
-        stream = self.streams[call_id] = ThreadStream(
-            *(self._channel, self._answers, call_id, terms.prefetch, threads.give_way), threads if terms.steps_aside else None
-        )
+        stream = ThreadStream(self._channel, self._answers, call_id, terms.prefetch, self.threads, terms.patience)
+        self.streams[call_id] = stream
         try:
             self.threads.put(call_id, partial(self._run_stream, call_id, stream, function, body, terms), is_long=True)
         except RuntimeError:

@@ -13,7 +13,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.fault_points import POINTS, point
@@ -249,16 +250,14 @@ class ThreadStream(_Stream):
         answers: Answers,
         call_id: int,
         prefetch: int,
-        give_way: Callable[[], None],
-        threads: "Threads | None" = None,
+        threads: "Threads",
+        patience: float,
     ) -> None:
-        """The thread calls `give_way` after it has sent items, so that the loop gets the GIL.
-
-        `threads`: while the stream waits for credits, another thread of this pool runs in its place. None: none does.
-        """
+        """`threads`: its pool. Another thread runs in its place once it has waited for credits for `patience` seconds."""
         super().__init__(channel, answers, call_id, prefetch)
         self._threads = threads
-        self._give_way = give_way
+        self._patience = patience
+        self._has_stepped_aside = False
         self.is_abandoned = False
         """Whether nobody waits for the outcome, because the worker ends."""
         self._loop = channel.loop
@@ -286,7 +285,7 @@ class ThreadStream(_Stream):
                         self._credits += self._grants.get()
                 elif self._is_due() or time.perf_counter() - self._since > KEEP:
                     self.flush()
-                    self._give_way()
+                    self._threads.give_way()  # the loop needs the GIL
                     self._since = time.perf_counter()
                 elif not self._is_watched:
                     self._is_watched = True
@@ -297,6 +296,8 @@ class ThreadStream(_Stream):
             try:
                 self.flush()
             finally:
+                if self._has_stepped_aside:  # before the outcome, with which the loop may end
+                    self._loop.call_soon_threadsafe(self._threads.trim)
                 generator.close()
 
     def _granted(self) -> int:
@@ -304,9 +305,16 @@ class ThreadStream(_Stream):
         if not self._grants.empty():
             return self._grants.get()
         self.flush()
-        if self._threads is None:
+        if self._patience:
+            with suppress(Empty):
+                return self._grants.get(timeout=self._patience)
+        self._has_stepped_aside = True
+        try:
+            self._threads.step_aside(self._call_id)
+        except RuntimeError:  # no thread can be started for the calls that wait
+            if not self._patience:  # its consumer may be waiting for such a call
+                raise
             return self._grants.get()
-        self._threads.step_aside(self._call_id)
         try:
             return self._grants.get()
         finally:

@@ -35,7 +35,7 @@ class Terms(NamedTuple):
         prefetch: of a stream: how many items it may send at first; 0: it is no stream.
         begin_by: the monotonic time by which the call must begin; None means no limit.
         announces: whether the worker sends STARTED when it begins the call.
-        steps_aside: of a stream: whether its thread lets another one run while it waits for credits.
+        patience: of a stream: for how many seconds its thread waits for credits before another one may run in its place.
     """
 
     timeout: float | None = None
@@ -44,7 +44,7 @@ class Terms(NamedTuple):
     prefetch: int = 0
     begin_by: float | None = None
     announces: bool = False
-    steps_aside: bool = False
+    patience: float = 0.0
 
     def is_too_late(self) -> bool:
         """Whether the call must not begin any more. Call this once its start mark is set: see `Worker.fate`."""
