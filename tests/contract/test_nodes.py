@@ -1,10 +1,12 @@
 """What nodes do beyond the contract: one is lost, and the others have little room."""
 
 import asyncio
+from time import monotonic
 
 import pytest
 
 import percore
+from percore._node import host as hosts
 from tests import jobs, log_jobs
 from tests.contract.pipes import Gate, Log
 from tests.hosts import NodesRunner, OneNodeRunner, engine_of, inner_hosts
@@ -125,3 +127,29 @@ async def test_large_payloads_are_not_copied_into_python_s_memory(monkeypatch: p
         (channel,) = [worker.channel for worker in engine_of(runner).links[0].workers.values()]
         assert await runner.run(jobs.aecho, bytes(size)) == bytes(size)
         assert channel._large == {}
+
+
+async def test_a_host_that_was_suspended_hears_its_program_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monotonic clock stands still meanwhile. The program may have taken the node for lost, without a word that arrives."""
+    async with OneNodeRunner(1) as runner:
+        (link,) = engine_of(runner).links
+        (first,) = inner_hosts(engine_of(runner))
+        engine_of(runner)._pulse.end()
+        suspended = 0.0
+        monkeypatch.setattr(hosts, "_clock", lambda: monotonic() + suspended)
+
+        def resume(after: float) -> None:
+            nonlocal suspended
+            for time in (suspended, after):
+                suspended = time
+                assert first._watch is not None
+                first._watch.cancel()
+                first._look()
+
+        resume(100.0)
+        link.connection.beat_here()
+        await until(lambda: first._last > monotonic())
+        assert await runner.run(jobs.aecho, 1) == 1
+        resume(200.0)
+        await first.ended
+        assert await runner.run(jobs.aecho, 2) == 2

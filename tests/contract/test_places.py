@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from percore import RunnerClosed, StartupFailed, WorkerDied
+from percore import RunnerBroken, RunnerClosed, StartupFailed, WorkerDied
 from percore._protocol.interfaces import Exit
 from tests import jobs
 from tests.contract.conftest import worker_of
@@ -142,3 +142,21 @@ async def test_closing_waits_for_the_place_of_a_worker_at_its_limit() -> None:
     async with FewPlacesRunner(1, max_tasks_per_worker=3) as runner:
         calls = [runner.submit(jobs.echo, number) for number in range(10)]
     assert [call.result() for call in calls] == [*range(10)]
+
+
+async def test_without_any_worker_a_place_has_to_come_within_the_time_of_a_start() -> None:
+    async with FewPlacesRunner(1, start_timeout=0.5) as runner:
+        engine = FewPlaces.made
+        engine.loses, engine.no_place = True, "the cluster is full"
+        worker_of(runner).kill()
+        assert await engine.refused.get() == 0
+        call = runner.submit(jobs.echo, 1)
+        engine.add()
+        assert await call == 1
+        worker_of(runner).kill()
+        calls = [runner.submit(jobs.echo, number) for number in range(2)]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, RunnerBroken)
+            assert (error.deaths, error.detail) == (0, "none was found within start_timeout=0.5 s: the cluster is full")
+        with pytest.raises(RunnerBroken):
+            await runner.run(jobs.echo, 1)

@@ -663,6 +663,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "there was no place for worker … within start_timeout=… s": at(
         "tests/contract/test_places.py::test_a_start_that_finds_no_place_in_time_fails", "no place for worker 2 within"
     ),
+    "there was no place for any worker in time, and no more are started: …": at(
+        "tests/contract/test_places.py::test_without_any_worker_a_place_has_to_come_within_the_time_of_a_start", "RunnerBroken"
+    ),
     "there is no place for worker %d yet": at(
         "tests/contract/test_places.py::test_a_start_waits_for_the_places_that_are_missing", "no place for worker 2"
     ),
@@ -878,6 +881,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "worker … has died, and its replacement has not started": at(
         "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "worker 0 has died"
     ),
+    "no node can be used: %s": at("tests/e2e/test_nodes.py::test_calls_wait_for_a_node_when_none_is_left", "no node can be used"),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

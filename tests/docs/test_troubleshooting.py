@@ -72,6 +72,7 @@ INSIDE: Final = {
     "there is no room for another pickle of … bytes": "only the host of a node keeps pickles of another store",
     "percore: a peer at %s was dropped: %s": "no public engine has nodes yet",
     "node %s (%s) was lost: %s": "likewise",
+    "no node can be used: %s": "likewise",
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
     "in its lifespan, and put a load balancer before them": "likewise",
     "percore top cannot show this runner: its page could not be written: %s": "at DEBUG; `percore top` says what it does not find",

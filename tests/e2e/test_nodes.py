@@ -18,7 +18,6 @@ from percore._engines.nodes.places import NoPlace, Place
 from percore._node.main_source import main_here
 from percore._places.local import LOCAL, LocalPlaces
 from percore._protocol.host_orders import Greeting
-from percore._scheduler import replacement
 from tests import jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.family import Family
@@ -223,9 +222,11 @@ def cut_all(engine: NodesEngine) -> None:
         link.connection.cut()
 
 
-async def test_calls_wait_for_a_node_when_none_is_left(log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replacement, "_FIRST_DELAY", 0.0001)
-    async with ClosingRunner(2) as runner:
+async def test_calls_wait_for_a_node_when_none_is_left(
+    log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nodes, "_PAUSE", 0.001)
+    async with ClosingRunner(2, start_timeout=1.5) as runner:
         call = runner.options(retries=1).submit(jobs.await_, log.path, gate.path, 1)
         await log.take(1)
         cut_all(engine_of(runner))
@@ -238,8 +239,16 @@ async def test_calls_wait_for_a_node_when_none_is_left(log: Log, gate: Gate, mon
         await call
         cut_all(engine_of(runner))
         await until(lambda: not engine_of(runner).links)
-        with pytest.raises(percore.RunnerBroken, match="there is no node left"):
+        call = runner.submit(jobs.aecho, 2)
+        await until(lambda: engine_of(runner).no_place)
+        places.is_closed = False
+        assert await call == 2
+        places.is_closed = True
+        cut_all(engine_of(runner))
+        with pytest.raises(percore.RunnerBroken, match=r"found within start_timeout=1\.5 s: there is no node left") as broken:
             await runner.run(jobs.aecho, 1)
+        assert broken.value.deaths == 0
+        assert caplog.messages.count("percore: no node can be used: there is no node left") == 2
 
 
 # `__main__`

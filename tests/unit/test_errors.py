@@ -31,6 +31,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node b was lost: it was closed", node="b"),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
+    RunnerBroken(0, None, "none was found within start_timeout=60 s"),
     StartupFailed("worker 0 died", "Traceback …"),
     StartupFailed("worker 0 died"),
     RunnerClosed("the runner was closed"),

@@ -141,12 +141,12 @@ class WorkerDied(PercoreError, BrokenProcessPool):
 
 
 class RunnerBroken(PercoreError, BrokenProcessPool):
-    """percore has given up starting workers, because they died too often before they began a call.
+    """percore has given up starting workers: they died too often before they began a call, or there was no place for any.
 
     Attributes:
-        deaths: how many times in a row the workers of a slot died.
+        deaths: how many times in a row the workers of a slot died; 0 if there was no place for a worker.
         exitcode: the exit code of the last one, as in subprocess; None if it is unknown.
-        detail: the last report of a worker; empty if there is none.
+        detail: the last report of a worker, or why there was no place; empty if there is none.
     """
 
     _fields = ("deaths", "exitcode", "detail")
@@ -155,6 +155,9 @@ class RunnerBroken(PercoreError, BrokenProcessPool):
         self.deaths = deaths
         self.exitcode = exitcode
         self.detail = detail
+        if not deaths:
+            super().__init__(f"there was no place for any worker in time, and no more are started: {detail}")
+            return
         super().__init__(
             f"every worker died {deaths} times in a row before it began a call; the last one died {how(exitcode)}. "
             "No more workers are started. Check the lifespan, the imports and the standard error of the workers"

@@ -13,8 +13,8 @@ It makes no decisions. Invariants:
 
 import asyncio
 import pickle
+import time
 from dataclasses import astuple, replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.worker_start import places_of
@@ -45,6 +45,11 @@ _PATIENCE: Final = 0.8
 """The part of `lost_after` for which a host waits for its program."""
 _SECOND_LOOK: Final = 0.05
 _TEXT: Final = 2000
+
+
+def _clock() -> float:
+    """Return a time in seconds that goes on while the machine is suspended, where the system has one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Host:
@@ -103,7 +108,7 @@ class Host:
         self._handlers[frame.kind](frame.number, frame.data)
 
     def _beat(self, _zero: int, data: memoryview) -> None:
-        self.clock_ahead = min(self.clock_ahead, monotonic() - time_of(data))
+        self.clock_ahead = min(self.clock_ahead, time.monotonic() - time_of(data))
 
     # The start
 
@@ -123,7 +128,7 @@ class Host:
         self.connection.decoder.most |= {int(Kind.KEEP): limits(options.max_message)[Kind.KEEP]}
         self.connection.send(Kind.ANSWER, 0, packed((self._engine.store.room,)))
         self._lost_after = orders.lost_after
-        self._last, self._seen = self._loop.time(), 0
+        self._last, self._seen = _clock(), 0
         self._look()
 
     def take_over(self, orders: HostOrders) -> None:
@@ -132,7 +137,7 @@ class Host:
     def _look(self) -> None:
         """Beat, and end when the program was not heard for too long."""
         self.connection.beat_here()
-        now = self._loop.time()
+        now = _clock()
         if self.connection.heard != self._seen:
             self._last, self._seen = now, self.connection.heard
         if now - self._last > _PATIENCE * self._lost_after:
@@ -143,7 +148,7 @@ class Host:
 
     def _look_again(self) -> None:
         if self.connection.heard == self._seen:
-            self.connection.give_up(f"nothing was heard of it for {self._loop.time() - self._last:.1f} s")
+            self.connection.give_up(f"nothing was heard of it for {_clock() - self._last:.1f} s")
         else:
             self._look()
 

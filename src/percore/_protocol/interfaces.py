@@ -434,9 +434,11 @@ class Engine(Protocol):
         sees_starts: whether `Worker.fate` knows of the calls of a living worker whether they have begun.
         on_place: the engine calls it, from the loop and never during `start`, when there may be a place for a worker again after
             `start` has returned None. The pool sets it.
+        no_place: why there is no place, if the engine knows more; otherwise empty.
     """
 
     on_place: Callable[[], None]
+    no_place: str
     sees_starts: bool
 
     @property

@@ -1,7 +1,7 @@
 """The first start of a pool: it ends when every worker is ready, or when one could not start. Nothing is attempted twice."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from percore._common.worker_errors import StartupFailed, frozen_hint, how
@@ -10,6 +10,34 @@ from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker
 
 if TYPE_CHECKING:
     from percore._supervisor.worker_slot import WorkerSlot
+
+
+class Placeless:
+    """Limits how long a runner may be without any worker because there is no place for one, after its first start."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        slots: "Sequence[WorkerSlot]",
+        members: Collection[PoolWorker],
+        seconds: float,
+        over: Callable[[], None],
+    ) -> None:
+        """`slots`: those in use. `members`: all workers that have not ended. `over` is called after so many seconds without any."""
+        self._loop = loop
+        self._slots = slots
+        self._members = members
+        self._seconds = seconds
+        self._over = over
+        self._timer: DeadlineTimer | None = None
+
+    def look(self, *, is_limited: bool = True) -> None:
+        """Start or stop the timer. To be called when a worker starts, or none could. `is_limited`: whether the limit holds now."""
+        if is_limited and not self._members and any(slot.lacks_place for slot in self._slots):
+            self._timer = self._timer or DeadlineTimer(self._loop, self._seconds, self._over)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class FirstStart:

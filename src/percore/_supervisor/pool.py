@@ -23,7 +23,7 @@ from percore._scheduler.replacement import LIMIT, Act, Decision
 from percore._supervisor.blocked_loops import BlockedLoops
 from percore._supervisor.burials import Burials, WorkerObserver
 from percore._supervisor.call_registry import CallRegistry, Progress
-from percore._supervisor.first_start import FirstStart, not_ready, unready
+from percore._supervisor.first_start import FirstStart, Placeless, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
 from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.listening import Listening
@@ -87,6 +87,7 @@ class Pool:
         self.blocked_loops = BlockedLoops(self._loop, members, options.blocked_after)
         self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)
+        self._placeless = Placeless(self._loop, self.slots, members, options.start_timeout, self._no_place_in_time)
         self.last_report = ""
         """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
         self.changes = PoolChanges(self, engine, calls.phase)
@@ -150,6 +151,7 @@ class Pool:
             return
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
+        self._placeless.look()
         slot.started(member)
         self.memory_watch.arm()
         self._keeper.workers_changed()
@@ -165,6 +167,14 @@ class Pool:
         for slot in self.slots:
             self._carry_out(slot, slot.has_place(self._phase.replaces, has_waiting=self._calls.waiting() > 0))
         self.first_start.look_place()
+
+    def _no_place_in_time(self) -> None:
+        if self._phase.broken is None and not self._phase.is_cut:
+            waited = f"none was found within start_timeout={self._options.start_timeout:g} s"
+            why = self._engine.no_place
+            error = RunnerBroken(0, None, f"{waited}: {why}" if why else waited)
+            report(logging.ERROR, "%s", error)
+            self._keeper.fail(error)
 
     def _member(self, slot: WorkerSlot) -> PoolWorker:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
@@ -262,6 +272,7 @@ class Pool:
             self.first_start.fail(StartupFailed(self.last_report))
         self.changes.look()
         self.listening.look()
+        self._placeless.look(is_limited=not self.first_start.is_on)
 
     def _could_not_start(self, slot: WorkerSlot) -> None:
         self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self.first_start.is_on))
@@ -423,6 +434,7 @@ class Pool:
         """Cancel all starts that are delayed or wait for a place."""
         for slot in self.slots:
             slot.stop_timer()
+        self._placeless.look()
         if not self.members:
             self.first_start.fail(RunnerClosed(_CLOSED))
 

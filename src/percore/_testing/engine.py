@@ -190,6 +190,7 @@ class FakeEngine:
     """Starts fake workers."""
 
     worker_class = FakeWorker
+    no_place = ""
     on_place: Callable[[], None]
     rouse: Callable[[], object] | None = None
     sees_starts = True

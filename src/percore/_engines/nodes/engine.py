@@ -40,6 +40,8 @@ from percore._transport.wire_proof import TOKEN_SIZE, NotProven
 LOST_AFTER: Final = 10.0
 _END: Final = 5.0
 """Seconds that a host has for its end, once its workers have ended."""
+_PAUSE: Final = 1.0
+"""Seconds between two searches for nodes while there is none."""
 _EARLIER: Final = 0.9
 """The part of `start_timeout` after which a start of hosts fails, so that its own reason is told."""
 
@@ -94,8 +96,12 @@ class NodesEngine:
         self._slots: dict[int, NodeLink] = {}
         self._pulse = Pulse(lost_after / BEATS)
         self._search: asyncio.Task[None] | None = None
-        self._why_none = ""
-        """Why there is no node, once a search has failed."""
+        self._again: asyncio.TimerHandle | None = None
+        """The timer of the next search, while there is no node."""
+        self.no_place = ""
+        """Why the last search has found no node for each host that it wanted."""
+        self._first_failure = ""
+        """Why the first search failed: then the runner cannot start."""
         self._is_closed = False
         self._meter = UsageMeter()
 
@@ -107,15 +113,18 @@ class NodesEngine:
         link = self._link_for(index)
         if link is not None:
             return link.start(index, generation, on_exit)
-        if self._why_none:
-            raise OSError(self._why_none)
+        if self._first_failure:
+            raise OSError(self._first_failure)
         self._find_nodes()
         return None
 
     def _link_for(self, index: int) -> NodeLink | None:
-        """Return the node of a slot: that of before, or the one with the fewest slots for its weight."""
+        """Return the node of a slot: that of before, or the one with the fewest slots for its weight.
+
+        A new slot waits for the nodes that are sought, if any are.
+        """
         link = self._slots.get(index)
-        if link not in self.links and self.links and self._search is None:
+        if link not in self.links and self.links and (self._search is None or link is not None):
             held = Counter(self._slots.values())
             link = min(self.links, key=lambda one: ((held[one] + 1) / one.weight, one.node))
             self._slots[index] = link
@@ -126,37 +135,52 @@ class NodesEngine:
         return int(self._orders.sizes["workers"]) - sum(link in self.links for link in self._slots.values())
 
     def _find_nodes(self) -> None:
-        if self._search is None and not self._is_closed:
+        if self._search is None and self._again is None and not self._is_closed:
             self._search = self._loop.create_task(self._find())
 
     async def _find(self) -> None:
-        """Put hosts on the nodes that have none, and connect to them."""
-        try:
-            async with asyncio.timeout(self._patience):
-                placed = await self._places.place(self._token, {link.node for link in self.links}, self._homeless())
-                failed = [why for why in await self._connect_all(placed) if why]
-        except NoPlace as error:
-            failed = [str(error)]
-        except TimeoutError:
-            failed = [f"no node could be used within {self._patience:g} s"]
-        except Exception as error:
-            failed = [f"{type(error).__name__}: {shown(error)}"]
-        self._search = None
-        is_first = not self._slots
-        for why in failed if self.links and not is_first else ():
-            report(logging.WARNING, "%s", why)
-        self._why_none = "; ".join(failed) if is_first or not self.links else ""
-        if self._why_none and is_first:
+        """Put hosts on the nodes that have none, and connect to them. Search again while there is no node, except at first."""
+        failed, is_first = await self._search_once(), not self._slots
+        why, before = "; ".join(failed), self.no_place
+        self._search, self.no_place = None, why
+        if not is_first and not self.links:
+            if why != before:
+                report(logging.WARNING, "no node can be used: %s", why)
+            self._again = self._loop.call_later(_PAUSE, self._find_again)
+            return
+        for one in failed if not is_first else ():
+            report(logging.WARNING, "%s", one)
+        if failed and is_first:
+            self._first_failure = why
             for link in self.links[:]:  # the start fails, and nothing else tells it why
                 link.connection.give_up("another node could not be used")
         self.on_place()
+
+    def _find_again(self) -> None:
+        self._again = None
+        self._find_nodes()
+
+    async def _search_once(self) -> list[str]:
+        """Return why hosts could not be put on nodes or used."""
+        try:
+            async with asyncio.timeout(self._patience):
+                placed = await self._places.place(self._token, {link.node for link in self.links}, self._homeless())
+                return [why for why in await self._connect_all(placed) if why]
+        except NoPlace as error:
+            return [str(error)]
+        except TimeoutError:
+            return [f"no node could be used within {self._patience:g} s"]
+        except Exception as error:
+            return [f"{type(error).__name__}: {shown(error)}"]
 
     async def _connect_all(self, placed: list[Place]) -> list[str]:
         try:
             return await asyncio.gather(*map(self._connect, placed))
         except BaseException:
+            linked = {link.node for link in self.links}
             for place in placed:
-                place.end()
+                if place.node not in linked:
+                    place.end()
             raise
 
     async def _connect(self, place: Place) -> str:
@@ -252,6 +276,8 @@ class NodesEngine:
 
     async def aclose(self) -> None:
         self._is_closed = True
+        if self._again is not None:
+            self._again.cancel()
         if self._search is not None:
             self._search.cancel()
             with suppress(asyncio.CancelledError):

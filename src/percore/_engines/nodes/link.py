@@ -109,9 +109,11 @@ class NodeLink:
         self._lost_after = orders.lost_after
         self.connection.beat_here()
         self.send(Kind.SETUP, 0, pickle.dumps(orders))
-        (room,) = await answer
+        found = await answer
+        if not found:
+            raise Refused(f"its host has ended: the connection broke, {await self.over}")
         self._look()
-        return int(room)
+        return int(found[0])
 
     def _question(self, number: int) -> asyncio.Future[list[Any]]:
         answer = self._answers[number] = self._loop.create_future()

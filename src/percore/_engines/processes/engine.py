@@ -102,6 +102,7 @@ class ProcessEngine:
     """Starts workers through a launcher."""
 
     sees_starts = True
+    no_place = ""
 
     def __init__(  # noqa: PLR0913, PLR0917  # the ways to use it
         self,
