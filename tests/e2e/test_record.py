@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from percore._common.system import HAS_MEMFD
-from percore._record.recorder import find_py_spy
+from percore._record.outside import find_py_spy
 from tests.watching import pids, running
 
 pytestmark = pytest.mark.skipif(not HAS_MEMFD, reason="pages are memfds")
+NEEDS_SAMPLING = pytest.mark.skipif(sys.version_info < (3, 15), reason="profiling.sampling comes with Python 3.15")
 NEEDS_PY_SPY = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
 
 
@@ -36,12 +38,15 @@ def profiles(path: Path) -> dict[str, set[tuple[str, ...]]]:
     return {one["name"]: {tuple(names[at] for at in stack) for stack in one["samples"]} for one in data["profiles"]}
 
 
-@pytest.mark.parametrize("sampler", ["faulthandler", pytest.param("py-spy", marks=NEEDS_PY_SPY)])
+@pytest.mark.parametrize(
+    "sampler",
+    ["faulthandler", pytest.param("py-spy", marks=NEEDS_PY_SPY), pytest.param("profiling.sampling", marks=NEEDS_SAMPLING)],
+)
 def test_a_blocking_and_an_awaiting_function_are_found(program: int, tmp_path: Path, sampler: str) -> None:
     out = tmp_path / "out.json"
     before = pids(program)
     done = run(program, "-o", out, "--seconds", "1", "--sampler", sampler)
-    if sampler == "py-spy" and "py-spy cannot sample" in done.stderr:
+    if sampler != "faulthandler" and f"{sampler} cannot sample" in done.stderr:
         pytest.skip(done.stderr)  # this system lets no process read another one's memory
     assert (done.returncode, done.stderr) == (0, "")
     assert f"by {sampler}" in done.stdout
@@ -56,6 +61,7 @@ def test_a_page_is_written(program: int, tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     assert run(program, "-o", out, "--seconds", "0.5", "--sampler", "faulthandler").returncode == 0
     assert "__main__.block" in out.read_text()
+    assert re.search(r"call \d+, begun [\d.]+ s before", out.read_text())  # the one that blocks
 
 
 def test_nothing_of_the_recording_stays_in_the_program(program: int, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from percore._record.calls import SHORT, Call, Calls, Seen, attributed, begun_by
 from percore._record.output import as_html, as_speedscope
 from percore._record.recorder import Recording
-from percore._record.samples import AWAITING, Frame, from_faulthandler, from_py_spy, of_user
-from percore._record.tree import by_function, by_worker, short_names
+from percore._record.samples import AWAITING, Frame, from_faulthandler, from_py_spy, from_sampling, of_user, paths_in
+from percore._record.tree import by_call, by_function, by_worker, short_names
 
 HERE = Path(__file__).as_posix()
 FETCH = Frame("fetch", "crawl.py")
@@ -34,26 +35,91 @@ def test_a_thread_of_faulthandler_is_the_users_part_of_its_stack() -> None:
         stacks = from_faulthandler(file.read())
     event.set()
     thread.join()
-    (stack,) = [stack for stack in stacks if stack[0].name == "wait_inside"]
+    ((name, stack),) = [(name, stack) for name, stack in stacks if stack[0].name == "wait_inside"]
+    assert name == f"Thread 0x{thread.ident:016x}"
     assert stack[0] == Frame("wait_inside", HERE)
     assert stack[1].name == "wait"
 
 
 def test_what_is_cut_off_or_no_stack_is_no_frame() -> None:
     text = 'Thread 0x1 (most recent call first):\n  File "crawl.py", line 3 in parse\n  File "cra'
-    assert from_faulthandler(text) == [(PARSE,)]
+    assert from_faulthandler(text) == [("Thread 0x1", (PARSE,))]
     assert from_faulthandler("") == from_faulthandler("nonsense\n\nmore") == []
 
 
 def test_py_spys_stacks() -> None:
+    main, thread = "thread (7): MainThread;<module> (<string>:1)", "thread (8): percore-0;_bootstrap (threading.py:1032)"
     lines = [
-        "<module> (<string>:1);run (percore/_worker/a.py:9);_run_once (asyncio/events.py:80);fetch (crawl.py:3) 7",
-        "_bootstrap (threading.py:1032);run (percore/_worker/threads.py:5);parse (crawl.py:9);loads (json/__init__.py:346) 2",
-        "<module> (<string>:1);main (percore/_worker_process/fork_server.py:9) 40",
+        f"{main};run (percore/_worker/a.py:9);_run_once (asyncio/events.py:80);fetch (crawl.py:3) 7",
+        f"{thread};run (percore/_worker/threads.py:5);parse (crawl.py:9);loads (json/__init__.py:346) 2",
+        f"{main};main (percore/_worker_process/fork_server.py:9) 40",
         "nonsense",
         "",
     ]
-    assert list(from_py_spy("\n".join(lines))) == [((FETCH,), 7), ((PARSE, Frame("loads", "json/__init__.py")), 2)]
+    assert list(from_py_spy("\n".join(lines))) == [
+        ("Thread (7)", (FETCH,), 7),
+        ("Thread (8)", (PARSE, Frame("loads", "json/__init__.py")), 2),
+    ]
+
+
+def test_the_stacks_of_profiling_sampling() -> None:
+    """What CPython 3.15.2 has written, cut."""
+    collapsed = [
+        "tid:7351;<string>:<module>:6;main.py:_run_loop:125;selectors.py:EpollSelector.select:452 97",
+        "tid:7359;threading.py:Thread._bootstrap:1181;threads.py:Threads._guard:277;crawl.py:Site.parse:16;crawl.py:<genexpr>:-1 3",
+        "nonsense",
+    ]
+    where = {
+        "Site.parse": "/home/me/crawl.py",
+        "Threads._guard": "/x/percore/_worker/threads.py",
+        "_run_loop": "/x/percore/_worker_process/main.py",
+        "EpollSelector.select": "/usr/lib/python3.15/selectors.py",
+        "Thread._bootstrap": "/usr/lib/python3.15/threading.py",
+    }
+    strings = [*where, *where.values()]
+    frames = [{"path_str_id": strings.index(path), "func_str_id": strings.index(name)} for name, path in where.items()]
+    records = [
+        {"type": "meta", "v": 0},
+        {"type": "string_table", "strings": [{"str_id": number, "value": text} for number, text in enumerate(strings)]},
+        {"type": "frame_table", "frames": frames},
+    ]
+    paths = paths_in("\n".join(map(json.dumps, records)))
+    stack = (Frame("Site.parse", "/home/me/crawl.py"), Frame("<genexpr>", "crawl.py"))
+    assert list(from_sampling("\n".join(collapsed), paths)) == [("Thread 7359", stack, 3)]
+
+
+def test_the_call_of_a_sample_is_the_only_one_that_ran_on() -> None:
+    def calls(*running: tuple[int, str, float]) -> Calls:
+        return {("worker 0", 1, number): Call(name, began, number) for number, name, began in running}
+
+    fetch, parse = Seen("worker 0", "Thread 1", (FETCH,)), Seen("worker 0", "Thread 2", (PARSE, FETCH), 3)
+    before = calls((1, "m.parse", 7.5), (2, "m.fetch", 11.0), (3, "m.save", 11.0), (4, "m.ended", 9.0))
+    after = calls((1, "m.parse", 7.5), (2, "m.fetch", 11.0), (3, "m.save", 11.0), (5, "m.new", 12.0))
+    first, second, *awaiting = attributed([fetch, parse], before, after, 10.0)
+    assert first == ("worker 0", "call 2, begun after 1.00 s", (FETCH,), 1)
+    assert second == ("worker 0", "call 1, begun 2.50 s before", (PARSE, FETCH), 3)
+    assert {(call, stack[0].name) for _, call, stack, _ in awaiting if stack[1] == AWAITING} == {
+        ("call 3, begun after 1.00 s", "m.save"),
+        (SHORT, "m.ended"),
+        (SHORT, "m.new"),
+    }
+    several = [*attributed([parse, parse._replace(thread="Thread 3")], before, after, 10.0)]
+    assert [call for _, call, stack, _ in several if stack[0] == PARSE] == [
+        "Thread 2: one of several calls",
+        "Thread 3: one of several calls",
+    ]
+    assert {call for _, call, _, _ in attributed([fetch], {}, after, 10.0)} == {SHORT}
+    method = Seen("worker 0", "Thread 1", (Frame("Site.parse", "x.py"),))
+    assert "call 1, begun 2.50 s before" in [call for _, call, stack, _ in attributed([method], before, after, 10.0)]
+
+
+def test_of_the_last_page_calls_that_are_not_short_have_run_on() -> None:
+    calls: Calls = {
+        ("worker 0", 1, 1): Call("m.f", 5.0, 1),
+        ("worker 0", 1, 2): Call("m.f", 9.9, 2),
+        ("worker 0", 1, 3): Call("m.f", None, 3),
+    }
+    assert [*begun_by(calls, 9.5)] == [("worker 0", 1, 1)]
 
 
 def test_frames_of_the_runtime_above_the_users_stay() -> None:
@@ -63,7 +129,7 @@ def test_frames_of_the_runtime_above_the_users_stay() -> None:
 
 
 def recording() -> Recording:
-    found = Recording(7, "crawl.py", "faulthandler", 2.0, 40, names=short_names(["__main__.fetch", "__main__.parse"]))
+    found = Recording(7, "crawl.py", "faulthandler", 0.0, 2.0, 40, names=short_names(["__main__.fetch", "__main__.parse"]))
     found.samples = Counter(
         {
             ("worker 0", (FETCH, PARSE)): 3,
@@ -85,6 +151,14 @@ def test_samples_merge_by_function_and_by_worker() -> None:
     assert [one["name"] for one in tree["above"][0]["above"]] == ["__main__.fetch"]
 
 
+def test_samples_merge_by_call() -> None:
+    found = recording()
+    found.add([("worker 0", "call begun after 1.00 s", (FETCH, PARSE), 3), ("worker 0", SHORT, (FETCH,), 1)])
+    (fetch,) = by_call(found.calls()).plain()["above"]
+    assert (fetch["name"], [one["name"] for one in fetch["above"]]) == ("__main__.fetch", ["worker 0"])
+    assert [(one["name"], one["count"]) for one in fetch["above"][0]["above"]] == [("call begun after 1.00 s", 3), (SHORT, 1)]
+
+
 def test_a_name_that_two_functions_share_means_neither() -> None:
     assert short_names(["a.fetch", "b.fetch", "a.Site.load"]) == {"load": "a.Site.load"}
 
@@ -97,7 +171,7 @@ def test_the_page_holds_the_samples_and_no_name_is_markup() -> None:
     assert "http" not in page
     data = page.partition("const recording = ")[2].partition(";\n")[0]
     trees = json.loads(data)["trees"]
-    assert [tree["count"] for tree in trees] == [12, 12]
+    assert [tree["count"] for tree in trees] == [12, 12, 0]
     assert "</script><b>" in [one["name"] for one in trees[0]["above"]]
 
 

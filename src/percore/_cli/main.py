@@ -34,8 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("-o", "--output", required=True, metavar="OUT", help="a file: x.html, or x.json for speedscope")
     record.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="for how long (default: 10)")
     record.add_argument("--rate", type=_rate, default=20.0, metavar="N", help="samples of each worker in a second (default: 20)")
-    how = "py-spy, faulthandler, or auto: py-spy where it is installed and permitted (default)"
-    record.add_argument("--sampler", choices=("auto", "faulthandler", "py-spy"), default="auto", help=how)
+    how = "what reads the stacks; auto: profiling.sampling of Python 3.15 or py-spy where permitted, else faulthandler (default)"
+    samplers = ("auto", "faulthandler", "profiling.sampling", "py-spy")
+    record.add_argument("--sampler", choices=samplers, default="auto", help=how)
     what = "say what this machine gives to percore, and what to do about what it lacks"
     doctor = commands.add_parser("doctor", help=what, description=f"{what.capitalize()}. Status 1: percore does not work here.")
     doctor.add_argument("--json", action="store_true", help="write JSON")

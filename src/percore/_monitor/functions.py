@@ -119,7 +119,9 @@ class RunningCall:
     Attributes:
         name: module and qualified name of its function.
         seconds: for how long it has run; None if the engine cannot tell.
+        id: tells it from the other calls of its worker. An id may repeat after very many calls.
     """
 
     name: str
     seconds: float | None
+    id: int = 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import percore
 from percore._record.recorder import Recording
-from percore._record.tree import by_function, by_worker
+from percore._record.tree import by_call, by_function, by_worker
 
 if TYPE_CHECKING:
     from percore._record.samples import Frame
@@ -17,11 +17,10 @@ _LEAST: Final = 2000
 
 
 def as_html(recording: Recording) -> str:
-    """Return a page with the recording by function and by worker."""
-    trees = [by_function(recording).plain(), by_worker(recording).plain()]
-    least = max(tree["count"] for tree in trees) / _LEAST
+    """Return a page with the recording by function, by worker and by call."""
+    trees = [by_function(recording).plain(), by_worker(recording).plain(), by_call(recording.calls()).plain()]
     for tree in trees:
-        _prune(tree, least)
+        _prune(tree, tree["count"] / _LEAST)
     data = {
         "program": recording.name,
         "pid": recording.pid,
@@ -45,7 +44,7 @@ def as_speedscope(recording: Recording) -> str:
     """Return the recording as https://www.speedscope.app opens it: a profile for each worker, in samples."""
     frames: dict[Frame, int] = {}
     profiles: dict[str, dict[str, Any]] = {}
-    for worker, stack, count in recording:
+    for worker, stack, count, _ in recording:
         path = [frames.setdefault(frame, len(frames)) for frame in stack]
         profile = profiles.setdefault(worker, _profile(worker))
         profile["samples"].append(path)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from percore._attach.programs import ProgramGone
 from percore._record.output import as_html, as_speedscope
-from percore._record.recorder import Recording, Unable, find_py_spy, record_with_py_spy
+from percore._record.outside import outside_samplers
+from percore._record.recorder import Recording, Unable, record_from_outside
 from percore._record.recorder import record as record_with_faulthandler
 
 
@@ -24,7 +25,7 @@ def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) 
     except PermissionError:
         return _failed(f"process {pid} belongs to another user: percore record samples a user's own programs")
     except Unable as error:
-        return _failed(f"py-spy cannot sample process {pid}: {error}. --sampler faulthandler needs no permission")
+        return _failed(f"{sampler} cannot sample process {pid}: {error}. --sampler faulthandler needs no permission")
     if not recording.samples:
         return _failed(f"process {pid} has run no call of percore for {recording.seconds:.0f} seconds: nothing is written")
     path.write_text(as_html(recording) if path.suffix == ".html" else as_speedscope(recording), encoding="utf-8")
@@ -34,18 +35,17 @@ def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) 
 
 
 def _sample(pid: int, seconds: float, rate: float, sampler: str) -> Recording:
-    py_spy = None if sampler == "faulthandler" else find_py_spy()
-    if py_spy is None:
-        if sampler == "py-spy":
-            raise Unable("it is not installed (pip install py-spy)")
-        return record_with_faulthandler(pid, seconds, rate)
-    try:
-        return record_with_py_spy(pid, seconds, rate, py_spy)
-    except Unable as error:
-        if sampler == "py-spy":
-            raise
-        print(f"percore record: py-spy cannot sample process {pid}: {error}; faulthandler does", file=sys.stderr)
-        return record_with_faulthandler(pid, seconds, rate)
+    candidates = [one for one in outside_samplers() if sampler in ("auto", one.name)]
+    if not candidates and sampler not in ("auto", "faulthandler"):
+        raise Unable("it is not installed (pip install py-spy)" if sampler == "py-spy" else "it comes with Python 3.15")
+    for one in candidates:
+        try:
+            return record_from_outside(pid, seconds, rate, one)
+        except Unable as error:
+            if sampler == one.name:
+                raise
+            print(f"percore record: {one.name} cannot sample process {pid}: {error}", file=sys.stderr)
+    return record_with_faulthandler(pid, seconds, rate)
 
 
 def _failed(text: str) -> int:

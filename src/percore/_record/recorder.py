@@ -1,23 +1,24 @@
-"""Samples the stacks of a program's workers: by faulthandler's handler, which each of them has, or by py-spy.
+"""Samples the stacks of a program's workers: by faulthandler's handler, which each of them has, or by a program from outside.
 
 Stacks tell which calls run and where. Calls that await have no stack: the program's page names their functions.
 """
 
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from percore._attach.programs import ProgramGone, read
 from percore._attach.stacks import NoStacks, forget_stacks, stacks_of
-from percore._record.samples import AWAITING, Frame, Sample, Stack, from_faulthandler, from_py_spy
+from percore._record.calls import Calls, Seen, attributed, begun_by, calls_in
+from percore._record.outside import Outside
+from percore._record.samples import AWAITING, Frame, Sample, Stack, from_faulthandler
 from percore._record.tree import short_names
 
 _STEP: Final = 0.002
@@ -27,11 +28,16 @@ _PERIOD: Final = 0.5
 """Seconds between two pages of a program."""
 
 _PATIENCE: Final = 30.0
-"""Seconds that py-spy may take longer than it was asked to sample."""
+"""Seconds that a program from outside may take longer than it was asked to sample."""
+
+_ROUGHLY: Final = 0.05
+"""The part of all rounds by which what pages say may differ from what was sampled: the two have not begun at once."""
+
+Pages = list[dict[str, Any]]
 
 
 class Unable(Exception):
-    """py-spy cannot sample the program; the text says why."""
+    """A program from outside cannot sample the workers; the text says why."""
 
 
 @dataclass(slots=True)
@@ -41,28 +47,49 @@ class Recording:
     Attributes:
         pid: the program.
         name: the program's name.
-        sampler: what has sampled: "faulthandler" or "py-spy".
+        sampler: what has sampled: "faulthandler" or the name of a program from outside.
+        start: when it began, by the monotonic clock.
         seconds: for how long.
         rounds: how often each worker was sampled.
         samples: what was found, with how often.
+        by_call: the same by worker, call and stack. Each call that awaited counts for itself.
         names: qualified names of functions by what stacks call them.
     """
 
     pid: int
     name: str
     sampler: str
+    start: float = 0.0
     seconds: float = 0.0
     rounds: int = 0
     samples: "Counter[tuple[str, Stack]]" = field(default_factory=Counter)
+    by_call: "Counter[tuple[str, str, Stack]]" = field(default_factory=Counter)
     names: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Sample]:
         """Yield the samples, with the functions that percore has called by their qualified names."""
-        files = {frame.name: frame.file for _, (frame, *_) in self.samples if frame.file}
-        for (worker, (first, *rest)), times in self.samples.items():
-            name = first.name.rpartition(".")[2]
-            called = Frame(self.names.get(name, first.name), first.file or files.get(name, ""))
-            yield Sample(worker, (called, *rest), times)
+        files = self._files()
+        for (worker, stack), times in self.samples.items():
+            yield Sample(worker, self._named(stack, files), times)
+
+    def calls(self) -> Iterator[Sample]:
+        """Yield the same by call."""
+        files = self._files()
+        for (worker, call, stack), times in self.by_call.items():
+            yield Sample(worker, self._named(stack, files), times, call)
+
+    def add(self, found: Iterable[tuple[str, str, Stack, int]]) -> None:
+        """Add what was found by call."""
+        for worker, call, stack, times in found:
+            self.by_call[worker, call, stack] += times
+
+    def _files(self) -> dict[str, str]:
+        return {frame.name: frame.file for _, (frame, *_) in self.samples if frame.file}
+
+    def _named(self, stack: Stack, files: dict[str, str]) -> Stack:
+        first, *rest = stack
+        name = first.name.rpartition(".")[2]
+        return (Frame(self.names.get(name, first.name), first.file or files.get(name, "")), *rest)
 
 
 def record(pid: int, seconds: float, rate: float) -> Recording:
@@ -75,92 +102,137 @@ def record(pid: int, seconds: float, rate: float) -> Recording:
         PermissionError: it belongs to another user.
     """
     pages = read(pid)
-    recording = Recording(pid, pages[0]["program"], "faulthandler")
     begun = due = time.monotonic()
-    pids: set[int] = set()
+    rounds = _Rounds(Recording(pid, pages[0]["program"], "faulthandler", begun))
     try:
         while (now := time.monotonic()) < begun + seconds:
             due = max(due + 1 / rate, now)
-            _round(recording, pages, pids)
-            recording.rounds += 1
+            rounds.take(pages)
             time.sleep(max(0.0, due - time.monotonic()))
             pages = read(pid)
     except (KeyboardInterrupt, ProgramGone):
         pass  # what was sampled so far is worth having
     finally:
-        recording.seconds = time.monotonic() - begun
-        for one in pids:
+        rounds.finish()
+        rounds.recording.seconds = time.monotonic() - begun
+        for one in rounds.pids:
             forget_stacks(one)
-    return recording
+    return rounds.recording
 
 
-def _round(recording: Recording, pages: list[dict[str, Any]], pids: set[int]) -> None:
-    for label, worker in _workers(pages):
-        try:
-            stacks = from_faulthandler(stacks_of(worker["pid"], _STEP))
-        except NoStacks:
-            continue  # it has ended, or is stopped: the next round asks its successor
-        pids.add(worker["pid"])
-        recording.samples.update((label, stack) for stack in stacks)
-        seen = {stack[0].name for stack in stacks}
-        waiting = {call["name"] for call in worker["current"] if call["name"].rpartition(".")[2] not in seen}
-        recording.samples.update((label, (Frame(name, ""), AWAITING)) for name in waiting)
-    recording.names |= short_names(one["name"] for page in pages for one in page["statistics"]["functions"])
+class _Rounds:
+    """Takes the samples of faulthandler. Those of one page wait for the next one, which tells which calls have run on."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.pids: set[int] = set()
+        """The workers that have written stacks."""
+        self._waiting: list[list[Seen]] = []
+        self._calls: Calls = {}
+        self._numbers = count(1)
+        self._at: list[float] = []
+
+    def take(self, pages: Pages) -> None:
+        """Sample all workers once."""
+        self.settle(pages)
+        seen: list[Seen] = []
+        for label, _, worker in _workers(pages):
+            try:
+                found = from_faulthandler(stacks_of(worker["pid"], _STEP))
+            except NoStacks:
+                continue  # it has ended, or is stopped: the next round asks its successor
+            self.pids.add(worker["pid"])
+            seen += [Seen(label, thread, stack) for thread, stack in found]
+            names = {stack[0].name for _, stack in found}
+            waiting = {call["name"] for call in worker["current"] if call["name"].rpartition(".")[2] not in names}
+            self.recording.samples.update((label, (Frame(name, ""), AWAITING)) for name in waiting)
+        self.recording.samples.update((one.worker, one.stack) for one in seen)
+        self.recording.names |= short_names(one["name"] for page in pages for one in page["statistics"]["functions"])
+        self.recording.rounds += 1
+        self._waiting.append(seen)
+
+    def settle(self, pages: Pages) -> None:
+        """If these pages are new, find out to which calls the samples belong that wait for them."""
+        at = [page["at"] for page in pages]
+        if at == self._at:
+            return
+        calls = calls_in(_workers(pages), self._calls, self._numbers)
+        for seen in self._waiting:
+            self.recording.add(attributed(seen, self._calls, calls, self.recording.start))
+        self._waiting, self._calls, self._at = [], calls, at
+
+    def finish(self) -> None:
+        """Do so for the last samples. Calls that were not short when the last page was written are taken to have run on."""
+        long = begun_by(self._calls, max(self._at, default=0.0) - _PERIOD)
+        for seen in self._waiting:
+            self.recording.add(attributed(seen, self._calls, long, self.recording.start))
 
 
-def record_with_py_spy(pid: int, seconds: float, rate: float, py_spy: str) -> Recording:
-    """Let py-spy sample all workers, which are not stopped for it.
+def record_from_outside(pid: int, seconds: float, rate: float, sampler: Outside) -> Recording:
+    """Let a program sample all workers, which are not stopped for it.
 
     Raises:
         ProgramGone: there is no such program of percore.
         PermissionError: it belongs to another user.
-        Unable: py-spy may not read the workers' memory, or does not know their version of Python.
+        Unable: it may not read the workers' memory, or does not know their version of Python.
     """
     pages = read(pid)
-    recording = Recording(pid, pages[0]["program"], "py-spy", seconds, round(seconds * rate))
+    recording = Recording(pid, pages[0]["program"], sampler.name, time.monotonic(), seconds, round(seconds * rate))
     recording.names = short_names(one["name"] for page in pages for one in page["statistics"]["functions"])
-    options = ["--format", "raw", "--nonblocking", "--idle", "--duration", str(max(1, round(seconds))), "--rate", str(round(rate))]
     with tempfile.TemporaryDirectory(prefix="percore-record-") as folder, ExitStack() as running:
-        samplers = []
-        for label, worker in _workers(pages):
+        begun: list[tuple[str, Path, subprocess.Popen[str]]] = []
+        for label, _, worker in _workers(pages):
             out = Path(folder, str(worker["pid"]))
-            command = [py_spy, "record", *options, "--pid", str(worker["pid"]), "--output", str(out)]
+            command = sampler.command(worker["pid"], out, seconds, rate)
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
             )
             running.enter_context(process)
             running.callback(process.kill)
-            samplers.append((label, out, process))
-        running_calls = _watch([process for _, _, process in samplers], pid, seconds, rate)
-        failures = [_failure(process) for _, _, process in samplers]
-        if samplers and all(failures):
+            begun.append((label, out, process))
+        running_calls, last = _watch([process for _, _, process in begun], pages, seconds, rate)
+        failures = [_failure(process) for _, _, process in begun]
+        if begun and all(failures):
             raise Unable(failures[0])
-        for label, out, _ in samplers:
-            for stack, count in from_py_spy(out.read_text(errors="replace") if out.exists() else ""):
-                recording.samples[label, stack] += count
-                running_calls[label, stack[0].name] -= count
-    for (label, name), count in (+running_calls).items():  # where a function runs and is on no stack, it awaits
-        recording.samples[label, (Frame(recording.names.get(name, name), ""), AWAITING)] += count
+        read_from = [(label, out) for label, out, _ in begun if out.exists()]
+        seen = [Seen(label, *found) for label, out in read_from for found in sampler.read(out)]
+    for one in seen:
+        recording.samples[one.worker, one.stack] += one.times
+        running_calls[one.worker, one.stack[0].name.rpartition(".")[2]] -= one.times
+    for (label, name), times in running_calls.items():  # where a function runs and is on no stack, it awaits
+        if times > _ROUGHLY * recording.rounds:
+            recording.samples[label, (Frame(recording.names.get(name, name), ""), AWAITING)] += times
+    numbers = count(1)
+    before = calls_in(_workers(pages), {}, numbers)
+    after = calls_in(_workers(last), before, numbers)
+    recording.add(attributed(seen, before, after, recording.start, recording.rounds))
     return recording
 
 
-def _watch(samplers: "list[subprocess.Popen[str]]", pid: int, seconds: float, rate: float) -> "Counter[tuple[str, str]]":
-    """Wait for py-spy. Return in how many samples each function has run in each worker, as the program's pages say."""
+def _watch(
+    samplers: "list[subprocess.Popen[str]]", pages: Pages, seconds: float, rate: float
+) -> "tuple[Counter[tuple[str, str]], Pages]":
+    """Wait for the samplers.
+
+    Return in how many samples each function has run in each worker, as the program's pages say, and the last of these pages.
+    """
     found: Counter[tuple[str, str]] = Counter()
+    readings = 0
     latest = time.monotonic() + seconds + _PATIENCE
     for sampler in samplers:
         while sampler.poll() is None and time.monotonic() < latest:
             with suppress(subprocess.TimeoutExpired):
                 sampler.wait(_PERIOD)
             with suppress(ProgramGone):
-                names = {(label, call["name"]) for label, worker in _workers(read(pid)) for call in worker["current"]}
-                for label, name in names:
-                    found[label, name.rpartition(".")[2]] += round(_PERIOD * rate)
-    return found
+                pages = read(pages[0]["pid"])
+                names = {(label, call["name"]) for label, _, worker in _workers(pages) for call in worker["current"]}
+                found.update({(label, name.rpartition(".")[2]) for label, name in names})
+                readings += 1
+    return Counter({key: round(times * seconds * rate / readings) for key, times in found.items()}), pages
 
 
 def _failure(process: "subprocess.Popen[str]") -> str:
-    """Return why py-spy has failed; empty if it has not."""
+    """Return why a program from outside has failed; empty if it has not."""
     if process.poll() is None:
         return "it did not end"
     assert process.stderr is not None
@@ -168,15 +240,10 @@ def _failure(process: "subprocess.Popen[str]") -> str:
     return "" if not process.returncode else (said or [f"exit code {process.returncode}"])[-1].removeprefix("Error: ")
 
 
-def find_py_spy() -> str | None:
-    """Return the path of py-spy: beside this interpreter, or on PATH; None if it is not installed."""
-    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
-
-
-def _workers(pages: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the workers that have a process on this machine, with their names."""
+def _workers(pages: Pages) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """Yield the workers that have a process on this machine, with their names and the times of their pages."""
     for page in pages:
         runner = f"runner {page['number']}, " if len(pages) > 1 else ""
         for worker in page["statistics"]["workers"]:
             if worker["pid"] is not None and not worker.get("node"):  # pages of earlier versions say nothing of nodes
-                yield f"{runner}worker {worker['index']}", worker
+                yield f"{runner}worker {worker['index']}", page["at"], worker

@@ -1,7 +1,8 @@
-"""Samples of stacks: the texts of faulthandler and py-spy as frames of the user's code."""
+"""Samples of stacks: the texts of faulthandler, py-spy and profiling.sampling as frames of the user's code."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 
@@ -9,7 +10,7 @@ class Frame(NamedTuple):
     """A function on a stack.
 
     Attributes:
-        name: of the function, without its module; py-spy gives some qualified names.
+        name: of the function, without its module; some samplers give qualified names.
         file: the path of its source; empty: it has none.
     """
 
@@ -28,18 +29,22 @@ class Sample(NamedTuple):
         worker: the worker, as the recording shows it.
         stack: the user's frames. The first one is the function that percore has called.
         times: for how many samples it stands.
+        call: the call, as the recording shows it; empty: any.
     """
 
     worker: str
     stack: Stack
     times: int
+    call: str = ""
 
 
 AWAITING: Final = Frame("(awaiting)", "")
 """Stands for the calls of a coroutine function that wait: they have no stack."""
 
 _LINE: Final = re.compile(r'\s*File "(?P<file>.*)", line (?:\d+|\?+) in (?P<name>.+)')
+_HEAD: Final = re.compile(r"(?:Current t|T)hread (?P<id>0x[0-9a-f]+)")
 _RAW: Final = re.compile(r"(?P<name>.+?) \((?P<file>[^()]*?)(?::\d+)?\)")
+_COLLAPSED: Final = re.compile(r"(?P<file>.*):(?P<name>[^:]*):-?\d+")
 _STANDARD: Final = r"(asyncio/|concurrent/futures/|multiprocessing/|selectors\.py|threading\.py|runpy\.py|contextlib\.py)"
 _START: Final = Frame("<module>", "<string>")
 """The program that a fork server or a worker is started with."""
@@ -56,26 +61,53 @@ def of_user(stack: Sequence[Frame]) -> Stack:
     return ()
 
 
-def from_faulthandler(text: str) -> list[Stack]:
-    """Return the user's part of the stack of each thread in which the user's code runs."""
+def from_faulthandler(text: str) -> list[tuple[str, Stack]]:
+    """Return each thread in which the user's code runs, with the user's part of its stack."""
     found = []
     for thread in text.split("\n\n"):
-        matches = [_LINE.fullmatch(line) for line in thread.splitlines()]
+        head, *lines = thread.splitlines() or [""]
+        matches = [_LINE.fullmatch(line) for line in lines]
         frames = [Frame(match["name"], match["file"]) for match in reversed(matches) if match is not None]
         if stack := of_user(frames):
-            found.append(stack)
+            named = _HEAD.match(head)
+            found.append((f"Thread {named['id']}" if named else head, stack))
     return found
 
 
-def from_py_spy(text: str) -> Iterator[tuple[Stack, int]]:
-    """Yield the user's part of each stack of py-spy's raw format, and in how many samples it was."""
+def from_py_spy(text: str) -> Iterator[tuple[str, Stack, int]]:
+    """Yield the thread, the user's part of each stack of py-spy's raw format with threads, and in how many samples it was."""
     for line in text.splitlines():
         path, _, count = line.rpartition(" ")
-        frames = [_frame(word) for word in path.split(";")]
-        if count.isdecimal() and (stack := of_user(frames)):
-            yield stack, int(count)
+        thread, *words = path.split(";")
+        if count.isdecimal() and (stack := of_user([_frame(word) for word in words])):
+            yield thread.partition(":")[0].capitalize(), stack, int(count)
 
 
 def _frame(word: str) -> Frame:
     match = _RAW.fullmatch(word)
     return Frame(word, "") if match is None else Frame(match["name"], match["file"])
+
+
+def from_sampling(text: str, paths: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, Stack, int]]:
+    """Yield the same of the collapsed format of profiling.sampling. `paths`: by the last part of a path, and the function."""
+    for line in text.splitlines():
+        path, _, count = line.rpartition(" ")
+        thread, *words = path.split(";")
+        matches = [_COLLAPSED.fullmatch(word) for word in words]
+        frames = [
+            Frame(match["name"], paths.get((match["file"], match["name"]), match["file"])) for match in matches if match is not None
+        ]
+        if count.isdecimal() and (stack := of_user(frames)):
+            yield thread.replace("tid:", "Thread "), stack, int(count)
+
+
+def paths_in(text: str) -> dict[tuple[str, str], str]:
+    """Return the paths that the JSON lines of profiling.sampling name, by the last part of the path, and the function."""
+    strings: dict[int, str] = {}
+    found = {}
+    for record in map(json.loads, text.splitlines()):
+        strings |= {one["str_id"]: one["value"] for one in record.get("strings", ())}
+        for one in record.get("frames", ()):
+            path, name = strings[one["path_str_id"]], strings[one["func_str_id"]]
+            found[path.rpartition("/")[2], name] = path
+    return found

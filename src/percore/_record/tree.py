@@ -40,7 +40,7 @@ class Node:
 def by_function(samples: Iterable[Sample]) -> Node:
     """Return the tree whose frames are: the function that percore has called, the worker, then the stack."""
     root = Node("all functions")
-    for worker, stack, count in samples:
+    for worker, stack, count, _ in samples:
         first, *rest = stack
         root.add([first, Frame(worker, ""), *rest], count)
     return root
@@ -49,9 +49,18 @@ def by_function(samples: Iterable[Sample]) -> Node:
 def by_worker(samples: Iterable[Sample]) -> Node:
     """Return the tree whose frames are: the worker, then the stack from the function that percore has called."""
     root = Node("all workers")
-    for worker, stack, count in samples:
+    for worker, stack, count, _ in samples:
         first, *rest = stack
         root.add([Frame(worker, ""), first, *rest], count)
+    return root
+
+
+def by_call(samples: Iterable[Sample]) -> Node:
+    """Return the tree whose frames are: the function that percore has called, the worker, the call, then the stack."""
+    root = Node("all calls")
+    for worker, stack, count, call in samples:
+        first, *rest = stack
+        root.add([first, Frame(worker, ""), Frame(call, ""), *rest], count)
     return root
 
 

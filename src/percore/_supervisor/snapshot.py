@@ -137,7 +137,7 @@ def _current(member: PoolWorker, running: Running, may_look: bool) -> tuple[Runn
 
 
 def _running_call(member: PoolWorker, call_id: int, function: Function, may_look: bool) -> RunningCall:
-    return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look))
+    return RunningCall(function.meter.name or function.name, member.age(call_id, may_look=may_look), call_id)
 
 
 def _of_slot(  # one reading

@@ -152,6 +152,7 @@ def draw(view: View, width: int, order: str = "", hint: str = "", *, by_worker: 
 def _head(view: View, width: int) -> RenderableType:
     totals = view.totals
     text = Text.from_markup(f"[bold]{escape(printable(view.name))}[/bold] ({view.pid})", overflow="ellipsis")
+    text.no_wrap = True
     text.append(f"  {_count(view.workers)}, {rate(view.calls)} calls/s")
     if width >= 80:
         text.append(f"  running {totals['running']}, queued {totals['queued']}, done {totals['done']}, failed {totals['failed']}")
