@@ -84,6 +84,12 @@ def slots_at_all(runner: Runner) -> int:
     return int(store.count)
 
 
+def nodes_of(runner: Runner) -> list[str]:
+    """The names of the nodes on which its workers ran at last; none if they ran on this machine."""
+    engine: Any = runner._supervisor.engine
+    return sorted({link.node for link in engine._slots.values()}) if isinstance(engine, NodesEngine) else []
+
+
 def is_leased(runner: Runner) -> bool:
     """Whether anything that was read is still used by arrays; with nodes, where results have own memory, by those of workers."""
     engine: Any = runner._supervisor.engine

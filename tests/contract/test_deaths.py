@@ -19,7 +19,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, kill_arrived
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner, FakeWorker
-from tests.internals import current_member, supervisor_of
+from tests.internals import current_member, nodes_of, supervisor_of
 from tests.waiting import until
 
 pytestmark = [
@@ -51,7 +51,9 @@ async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, ga
     assert (error.call, error.started, error.attempts) == ("await_", True, 1)
     assert error.age is not None
     assert 0 <= error.age < 60  # uvloop's time is that of the loop's turn
-    assert f"worker (pid {pid}) died by SIGKILL (perhaps out of memory" in str(error)
+    assert error.node == (nodes_of(runner)[0] if nodes_of(runner) else None)
+    where = "" if error.node is None else f" on node {error.node}"
+    assert f"worker (pid {pid}{where}) died by SIGKILL (perhaps out of memory" in str(error)
     assert "while it ran await_" in str(error)
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.internals import nodes_of
 
 
 async def test_a_runner_tells_its_state_its_workers_and_its_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -99,7 +100,8 @@ async def test_statistics_are_a_table(make: MakeRunner) -> None:
         await runner.map(jobs.fail, [ValueError] * 3, return_exceptions=True)
         statistics = runner.statistics()
     head, *workers, total, _, _, function = str(statistics).splitlines()
-    assert head.split() == ["worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag"]
+    columns = ["worker", "state", "PID", "running", "queued", "done", "failed", "retried", "restarts", "lag"]
+    assert head.split() == columns + ["node"] * bool(nodes_of(runner))
     assert [line.split()[:2] for line in workers] == [["0", "ready"], ["1", "ready"]]
     assert total.split() == ["total", "0", "0", "3", "3", "0", "0"]
     html = statistics._repr_html_()

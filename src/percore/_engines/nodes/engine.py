@@ -77,20 +77,11 @@ class NodesEngine:
         self._places = places
         self._token = os.urandom(TOKEN_SIZE)
         self._patience = _EARLIER * options.start_timeout
-        sizes = ("concurrency", "threads", "max_message", "start_method", "workers")
-        loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
-        self._orders = HostOrders(
-            node="",
-            lost_after=lost_after,
-            sizes=_UNUSED | {name: getattr(options, name) for name in sizes},
-            start=start_of(options, self.store),
-            loop_factory=loop_factory,
-            debug=loop.get_debug(),
-            main=main.as_tuple(),
-            source=_source(main),
-            path=search_path(),
-            argv=[str(argument) for argument in sys.argv],
-        )
+        try:
+            self._orders = self._orders_for(options, main, lost_after)
+        except BaseException:
+            self.store.close()
+            raise
         self.links: list[NodeLink] = []
         self._ends: dict[NodeLink, Callable[[], None]] = {}
         self._slots: dict[int, NodeLink] = {}
@@ -104,6 +95,22 @@ class NodesEngine:
         """Why the first search failed: then the runner cannot start."""
         self._is_closed = False
         self._meter = UsageMeter()
+
+    def _orders_for(self, options: RunnerOptions, main: MainInfo, lost_after: float) -> HostOrders:
+        sizes = ("concurrency", "threads", "max_message", "start_method", "workers")
+        loop_factory = pickled_option("loop_factory", options.loop_factory, self.store)
+        return HostOrders(
+            node="",
+            lost_after=lost_after,
+            sizes=_UNUSED | {name: getattr(options, name) for name in sizes},
+            start=start_of(options, self.store),
+            loop_factory=loop_factory,
+            debug=self._loop.get_debug(),
+            main=main.as_tuple(),
+            source=_source(main),
+            path=search_path(),
+            argv=[str(argument) for argument in sys.argv],
+        )
 
     # Workers
 
