@@ -23,6 +23,7 @@ from percore._transport import links as module
 from percore._transport import memory as of_memory
 from percore._transport.links import Links
 from percore._transport.memory import Memory, has_address_space
+from percore._transport.worker_side import WorkerEnd
 
 
 def links_of(workers: int, max_message: int = 2**30) -> Links:
@@ -139,9 +140,20 @@ def test_whichever_system_call_fails_nothing_is_left(has: bool, monkeypatch: pyt
         one = _Request("module:entry", b"boot", (0, 1))
         return lambda: let_go(one.lifeline, *one.fds)
 
+    def end() -> Callable[[], None]:
+        with ExitStack() as undo:
+            one = WorkerEnd(theirs.layout, [*map(dup, theirs.fds)])
+            undo.callback(one.close)
+            undo.callback(one.bell.close)
+            return undo.pop_all().close
+
     hit = made(lambda: links_of(2).close) | made(lambda: LogReceiver(0).close) | made(request)
+    dup = os.dup  # the real one: to hand descriptors over is not what fails here
     with closing(links_of(2)) as shared:
         hit |= made(link)
+        with closing(shared.link()) as theirs:
+            assert made(end) == {"mmap"}
+            theirs.close_fds()
     assert hit >= {"mmap", "ftruncate", "pipe", "open", "fcntl"} | ({"memfd_create", "eventfd", "dup"} if has else {"socketpair"})
 
 

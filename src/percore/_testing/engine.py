@@ -87,8 +87,13 @@ class FakeWorker:
         link = engine.links.link()
         self.channel, self.fate, self.close = link.channel, link.fate, link.close
         # The worker's own mappings, as in a process of its own: the supervisor lets go of its own when it likes.
-        self._end = WorkerEnd(link.layout, [*map(os.dup, link.fds)])
-        link.close_fds()
+        try:
+            self._end = WorkerEnd(link.layout, [*map(os.dup, link.fds)])
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            link.close_fds()
         self._sockets = tuple(sock.dup() for sock in sockets)
         for sock in self._sockets:
             sock.setblocking(False)
@@ -133,11 +138,11 @@ class FakeWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.core.server.stop()
         self._side.close()
-        if not is_killed:
+        if not is_killed or self.core.server.threads.is_idle():
             self.core.server.join()
             self._end.close()
         self._close_sockets()
-        # Else a call may run on in a thread, where a death would have ended it: the memory goes with the last of them.
+        # Else a call runs on in a thread, where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
         _living.pop(self.pid, None)
         self.loop.call_soon(self._on_exit, Exit(self.exitcode))

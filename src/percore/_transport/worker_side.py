@@ -1,7 +1,9 @@
 """The worker's side of a channel to a supervisor whose arena it maps."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from percore._common.fault_points import POINTS, point
@@ -129,18 +131,27 @@ class WorkerEnd:
     """
 
     def __init__(self, layout: Layout, fds: Sequence[int]) -> None:
-        """Map the memory. `fds`: those of the link, which this takes over."""
-        cell_fd, arena_fd, results_fd, *bell_fds = fds
+        """Map the memory. `fds`: those of the link, which this takes over.
+
+        Raises:
+            OSError: too little address space is left. The descriptors have been closed.
+        """
         self._layout = layout
-        self._cell = Memory(cell_fd, layout.cell_size, writable=True)
-        self._arena = Memory.of_reader(arena_fd, layout.arena_size)
-        self._results = Memory(results_fd, layout.results_size, writable=True)
+        left = list(fds)
+        with ExitStack() as undo:
+            undo.callback(lambda: [*map(os.close, left)])
+            self._cell = Memory(left.pop(0), layout.cell_size, writable=True)
+            undo.callback(self._cell.close)
+            self._arena = Memory.of_reader(left.pop(0), layout.arena_size)
+            undo.callback(self._arena.close)
+            self._results = Memory(left.pop(0), layout.results_size, writable=True)
+            undo.pop_all()
         self._memories = (self._cell, self._arena, self._results)
         for memory in self._memories:
             memory.close_fds()
         self._marks = layout.marks(self._cell)
         self.marks: StartMarks = self._marks
-        self.bell = bell_of((bell_fds[0], bell_fds[1]))
+        self.bell = bell_of((left[0], left[1]))
 
     def channel(self, loop: asyncio.AbstractEventLoop, *, main_by_value: bool) -> WorkerSide:
         """Make the worker's side of the channel, which closes the bell."""
