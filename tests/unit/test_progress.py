@@ -3,8 +3,10 @@
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from importlib import import_module
 from typing import Any, ClassVar
 
 import pytest
@@ -139,6 +141,8 @@ def test_a_line_covers_the_one_before() -> None:
 
 
 def test_tqdm() -> None:
+    # Its own lock is one of multiprocessing, which from Python 3.14 on keeps a process for it until the interpreter ends.
+    import_module("tqdm.auto").tqdm.set_lock(threading.RLock())
     bar = Bar()
     with terminal() as shown:
         bar.show(progress(0))
