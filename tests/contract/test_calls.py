@@ -15,14 +15,13 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
 
-pytestmark = [
-    pytest.mark.differs("spawn", because="a fresh interpreter has imported nothing"),
-    pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake"),
-]
+pytestmark = pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake")
+in_fresh_interpreters = pytest.mark.differs("spawn", because="a fresh interpreter has imported nothing")
 in_processes = pytest.mark.differs("fallbacks", because="that loop is another process's, and so is the other end of a bell")
 
 
 @pytest.mark.parametrize("fn", [jobs.add, jobs.aadd])
+@in_fresh_interpreters
 async def test_run_gives_the_result(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         assert await runner.run(fn, 1) == 1
@@ -155,6 +154,7 @@ CALLABLES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 
 
 @in_processes
+@in_fresh_interpreters
 async def test_callables(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for name, (fn, args, expected) in CALLABLES.items():

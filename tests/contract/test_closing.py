@@ -16,13 +16,14 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import members_of
 
 pytestmark = [
-    pytest.mark.differs(
-        "spawn", "uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"
-    ),
+    pytest.mark.differs("uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"),
     pytest.mark.differs(
         "nodes", because="the far half has ended its workers and has the same payloads as the near half when both close"
     ),
 ]
+
+
+spawned = pytest.mark.differs("spawn", because="the program itself reaps the workers, and no fork server ends with them")
 
 
 async def _closing(runner: percore.Runner, grace: float | None = None) -> "asyncio.Task[None]":
@@ -41,6 +42,7 @@ def _errors(futures: "list[asyncio.Future[Any]]") -> list[type]:
 
 
 @pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
+@spawned
 async def test_x1_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     runner = make(concurrency=1, threads=1)
     await runner.start()
@@ -100,6 +102,7 @@ async def test_a_grace_that_is_enough(make: MakeRunner, log: Log, gate: Gate) ->
     assert [future.result() for future in futures] == [0, 1, 2]
 
 
+@spawned
 async def test_x1_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(threads=1, kill_after=0.1)
     await runner.start()
@@ -155,6 +158,7 @@ async def test_x2_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log
     assert _errors([future]) == [percore.RunnerClosed]
 
 
+@spawned
 async def test_x2_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, kill_after=1000, lifespan=functools.partial(jobs.resource, log.path))
     await runner.start()
@@ -260,6 +264,7 @@ async def test_closing_what_never_started(make: MakeRunner) -> None:
         await runner.start()
 
 
+@spawned
 async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
     starting = asyncio.create_task(runner.start())
@@ -272,6 +277,7 @@ async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate
         _ = runner.submit(jobs.echo)
 
 
+@spawned
 async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=2)
     await runner.start()
@@ -288,6 +294,7 @@ async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: 
     assert not any(error.started for error in died)
 
 
+@spawned
 async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
     async with make() as one, make() as other:
         pids = {(await runner.run(jobs.where)).pid for runner in (one, other)}

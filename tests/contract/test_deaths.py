@@ -23,11 +23,12 @@ from tests.internals import current_member, nodes_of, supervisor_of
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.differs(
-        "spawn", "uvloop", "fallbacks", because="an exit reaches the loop through another descriptor, or from a thread"
-    ),
+    pytest.mark.differs("uvloop", "fallbacks", because="an exit reaches the loop in another order, or from a thread"),
     pytest.mark.differs("nodes", because="an exit arrives as a message, with how far the calls had come"),
 ]
+
+
+spawned = pytest.mark.differs("spawn", because="the program itself reaps the worker, and reads its exit code")
 
 
 def _worker(runner: percore.Runner, index: int = 0) -> Any:
@@ -37,6 +38,7 @@ def _worker(runner: percore.Runner, index: int = 0) -> Any:
     return member.worker
 
 
+@spawned
 async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         pid = runner.statistics().workers[0].pid
@@ -64,6 +66,7 @@ async def test_a_thread_that_ends_outside_a_call_costs_its_worker_and_leaves_nob
         assert await runner.run(len, "ab") == 2
 
 
+@spawned
 async def test_k12_an_exit_code_is_told(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied, match="with exit code 3") as caught:
@@ -173,6 +176,7 @@ async def test_the_replacement_is_new(make: MakeRunner, log: Log, gate: Gate) ->
         assert runner.statistics().restarts == 1
 
 
+@spawned
 async def test_k1_a_worker_that_dies_idle_is_replaced(make: MakeRunner, log: Log) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         assert await log.next() == "enter"
@@ -199,6 +203,7 @@ async def test_a_map_goes_on_over_a_death(make: MakeRunner, log: Log, gate: Gate
         assert results[2:] == list(range(2, 20))
 
 
+@spawned
 async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=1) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
@@ -211,6 +216,7 @@ async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate:
         assert [type(result) for result in results] == [percore.WorkerDied] * 2 + [int] * 4
 
 
+@spawned
 async def test_k9_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1, lifespan=functools.partial(jobs.resource, log.path)) as runner:
         pid = (await runner.run(jobs.where)).pid
@@ -366,6 +372,7 @@ async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: 
     await assembly.engine.aclose()
 
 
+@spawned
 async def test_sigint_does_nothing(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         pid = (await runner.run(jobs.where)).pid

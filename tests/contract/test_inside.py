@@ -14,13 +14,12 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, WorkerLog
 from tests.contract.pipes import Gate, Log
 
-pytestmark = [
-    pytest.mark.differs("spawn", because="a worker's surroundings are inherited in another way"),
-    pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake"),
-]
+pytestmark = pytest.mark.differs("fallbacks", because="without uvloop the worker's loop is asyncio's", on="fake")
+in_fresh_interpreters = pytest.mark.differs("spawn", because="a worker's surroundings are inherited in another way")
 in_processes = pytest.mark.differs("fallbacks", because="a worker that starts or ends is seen in another way")
 
 
+@in_fresh_interpreters
 async def test_current_worker(make: MakeRunner) -> None:
     async with make() as runner:
         workers = [await runner.run(jobs.where), await runner.run(jobs.awhere)]
@@ -60,6 +59,7 @@ async def test_without_a_lifespan_there_is_no_state(make: MakeRunner, fn: Callab
             await runner.run(fn)
 
 
+@in_fresh_interpreters
 async def test_each_worker_has_a_lifespan_of_its_own(make: MakeRunner, log: Log) -> None:
     async with make(2, lifespan=functools.partial(jobs.resource, log.path)):
         assert log.rest() == ["enter", "enter"]
@@ -67,6 +67,7 @@ async def test_each_worker_has_a_lifespan_of_its_own(make: MakeRunner, log: Log)
 
 
 @in_processes
+@in_fresh_interpreters
 async def test_the_lifespan_is_left_after_the_last_call(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         future = runner.submit(jobs.await_, log.path, gate.path, "call")
@@ -101,6 +102,7 @@ async def test_the_lifespan_is_left_when_the_runner_is_cancelled(make: MakeRunne
     assert log.rest() == ["cancelled call", "exit"]
 
 
+@in_fresh_interpreters
 async def test_b1_a_lifespan_that_cannot_be_entered_fails_the_start(make: MakeRunner) -> None:
     runner = make(2, lifespan=jobs.no_resource)
     with pytest.raises(percore.StartupFailed, match="there is no database") as caught:
@@ -140,11 +142,13 @@ async def test_a_lifespan_that_cannot_travel_fails_the_start_and_leaves_nothing(
 
 
 @in_processes
+@in_fresh_interpreters
 async def test_b1_a_worker_that_dies_at_its_start_fails_it(make_real: MakeRunner) -> None:
     with pytest.raises(percore.StartupFailed, match="worker 0 died with exit code 3 before it was ready"):
         await make_real(lifespan=jobs.deadly).start()
 
 
+@in_fresh_interpreters
 async def test_a_worker_that_is_late_fails_the_start(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(lifespan=functools.partial(jobs.resource_behind, log.path, gate.path), start_timeout=0.3)
     with pytest.raises(percore.StartupFailed, match="not ready"):
@@ -152,6 +156,7 @@ async def test_a_worker_that_is_late_fails_the_start(make: MakeRunner, log: Log,
 
 
 @in_processes
+@in_fresh_interpreters
 async def test_a_cancelled_start_leaves_nothing(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
     task = asyncio.create_task(runner.start())
@@ -183,6 +188,7 @@ async def test_the_error_of_a_task_left_behind_is_logged(make: MakeRunner, log: 
 
 
 @in_processes
+@in_fresh_interpreters
 async def test_a_loop_factory_makes_the_worker_s_loop(make_real: MakeRunner) -> None:
     async with make_real(loop_factory=asyncio.SelectorEventLoop) as runner:
         assert await runner.run(_loop_name) == "_UnixSelectorEventLoop"

@@ -24,10 +24,11 @@ from tests.contract.pipes import Gate, Log
 from tests.faults import wait_stopped
 from tests.internals import members_of, supervisor_of
 
-pytestmark = [
-    pytest.mark.differs("spawn", "fallbacks", because="sockets reach each kind of worker in another way"),
-    pytest.mark.local_memory(because="workers on other nodes cannot serve on sockets of this machine: `listen` is refused there"),
-]
+pytestmark = pytest.mark.local_memory(
+    because="workers on other nodes cannot serve on sockets of this machine: `listen` is refused there"
+)
+handed_over = pytest.mark.differs("spawn", because="sockets reach an interpreter in another way than a fork")
+without_calls = pytest.mark.differs("fallbacks", because="without SO_REUSEPORT all workers serve on one socket")
 
 TCP = "127.0.0.1:0"
 
@@ -95,6 +96,8 @@ async def _refused(address: str) -> None:
         await _ask(address)
 
 
+@handed_over
+@without_calls
 async def test_each_worker_serves_on_each_address(make: MakeRunner, tmp_path: Path) -> None:
     with _own() as own:
         unix = f"unix:{tmp_path}/s"
@@ -120,6 +123,7 @@ async def test_each_worker_serves_on_each_address(make: MakeRunner, tmp_path: Pa
         (await _connected(addresses[3])).close()  # it is the user's, and listens
 
 
+@without_calls
 async def test_a_runner_that_does_not_listen_has_no_sockets(make: MakeRunner) -> None:
     async with make(lifespan=listen_jobs.serve) as runner:
         assert (runner.addresses, await runner.run(listen_jobs.sockets)) == ((), [])
@@ -129,6 +133,8 @@ async def test_a_runner_that_does_not_listen_has_no_sockets(make: MakeRunner) ->
         _ = make(listen=[TCP]).addresses
 
 
+@handed_over
+@without_calls
 async def test_forks_of_a_worker_do_not_keep_its_address(make_real: MakeRunner) -> None:
     async with make_real(lifespan=listen_jobs.serve, listen=[TCP, TCP]) as runner:
         assert await runner.run(listen_jobs.sockets_in_fork) == 0
@@ -138,6 +144,7 @@ async def test_forks_of_a_worker_do_not_keep_its_address(make_real: MakeRunner) 
 # Deaths
 
 
+@without_calls
 async def test_connections_that_wait_outlive_their_worker(make_real: MakeRunner, tmp_path: Path) -> None:
     """A stopped worker accepts nothing. Its replacement does."""
     async with make_real(lifespan=listen_jobs.serve, listen=[TCP, f"unix:{tmp_path}/s"]) as runner:
@@ -150,6 +157,8 @@ async def test_connections_that_wait_outlive_their_worker(make_real: MakeRunner,
         assert set(await asking) == {"0 2"}
 
 
+@handed_over
+@without_calls
 async def test_a_killed_worker_costs_only_what_it_holds(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real(2, lifespan=functools.partial(listen_jobs.serve, log.path), listen=[TCP]) as runner:
         (address,) = runner.addresses
@@ -199,6 +208,7 @@ async def _ask_dying(address: str) -> str:
     return ""
 
 
+@without_calls
 async def test_a_slot_that_is_given_up_has_no_connections(make_real: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     died = RestartBudget.died
     monkeypatch.setattr(RestartBudget, "died", lambda budget: None if died(budget) is None else 0.0)
@@ -247,6 +257,7 @@ async def _call_for_ever(runner: Runner) -> None:
 
 
 @pytest.mark.own_fork_server  # a reload starts another one
+@without_calls
 async def test_reloads_and_resizes_fail_no_request(make_real: MakeRunner, tmp_path: Path) -> None:
     async with make_real(2, lifespan=listen_jobs.serve, listen=[TCP, f"unix:{tmp_path}/s"]) as runner:
         tcp, unix = runner.addresses
@@ -274,6 +285,7 @@ async def test_reloads_and_resizes_fail_no_request(make_real: MakeRunner, tmp_pa
         assert others
 
 
+@without_calls
 async def test_a_request_in_a_removed_worker_is_answered(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real(2, lifespan=functools.partial(listen_jobs.serve, log.path), listen=[TCP], kill_after=60) as runner:
         (address,) = runner.addresses
@@ -293,6 +305,7 @@ async def test_a_request_in_a_removed_worker_is_answered(make_real: MakeRunner, 
 # Starts and ends
 
 
+@without_calls
 async def test_an_address_that_cannot_be_had_fails_the_start(make: MakeRunner, tmp_path: Path) -> None:
     with _own() as own:
         name = "{}:{}".format(*own.getsockname())
@@ -308,6 +321,7 @@ async def test_an_address_that_cannot_be_had_fails_the_start(make: MakeRunner, t
 
 
 @pytest.mark.parametrize("lifespan", [listen_jobs.fails], ids=["lifespan"])
+@handed_over
 async def test_a_start_that_fails_leaves_the_address_free(make: MakeRunner, lifespan: object) -> None:
     with socket.socket() as sock:  # a port that was free a moment ago
         sock.bind(("127.0.0.1", 0))
@@ -319,6 +333,7 @@ async def test_a_start_that_fails_leaves_the_address_free(make: MakeRunner, life
         assert runner.addresses == (name,)
 
 
+@without_calls
 async def test_a_close_lets_requests_end_and_then_refuses(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(listen_jobs.serve, log.path), listen=[TCP], kill_after=60) as runner:
         (address,) = runner.addresses
@@ -357,6 +372,7 @@ def _resets(task: "asyncio.Task[str]") -> list[BaseException]:
     return [error] if isinstance(error, ConnectionResetError) else []
 
 
+@without_calls
 async def test_a_runner_that_is_dropped_refuses_connections(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make_real(lifespan=listen_jobs.serve, listen=[TCP])
     await runner.start()

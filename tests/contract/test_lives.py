@@ -17,7 +17,7 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import current_member, members_of, supervisor_of
 
-pytestmark = pytest.mark.differs("spawn", because="a fresh interpreter is launched and ends in another way than a forked worker")
+launches = pytest.mark.differs("spawn", because="a fresh interpreter is launched and ends in another way than a forked worker")
 
 
 async def _alone(runner: Runner, workers: int = 1) -> None:
@@ -29,6 +29,7 @@ async def _alone(runner: Runner, workers: int = 1) -> None:
 # Deadlines
 
 
+@launches
 async def test_a_replacement_that_fails_and_does_not_end_is_killed(make_real: MakeRunner, log: Log) -> None:
     async with make_real(lifespan=functools.partial(life_jobs.fails_and_stays, log.path), kill_after=0.1) as runner:
         worker_of(runner).kill()
@@ -36,6 +37,7 @@ async def test_a_replacement_that_fails_and_does_not_end_is_killed(make_real: Ma
         assert (await runner.run(jobs.awhere)).generation == 3
 
 
+@launches
 async def test_a_draining_worker_is_killed_if_it_hangs_after_its_last_call(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(life_jobs.stays_at_its_end, log.path), kill_after=0.1) as runner:
         old = current_member(runner)
@@ -53,6 +55,7 @@ async def test_a_draining_worker_is_killed_if_it_hangs_after_its_last_call(make:
         assert runner.statistics().failed == 0
 
 
+@launches
 async def test_a_worker_that_drains_while_it_starts_is_killed_if_it_hangs(make: MakeRunner, log: Log) -> None:
     async with make(lifespan=functools.partial(life_jobs.stays_at_its_start, log.path), kill_after=0.1) as runner:
         worker_of(runner).kill()
@@ -72,6 +75,7 @@ async def test_a_worker_that_retires_is_killed_if_it_hangs(make: MakeRunner, log
         await _alone(runner)
 
 
+@launches
 async def test_a_start_that_fails_without_words_says_where(make: MakeRunner) -> None:
     with pytest.raises(percore.StartupFailed, match=r"worker 0 could not start: BadText: <exception str\(\) failed>"):
         await make(lifespan=life_jobs.fails_without_words).start()

@@ -16,7 +16,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate
 from tests.counts import times
 
-pytestmark = pytest.mark.differs("spawn", because="a fresh interpreter has other streams and warning filters")
+in_fresh_interpreters = pytest.mark.differs("spawn", because="a fresh interpreter has other streams and warning filters")
 without_calls = pytest.mark.differs(
     "fallbacks",
     because="the records' ring is a file, its bell a pipe, the worker's loop asyncio's, and its exit seen in another way",
@@ -102,6 +102,7 @@ async def test_every_worker_keeps_its_order(make_real: MakeRunner, caplog: pytes
 # Levels
 
 
+@in_fresh_interpreters
 async def test_levels_of_the_parent_decide_in_the_worker(
     make_real: MakeRunner, caplog: pytest.LogCaptureFixture, levels: Callable[..., None]
 ) -> None:
@@ -150,6 +151,7 @@ async def test_a_level_that_has_risen_since_holds_in_the_supervisor(
 # Warnings and lost errors
 
 
+@in_fresh_interpreters
 async def test_warnings_arrive(make_real: MakeRunner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     async with make_real() as runner:
         await runner.run(log_jobs.warn)
@@ -196,6 +198,7 @@ async def test_what_a_lifespan_raises_when_it_is_left_arrives(make_real: MakeRun
 
 
 @without_calls
+@in_fresh_interpreters
 async def test_from_the_first_moment_to_the_last(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real(lifespan=log_jobs.talkative, loop_factory=log_jobs.talkative_loop) as runner:
         assert messages(caplog) == ["making a loop", "entering"]
@@ -212,6 +215,7 @@ async def test_a_worker_that_ends_in_order_loses_nothing(make_real: MakeRunner, 
 
 
 @without_calls
+@in_fresh_interpreters
 async def test_what_was_logged_before_a_death_arrives(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied):
@@ -352,6 +356,7 @@ async def test_a_record_that_cannot_be_formatted_is_reported(
     assert "--- Logging error ---" in capfd.readouterr().err
 
 
+@in_fresh_interpreters
 async def test_basic_config_in_a_worker_does_not_double_records(
     make_real: MakeRunner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

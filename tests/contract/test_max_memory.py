@@ -19,7 +19,8 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, seats_at_each_change, supervisor_of
 
-pytestmark = pytest.mark.differs("spawn", "nodes", because="another process knows the memory, and replacements are launched")
+far = pytest.mark.differs("nodes", because="another process knows the memory")
+launches = pytest.mark.differs("spawn", because="the replacement is launched, and the program itself reads its memory")
 
 MIB = 2**20
 LIMIT, MUCH = 96 * MIB, 128 * MIB
@@ -75,6 +76,8 @@ def records(caplog: pytest.LogCaptureFixture, about: str) -> list[logging.LogRec
     return [record for record in caplog.records if about in record.getMessage()]
 
 
+@far
+@launches
 async def test_a_worker_over_the_limit_is_replaced_behind_a_ready_one(make: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "percore")
     async with make(2, max_memory_per_worker=LIMIT, threads=1) as runner:
@@ -136,6 +139,7 @@ async def test_workers_that_have_too_much_from_their_start_are_told_of_once(
         assert runner.statistics().failed == 0
 
 
+@far
 async def test_killed_while_its_replacement_starts_it_is_replaced_by_that_one(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     lifespan = functools.partial(life_jobs.second_waits, log.path, gate.path)
     async with make_real(1, max_memory_per_worker=LIMIT, lifespan=lifespan) as runner:
@@ -147,6 +151,8 @@ async def test_killed_while_its_replacement_starts_it_is_replaced_by_that_one(ma
         assert runner.statistics().restarts == 1
 
 
+@far
+@launches
 async def test_a_death_by_sigkill_tells_the_memory_of_the_last_sample(
     make_real: MakeRunner, log: Log, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +184,7 @@ async def test_a_replacement_that_dies_in_its_start_leaves_the_worker_in_service
         assert runner.statistics().failed == 0
 
 
+@far
 async def test_a_close_ends_the_sampling_whatever_it_does(make: MakeRunner, log: Log, gate: Gate) -> None:
     lifespan = functools.partial(life_jobs.second_waits, log.path, gate.path)
     async with make(2, max_memory_per_worker=LIMIT, lifespan=lifespan) as runner:
@@ -206,6 +213,7 @@ def test_an_executor_has_the_option() -> None:
 
 
 @pytest.mark.own_fork_server
+@far
 async def test_a_reload_and_a_resize_meanwhile(make: MakeRunner) -> None:
     async with make(2, max_memory_per_worker=LIMIT, threads=1) as runner:
         samples = Samples(runner)
@@ -231,6 +239,7 @@ async def test_with_a_limit_of_calls_too_no_call_is_lost_and_none_is_beyond_it(m
         assert statistics.restarts >= 14
 
 
+@far
 async def test_if_nothing_can_be_read_it_says_so_once(make: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     async with make(1, max_memory_per_worker=LIMIT) as runner:
         samples = Samples(runner)

@@ -24,10 +24,8 @@ from tests.internals import members_of, supervisor_of
 from tests.rows import repeats
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.differs("spawn", because="a successor is launched, and a worker's exit seen, in another way"),
-    pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake"),
-]
+pytestmark = pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake")
+launches = pytest.mark.differs("spawn", because="a successor is launched, and a worker's exit seen, in another way")
 in_processes = pytest.mark.differs("fallbacks", because="a worker's exit is seen in another way")
 
 LIMITS = pytest.mark.parametrize("limit", [3, 1, *repeats(2, 7)])
@@ -44,6 +42,7 @@ async def _generation(runner: percore.Runner, generation: int, index: int = 0) -
 
 @LIMITS
 @pytest.mark.parametrize("workers", [*repeats(1), 2])
+@launches
 async def test_t3_every_call_is_done(make: MakeRunner, limit: int, workers: int, starts: Starts) -> None:
     few, many = starts(2) * limit, starts(4) * limit
     async with make(workers, max_tasks_per_worker=limit, concurrency=4, threads=2) as runner:
@@ -75,6 +74,7 @@ async def test_t3_deaths_in_between(make: MakeRunner, limit: int, starts: Starts
 
 
 @in_processes
+@launches
 async def test_t3_its_replacement_starts_ahead_and_takes_over_when_its_last_call_is_sent(
     make: MakeRunner, log: Log, gate: Gate
 ) -> None:
@@ -192,6 +192,7 @@ async def test_calls_queued_ahead_go_to_the_replacement(make: MakeRunner, log: L
         assert sorted(log.rest()) == ["0", "1", "2", "3"]
 
 
+@launches
 async def test_a_replacement_that_cannot_start_is_tried_again_while_calls_wait(make: MakeRunner, log: Log) -> None:
     lifespan = functools.partial(jobs.first_generation_alone, log.path)
     async with make(max_tasks_per_worker=2, lifespan=lifespan) as runner:
@@ -241,6 +242,7 @@ async def test_t3_the_old_worker_dies_while_its_replacement_starts(make: MakeRun
 
 
 @in_processes
+@launches
 async def test_t3_the_replacement_dies_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=2, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"

@@ -21,10 +21,8 @@ from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import seats_at_each_change, supervisor_of
 
-pytestmark = [
-    pytest.mark.own_fork_server,
-    pytest.mark.differs("spawn", "uvloop", "nodes", because="a successor is launched, and an exit seen, in another way"),
-]
+pytestmark = pytest.mark.own_fork_server
+launches = pytest.mark.differs("spawn", "nodes", because="a successor is launched, and an exit seen, in another way")
 
 
 def generations(runner: Runner) -> list[int]:
@@ -53,6 +51,8 @@ async def steady_load(runner: Runner, tasks: int = 8) -> AsyncIterator[Callable[
         await asyncio.gather(*running)  # raises what a call has raised
 
 
+@launches
+@pytest.mark.differs("uvloop", because="exits and messages of old and new workers reach the loop in another order")
 async def test_a_reload_under_load_fails_no_call_and_there_are_always_as_many_ready_workers(make: MakeRunner) -> None:
     async with make(2, concurrency=4, threads=2) as runner:
         async with steady_load(runner) as ended:
@@ -68,6 +68,7 @@ async def test_a_reload_under_load_fails_no_call_and_there_are_always_as_many_re
         assert (statistics.failed, statistics.restarts) == (0, 2)
 
 
+@pytest.mark.differs("nodes", because="a place is given back to a host, and taken there")
 async def test_a_resize_under_load_fails_no_call(make: MakeRunner) -> None:
     async with make(1, concurrency=4, threads=2) as runner:
         async with steady_load(runner):
@@ -152,6 +153,7 @@ async def test_a_broadcast_that_an_old_worker_has_not_begun_runs_in_the_new_one(
         assert await asyncio.gather(*held) == [[i] for i in range(MOST_BROADCASTS)]
 
 
+@launches
 async def test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones(make: MakeRunner, tmp_path: Path) -> None:
     path = tmp_path / "away"
     path.touch()
@@ -172,6 +174,7 @@ async def test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_
         assert runner.statistics().failed == 0
 
 
+@pytest.mark.differs("nodes", because="a place is given back to a host, and taken there")
 async def test_a_resize_whose_new_workers_cannot_start_raises_and_leaves_as_many_as_there_were(
     make: MakeRunner, tmp_path: Path
 ) -> None:
@@ -226,6 +229,7 @@ async def test_a_close_ends_a_reload_and_those_that_wait(make: MakeRunner, log: 
                 await ask
 
 
+@launches
 async def test_deaths_during_a_reload(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, retries=9, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
@@ -286,6 +290,7 @@ async def test_values_of_resize(make: MakeRunner, subtests: pytest.Subtests) -> 
             await Runner(1).reload()
 
 
+@launches
 async def test_new_workers_see_changed_modules_and_come_from_a_new_fork_server(
     make_real: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

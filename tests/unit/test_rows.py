@@ -34,15 +34,13 @@ LEAST = {
 
 
 def marked() -> dict[str, set[str]]:
-    """The modules of the contract that say as a whole that they differ, by way."""
+    """The modules of the contract that have tests which differ, by way."""
     found: dict[str, set[str]] = {way: set() for way in rows.WAYS}
     for path in CONTRACT.glob("test_*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-                for call in ast.walk(node.value):
-                    if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.differs":
-                        for way in call.args:
-                            found[ast.literal_eval(way)].add(path.stem)
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.differs":
+                for way in call.args:
+                    found[ast.literal_eval(way)].add(path.stem)
     return found
 
 
@@ -79,7 +77,7 @@ def test_every_way_has_its_modules() -> None:
 
 @pytest.mark.skipif(default_start_method() != "forkserver", reason="spawned interpreters are the first way here")
 def test_the_rows_of_each_run() -> None:
-    """A module that differs runs in the other ways as well, another one does not, and a full run has them all."""
+    """What differs runs in the other ways as well, another module does not, and a full run has them all."""
     files = [str(CONTRACT / "test_closing.py"), str(CONTRACT / "test_pending.py")]
     push, full = collected(*files), collected(*files, "--rows=full")
     assert set(push["test_pending"]) - {"none"} == {"fake", "forkserver"}
