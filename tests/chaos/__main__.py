@@ -1,6 +1,7 @@
 """python -m tests.chaos: so many kills under load, and the figures. The exit code says whether anything happened that must not.
 
-    CHAOS_KILLS=1000   how many processes are killed (default 1000)
+    --nodes            the workers run on several nodes, whose hosts and links are struck, too
+    CHAOS_KILLS=1000   how many processes are killed (default 1000; 200 with --nodes)
     CHAOS_SEED=7       the decisions: which fault when, which call next (default: a new one, which is printed)
 
 Decisions come again with the seed; when exactly the system does what, does not.
@@ -15,18 +16,19 @@ import pytest
 from tests.chaos import history
 from tests.chaos.calls import RATES
 from tests.chaos.history import Verdict
-from tests.chaos.judge import quiet, trial, trials
+from tests.chaos.judge import OVER_NODES, PARTS, quiet, trial, trials
 
 QUIET = 50
 
 
 def main() -> int:
-    kills = int(os.environ.get("CHAOS_KILLS") or 1000)
+    is_over_nodes = "--nodes" in sys.argv[1:]
+    kills = int(os.environ.get("CHAOS_KILLS") or (200 if is_over_nodes else 1000))
     seed = os.environ.get("CHAOS_SEED") or str(int.from_bytes(os.urandom(3), "big"))
     tell(f"chaos: {kills} kills, CHAOS_SEED={seed}")
     began = time.monotonic()
     total = Verdict()
-    for part, its_seed, count in trials(kills, seed):
+    for part, its_seed, count in trials(kills, seed, OVER_NODES if is_over_nodes else PARTS):
         at = time.monotonic()
         try:
             verdict = trial(part, its_seed, count)
@@ -36,7 +38,7 @@ def main() -> int:
         tell(f"  {part}: {sum(verdict.kills.values())} kills, {verdict.calls} calls, {time.monotonic() - at:.0f} s")
         total.add(verdict)
     report(total, time.monotonic() - began)
-    for loop in ("asyncio", "uvloop"):
+    for loop in () if is_over_nodes else ("asyncio", "uvloop"):
         alone = quiet(loop, QUIET)
         tell(f"  quiet, {loop}: {QUIET} kills, detection {spread(alone.detection)}, recovery {spread(alone.recovery)}")
     return 0 if total.is_clean else 1

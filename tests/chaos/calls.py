@@ -65,6 +65,7 @@ class _Worker:
     rates = -1
     folder = ""
     per_key: int | None = None
+    patience = 0.0
     keys: Counter[str]
     locks: dict[str, int]
     lock: threading.Lock
@@ -72,16 +73,17 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def serving(folder: str, per_key: int | None) -> Iterator[None]:
+def serving(folder: str, per_key: int | None, patience: float = 0.0) -> Iterator[None]:
     """Tell the judge of this worker, and be ready for its signals."""
     asyncio.get_running_loop().slow_callback_duration = 60  # a loaded machine is the point of this load
     faulthandler.disable()
     worker = percore.current_worker()
-    os.write(1, f"born {worker.pid} {worker.index} {worker.generation}\n".encode())
+    host = _parent_of(os.getppid()) if worker.node else 0
+    os.write(1, f"born {worker.pid} {worker.index} {worker.generation} {host}\n".encode())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(EXIT, lambda *_: os._exit(0))
     signal.signal(LIBC_EXIT, lambda *_: ctypes.CDLL(None).exit(0))
-    _Worker.folder, _Worker.per_key = folder, per_key
+    _Worker.folder, _Worker.per_key, _Worker.patience = folder, per_key, patience
     _Worker.keys, _Worker.locks, _Worker.lock = Counter(), {}, threading.Lock()
     _Worker.stamp = f"{worker.pid} {worker.generation}"
     _Worker.ledger = os.open(f"{folder}/ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -89,6 +91,12 @@ def serving(folder: str, per_key: int | None) -> Iterator[None]:
     yield
     os.close(_Worker.ledger)
     os.close(_Worker.rates)
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+    return 0
 
 
 def enter(uuid: int) -> None:
@@ -283,16 +291,16 @@ def keyed_in_thread(uuid: int, key: str) -> int:
 
 @contextlib.contextmanager
 def _holding(key: str) -> Iterator[bool]:
-    """Whether no other process holds this key, and not too many calls in this one. A killed process holds nothing any more."""
+    """Whether no other process holds this key, and not too many calls in this one. A killed process holds nothing any more.
+
+    What runs on a node that is lost may hold a key for some time, which a worker's `patience` allows.
+    """
     with _Worker.lock:
         _Worker.keys[key] += 1
         is_right = _Worker.per_key is None or _Worker.keys[key] <= _Worker.per_key
         if _Worker.keys[key] == 1:
             fd = _Worker.locks[key] = os.open(f"{_Worker.folder}/key-{key}", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_right = False
+            is_right &= _is_locked(fd)
     try:
         yield is_right
     finally:
@@ -300,6 +308,19 @@ def _holding(key: str) -> Iterator[bool]:
             _Worker.keys[key] -= 1
             if not _Worker.keys[key]:
                 os.close(_Worker.locks.pop(key))
+
+
+def _is_locked(fd: int) -> bool:
+    end = time.monotonic() + _Worker.patience
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        else:
+            return True
 
 
 # Calls with a rate: their starts are in a file of their own, as their workers have marked them

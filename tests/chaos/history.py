@@ -56,12 +56,16 @@ class Round:
         told: what the program said in the end.
         kills: what was done to its processes.
         born: index and generation of each worker, by pid.
+        hosts: the host of each worker on a node, by pid.
+        struck: the hosts that were killed, stopped or cut off: their workers may end.
     """
 
     folder: Path
     told: dict[str, Any] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
     born: dict[int, tuple[int, int]] = field(default_factory=dict)
+    hosts: dict[int, int] = field(default_factory=dict)
+    struck: set[int] = field(default_factory=set)
 
     def tell(self, story: str) -> None:
         """What the program said in the end, in JSON."""
@@ -167,6 +171,7 @@ class _Comparison:
             self._entries.setdefault(entry.uuid, []).append(entry)
             self._first[entry.pid] = min(entry.ns, self._first.get(entry.pid, entry.ns))
         self._killed = {kill.pid for kill in one.kills if kill.kind != "drain"}
+        self._killed |= {pid for pid, host in one.hosts.items() if host in one.struck}
         self._failed: dict[int, int] = {}
         """When the last call that had begun in a dead worker was told so."""
 

@@ -6,7 +6,7 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ from tests import leaks
 from tests.chaos import calls, history
 from tests.chaos.history import Kill, Round, Verdict
 from tests.chaos.load import LIMIT
-from tests.chaos.nemesis import Fault, schedule
+from tests.chaos.nemesis import KINDS, KINDS_OF_NODES, Fault, schedule
 from tests.faults import Program, Watch
 
 AT_MOST: Final = 400
@@ -31,6 +31,7 @@ class Part(NamedTuple):
         dev: in Python's development mode, warnings being errors.
         share: of all kills.
         mean: seconds between two faults. A fresh interpreter takes its time to become a worker.
+        nodes: on how many nodes the workers run, for which processes of this machine stand. 0: on none.
     """
 
     loop: str
@@ -38,9 +39,11 @@ class Part(NamedTuple):
     dev: bool
     share: float
     mean: float = 0.1
+    nodes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.loop}, {self.method}" + (", development mode" if self.dev else "")
+        nodes = f", {self.nodes} nodes" if self.nodes else ""
+        return f"{self.loop}, {self.method}{nodes}" + (", development mode" if self.dev else "")
 
 
 PARTS: Final = (
@@ -48,6 +51,12 @@ PARTS: Final = (
     Part("asyncio", "forkserver", dev=True, share=0.3),
     Part("asyncio", "forkserver", dev=False, share=0.2),
     Part("uvloop", "spawn", dev=True, share=0.1, mean=0.5),
+)
+
+OVER_NODES: Final = (
+    Part("uvloop", "forkserver", dev=False, share=0.4, mean=0.2, nodes=2),
+    Part("asyncio", "forkserver", dev=True, share=0.3, mean=0.3, nodes=2),
+    Part("asyncio", "forkserver", dev=False, share=0.3, mean=0.2, nodes=3),
 )
 
 SIGNALS: Final = {
@@ -58,15 +67,20 @@ SIGNALS: Final = {
     "libc exit": calls.LIBC_EXIT,
     "drain": signal.SIGTERM,
     "all": signal.SIGKILL,
+    "host": signal.SIGKILL,
 }
+_HOST_STOPS: Final = 20
+"""How many times as long as a worker a host is stopped. Some of them are lost meanwhile."""
 _WITH_SERVER: Final = "with the fork server"
 
 
 class Nemesis:
     """Strikes at the processes of one program."""
 
-    def __init__(self, program: int, part: Part) -> None:
+    def __init__(self, program: int, part: Part, control: int) -> None:
+        """`control`: a pipe to the program, which cuts links."""
         self.kills = 0
+        self._control = control
         self.stops = 0
         self._program = program
         self._part = part
@@ -94,9 +108,14 @@ class Nemesis:
         kind = fault.kind
         if kind == "fork server" and self._part.method != "forkserver":
             kind = "all"
-        candidates = servers if kind == "fork server" else workers
+        hosts = [pid for pid in _children(self._program) if pid not in self._doomed and pid not in self._stopped]
+        candidates = servers if kind == "fork server" else hosts if kind in ("host", "stop host", "link") else workers
+        if not candidates:
+            return False
         victim = candidates[int(fault.target * len(candidates))]
-        if kind == "fork server":
+        if candidates is hosts:
+            self._strike_host(victim, fault)
+        elif kind == "fork server":
             self._kill_server(victim)
         elif kind in ("stop", "stop and kill"):
             self._stop(victim, fault)
@@ -117,6 +136,8 @@ class Nemesis:
     def _processes(self) -> tuple[list[int], list[int]]:
         """Fork servers and workers that nobody has struck yet, in the order of their birth; those that are just being born too."""
         first = [pid for pid in _children(self._program) if pid not in self._doomed]
+        if self._part.nodes:
+            first = [pid for host in first for pid in _children(host) if pid not in self._doomed]
         if self._part.method != "forkserver":
             return [], [pid for pid in first if pid not in self._stopped]
         workers = [pid for server in first for pid in _children(server)]
@@ -136,6 +157,20 @@ class Nemesis:
     def _note(self, ns: int, kind: str, pid: int) -> None:
         index, generation = self._known.get(pid, (-1, -1))
         self._round.kills.append(Kill(ns, kind, pid, index, generation))
+
+    def _strike_host(self, host: int, fault: Fault) -> None:
+        """Its workers may end from now on: with it, or because it is lost."""
+        self._everybody.add(host)
+        self._round.struck.add(host)
+        if fault.kind == "host":
+            self._kill(host, "host")
+        elif fault.kind == "link":
+            os.write(self._control, b"c%d\n" % host)
+            self._note(time.monotonic_ns(), "link", host)
+            self.kills += 1
+            self._doomed.add(host)
+        else:
+            self._stop(host, fault._replace(pause=_HOST_STOPS * fault.pause))
 
     def _stop(self, pid: int, fault: Fault) -> None:
         self._everybody.add(pid)
@@ -185,7 +220,7 @@ class Trial:
         self._seed = seed
         self._wanted = kills
         self._folder = folder
-        self._faults = schedule(seed, part.mean)
+        self._faults = schedule(seed, part.mean, KINDS_OF_NODES if part.nodes else KINDS)
         self._next = next(self._faults)
         self._rounds: list[Round] = []
         self._everybody = Watch()
@@ -201,7 +236,8 @@ class Trial:
         before = leaks.snapshot()
         control = self._folder / "control"
         os.mkfifo(control)
-        arguments = ["chaos", self._part.loop, self._part.method, self._seed, str(self._folder), str(control)]
+        nodes = str(self._part.nodes)
+        arguments = ["chaos", self._part.loop, self._part.method, self._seed, str(self._folder), str(control), nodes]
         stderr = self._folder / "stderr"
         writer = os.open(control, os.O_RDWR)
         try:
@@ -220,7 +256,7 @@ class Trial:
         return verdict
 
     def _attend(self, program: Program, control: int) -> None:
-        nemesis = Nemesis(program.pid, self._part)
+        nemesis = Nemesis(program.pid, self._part, control)
         due = time.monotonic()
         self._ended = (0, due)
         is_told = False
@@ -231,7 +267,7 @@ class Trial:
                     self._next = next(self._faults)
                 due = time.monotonic() + self._next.after
             if not is_told and nemesis.kills >= self._wanted:
-                os.write(control, b".")
+                os.write(control, b".\n")
                 is_told = True
             wait = min(nemesis.due(), float("inf") if is_told else due) - time.monotonic()
             line = program.next_line(min(LIMIT, max(0.0, wait)))
@@ -246,8 +282,9 @@ class Trial:
         word, _, rest = line.partition(" ")
         match word:
             case "born":
-                pid, index, generation = map(int, rest.split())
+                pid, index, generation, host = map(int, rest.split())
                 self._rounds[-1].born[pid] = (index, generation)
+                self._rounds[-1].hosts[pid] = host
                 self._everybody.add(pid)
             case "progress":
                 if int(rest) != self._ended[0]:
@@ -264,8 +301,9 @@ class Trial:
     def _end_round(self, told: str) -> None:
         one = self._rounds[-1]
         one.tell(told)
-        # Its close has waited for each process; whoever is alive now was left behind.
-        self._left += [f"process {pid} after round {one.told['round']}" for pid in self._everybody.wait_gone(0)]
+        # Its close has waited for each process; whoever is alive now was left behind. Workers of a lost node end by themselves.
+        left = self._everybody.wait_gone(LIMIT if self._part.nodes else 0)
+        self._left += [f"process {pid} after round {one.told['round']}" for pid in left]
         self._everybody.forget()
 
 
@@ -275,9 +313,9 @@ def trial(part: Part, seed: str, kills: int) -> Verdict:
         return Trial(part, seed, kills, Path(folder)).run()
 
 
-def trials(kills: int, seed: str) -> Iterator[tuple[Part, str, int]]:
+def trials(kills: int, seed: str, parts: Sequence[Part] = PARTS) -> Iterator[tuple[Part, str, int]]:
     """The programs for so many kills: how each is run, its seed, its number of kills."""
-    for part in PARTS:
+    for part in parts:
         rest = max(1, round(kills * part.share))
         number = 0
         while rest > 0:

@@ -34,10 +34,13 @@ KINDS: Final = {
     "fork server": 3,
 }
 
+KINDS_OF_NODES: Final = {**KINDS, "host": 8, "stop host": 6, "link": 8}
+"""With workers on several nodes, for which processes of this machine stand."""
 
-def schedule(seed: str, mean: float) -> Iterator[Fault]:
-    """Faults for ever, the times between them as of a Poisson process."""
+
+def schedule(seed: str, mean: float, of: dict[str, int] = KINDS) -> Iterator[Fault]:
+    """Faults for ever, the times between them as of a Poisson process. `of`: the kinds, and how often each comes."""
     decide = random.Random(f"{seed}/faults")
-    kinds, weights = list(KINDS), list(KINDS.values())
+    kinds, weights = list(of), list(of.values())
     while True:
         yield Fault(decide.expovariate(1 / mean), decide.choices(kinds, weights)[0], decide.random(), decide.uniform(0.002, 0.25))

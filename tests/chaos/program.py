@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import percore
+from percore._engines.nodes.engine import NodesEngine
 from tests.chaos import calls
 from tests.chaos.load import LIMIT, Load
 from tests.e2e.fault_programs import fds, run, say
+from tests.hosts import engine_of, host_runner
 from tests.internals import members_of, slots_used, supervisor_of
 
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 CALLS_A_ROUND = 20_000
+LOST_AFTER = 3.0
+"""Seconds after which a node is lost that does not beat."""
 
 
 def _settings(decide: random.Random) -> dict[str, Any]:
@@ -49,7 +53,7 @@ CLOSINGS = ["in order", "in a while", "at once", "cancelled"]
 class Round:
     """One runner, from its start to its end, and all its calls."""
 
-    def __init__(self, number: int, seed: str, folder: Path, method: Any) -> None:
+    def __init__(self, number: int, seed: str, folder: Path, method: Any, nodes: int) -> None:
         decide = random.Random(f"{seed}/{number}")
         self.number = number
         self._settings = _settings(decide)
@@ -58,7 +62,9 @@ class Round:
         self._folder = folder / str(number)
         self._folder.mkdir()
         self._settings["start_method"] = method
-        self._settings["lifespan"] = partial(calls.serving, str(self._folder), self._settings["per_key"])
+        patience = LOST_AFTER + 1 if nodes else 0.0
+        self._settings["lifespan"] = partial(calls.serving, str(self._folder), self._settings["per_key"], patience)
+        self._make = host_runner(nodes, LOST_AFTER) if nodes else percore.Runner
         self._load_seed = f"{seed}/{number}/load"
         self._change_seed = f"{seed}/{number}/changes"
         self._wrong: list[str] = []
@@ -69,7 +75,7 @@ class Round:
     async def run(self, is_over: Callable[[], bool]) -> dict[str, Any]:
         """All of it: what there is to tell in the end."""
         before = _things()
-        runner = await self._start()
+        runner = self.runner = await self._start()
         load = Load(runner, self._load_seed, self._folder, 120)
         telling = asyncio.create_task(_tell_progress(load, runner))
         changing = [asyncio.create_task(self._change(runner, load, random.Random(f"{self._change_seed}/{n}"))) for n in range(2)]
@@ -93,7 +99,7 @@ class Round:
         slots = slots_used(runner)
         settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
         story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
-        del runner, load, telling, changing
+        del runner, self.runner, load, telling, changing
         left = [f"{count} more {thing}" for thing, count in _more(before, _things()).items()]
         left += [f"{slots} slots of the arena"] if slots else []
         return {**story, "left": left, "wrong": self._wrong, "changes": self._changes}
@@ -101,7 +107,7 @@ class Round:
     async def _start(self) -> percore.Runner:
         """A worker may be killed before it is ready: then the start fails, as it must in a first start, and is made once more."""
         while True:
-            runner = percore.Runner(**self._settings)
+            runner = self._make(**self._settings)
             try:
                 async with asyncio.timeout(LIMIT):
                     await runner.start()
@@ -199,24 +205,50 @@ def _more(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     return {thing: count - before.get(thing, 0) for thing, count in now.items() if count > before.get(thing, 0)}
 
 
-async def _rounds(seed: str, folder: Path, control: BinaryIO, method: str) -> None:
-    loop = asyncio.get_running_loop()
-    loop.slow_callback_duration = 60  # the pickling of megabytes is the load, not a fault
-    over = asyncio.Event()
-    loop.add_reader(control, over.set)
-    number = 0
-    while not over.is_set():
-        number += 1
-        say("begins", number)
-        say("round", await Round(number, seed, folder, method).run(over.is_set))
-    loop.remove_reader(control)
+class Rounds:
+    """Rounds until `control` says so, or ends. Meanwhile it may name hosts: their links are cut."""
+
+    def __init__(self, seed: str, folder: Path, control: BinaryIO, method: str, nodes: int) -> None:
+        self._make = partial(Round, seed=seed, folder=folder, method=method, nodes=nodes)
+        self._control = control
+        self._round: Round | None = None
+        self._is_over = False
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.slow_callback_duration = 60  # the pickling of megabytes is the load, not a fault
+        loop.add_reader(self._control, self._hear)
+        number = 0
+        while not self._is_over:
+            number += 1
+            say("begins", number)
+            self._round = self._make(number)
+            say("round", await self._round.run(lambda: self._is_over))
+        loop.remove_reader(self._control)
+
+    def _hear(self) -> None:
+        line = self._control.readline()
+        if line[:1] == b"c":
+            runner = getattr(self._round, "runner", None)
+            if runner is not None:
+                cut(engine_of(runner), int(line[1:]))
+        else:
+            self._is_over = True
 
 
-def chaos(loop: str, method: str, seed: str, folder: str, control: str) -> None:
-    """Rounds until `control` can be read, or ends."""
+def cut(engine: NodesEngine, host: int) -> None:
+    """Cut the link to the node of this host, if it is there."""
+    places: Any = engine._places
+    for link in engine.links[:]:
+        if link.node in places.hosts and places.hosts[link.node].pid == host:
+            link.connection.cut()
+
+
+def chaos(loop: str, method: str, seed: str, folder: str, control: str, nodes: str) -> None:
+    """Rounds until `control` says so, or ends."""
     logging.getLogger("percore").setLevel(logging.ERROR)
-    with open(control, "rb") as file:
-        run(loop, _rounds(seed, Path(folder), file, method))
+    with open(control, "rb", buffering=0) as file:
+        run(loop, Rounds(seed, Path(folder), file, method, int(nodes)).run())
     say("over")
 
 

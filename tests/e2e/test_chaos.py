@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.chaos.__main__ import spread
-from tests.chaos.judge import PARTS, Part, quiet, trial
+from tests.chaos.judge import OVER_NODES, PARTS, Part, quiet, trial
 from tests.counts import LONG, times
 
 KILLS = times(10, 20)
@@ -13,7 +13,7 @@ KILLS = times(10, 20)
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("part", PARTS if LONG else PARTS[:1], ids=str)
+@pytest.mark.parametrize("part", (*PARTS, *OVER_NODES) if LONG else PARTS[:1], ids=str)
 def test_kills_under_mixed_load_lose_nothing(part: Part, capfd: pytest.CaptureFixture[str]) -> None:
     seed = os.environ.get("CHAOS_SEED") or "1"
     verdict = trial(part, f"{seed}/{part}", KILLS)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import percore
@@ -58,8 +59,11 @@ async def both_ready(runner: Runner) -> None:
         await until(lambda: [worker.state for worker in runner.statistics().workers] == ["ready"] * 2)
 
 
-async def test_a_dead_worker_and_a_dead_host(log: Log, gate: Gate) -> None:
-    """A worker's death is told as on one machine. A host's ends its calls, and its slot moves to the other node."""
+async def test_a_dead_worker_and_a_dead_host(log: Log, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker's death is told as on one machine. A host's ends its calls, and its slot moves to the other node.
+
+    A host's own log records arrive, too: here of its fork server.
+    """
     async with host_runner()(2) as runner:
         calls = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(2)]
         await log.take(2)
@@ -83,6 +87,14 @@ async def test_a_dead_worker_and_a_dead_host(log: Log, gate: Gate) -> None:
         assert await asyncio.gather(*(again.run(jobs.await_, log.path, gate.path, place) for place in range(4))) == [0, 1, 2, 3]
         await both_ready(runner)
         assert node not in {node_of(runner, pid) for pid in workers_of(runner)}
+        (left,) = engine_of(runner).links
+        (server,) = psutil.Process(hosts_of(runner)[left.node]).children()
+        server.kill()
+        async with asyncio.timeout(LIMIT):
+            await until(lambda: any("the fork server" in text for text in caplog.messages))
+        (record,) = [record.__dict__ for record in caplog.records if "the fork server" in record.getMessage()]
+        assert (record["node"], record["worker"], record["process"]) == (left.node, None, hosts_of(runner)[left.node])
+        await both_ready(runner)
 
 
 async def test_slots_are_dealt_by_the_weights_of_the_nodes() -> None:

@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport"),
     },
     # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does.
-    "_places": {"_engines.nodes"},
+    "_places": {"_engines.nodes", "_monitor"},  # its threads: the loop's executor may be full
     "_map": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.
     "_runner": {

@@ -5,22 +5,54 @@ owner is gone: then it kills its workers and ends. Its standard output and error
 """
 
 import asyncio
+import logging
 import os
+import socket
 import sys
+import threading
 from contextlib import suppress
 from typing import Final, NoReturn
 
 from percore._common.system import new_loop
 from percore._node.host import Host
 from percore._protocol.host_orders import HostOrders
+from percore._transport.connection import Connection
+from percore._transport.log_records import pack
 from percore._transport.proven import Door
+from percore._transport.wire import OF_HOST, Kind
 from percore._transport.wire_proof import TOKEN_SIZE
 
 _SOCKET_GONE: Final = 75  # EX_TEMPFAIL
 
 
+class Records(logging.Handler):
+    """Sends percore's own log records of this process to the program, while that is connected."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
+        super().__init__()
+        self._loop = loop
+        self._connection = connection
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._connection.is_open:
+            assert logging.lastResort is not None
+            logging.lastResort.handle(record)
+        elif threading.get_ident() == self._thread:
+            self._send(pack(record))
+        else:
+            self._loop.call_soon_threadsafe(self._send, pack(record))
+
+    def _send(self, data: bytes) -> None:
+        self._connection.send(Kind.LOG, OF_HOST, data)
+
+
 class ProcessHost(Host):
     """A host in a process of its own: its workers take over what this process has."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, pid: int) -> None:
+        super().__init__(loop, sock, pid)
+        logging.getLogger("percore").addHandler(Records(loop, self.connection))
 
     def take_over(self, orders: HostOrders) -> None:
         sys.argv[:] = orders.argv

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from percore._engines.nodes.places import NoPlace, Place
+from percore._monitor.threads import in_thread
 from percore._places.host_process import close_hosts, start_host
 
 if TYPE_CHECKING:
@@ -28,15 +30,21 @@ class LocalPlaces:
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = [chr(ord("a") + place) for place in range(nodes)]
         self._python = python or sys.executable
+        self._is_closed = False
 
     async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
         free = [name for name in self._names if name not in used]
-        return await asyncio.gather(*(asyncio.to_thread(self._start, name, token) for name in free))
+        return await asyncio.gather(*(in_thread("percore-host", partial(self._start, name, token)) for name in free))
 
     def _start(self, name: str, token: bytes) -> Place:
-        self._end_of(name)()
+        if name in self.hosts:
+            self._end_of(name)()
+            close_hosts([self.hosts[name]])
         process, port = start_host(self._python, LOCAL, token)
         self.hosts[name] = process
+        if self._is_closed:  # nobody waited for it any more
+            close_hosts([process])
+            raise NoPlace("the runner was closed")
         if port is None:
             raise NoPlace(f"the host of node {name} ended with exit code {process.wait()} before it listened: see standard error")
         return Place(name, LOCAL, port, self._end_of(name))
@@ -51,6 +59,7 @@ class LocalPlaces:
         return end
 
     async def aclose(self) -> None:
+        self._is_closed = True
         hosts = list(self.hosts.values())
         self.hosts.clear()
-        await asyncio.to_thread(close_hosts, hosts)
+        await in_thread("percore-host", partial(close_hosts, hosts))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from typing import Final
+from typing import Any, Final
 
 from percore._transport.wire_proof import ANSWER_SIZE, FIRST_SIZE, LAST_SIZE, HostProof, NotProven, ProgramProof
 
@@ -25,6 +25,13 @@ async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: i
     return data
 
 
+async def _resolved(loop: asyncio.AbstractEventLoop, address: tuple[str, int]) -> list[Any]:
+    try:  # an address in figures needs no thread, which the loop's executor may not have
+        return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
+    except socket.gaierror:
+        return await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+
+
 async def dial(loop: asyncio.AbstractEventLoop, address: tuple[str, int], token: bytes) -> socket.socket:
     """Connect to a host, and let both sides prove the token.
 
@@ -32,7 +39,7 @@ async def dial(loop: asyncio.AbstractEventLoop, address: tuple[str, int], token:
         OSError: the address cannot be reached.
         NotProven: what listens there does not know the token.
     """
-    (family, kind, protocol, _, target), *_ = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    (family, kind, protocol, _, target), *_ = await _resolved(loop, address)
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)

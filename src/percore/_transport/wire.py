@@ -25,6 +25,9 @@ _BUFFER: Final = 1 << 18
 
 MOST_NUMBER: Final = 1 << 62
 
+OF_HOST: Final = MOST_NUMBER
+"""In place of the slot of a worker: the record is the host's own."""
+
 VERSION: Final = 1
 """Of this format. The proof of each side begins with it (`wire_proof`)."""
 
@@ -52,7 +55,7 @@ class Kind(IntEnum):
     HELLO = 30  # number: the protocol's version; data: a Hello
     PAYLOAD = 31  # number: a worker; data: the pickle that PAYLOAD_OF has announced
     READ = 32  # number: a worker; data: how many messages it has read
-    LOG = 33  # number: the slot of a worker; data: a record
+    LOG = 33  # number: the slot of a worker, or OF_HOST; data: a record
     BROKEN = 34  # number: a worker; data: why its channel broke
     CONDITION = 35  # number: a worker; data: a Condition
     FATES = 36  # number: a worker; data: how far some calls have come

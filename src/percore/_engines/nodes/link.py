@@ -18,7 +18,7 @@ from percore._protocol.interfaces import Condition, Exit, Fate
 from percore._protocol.messages import PICKLED, BrokenFrame
 from percore._transport.codec import decode
 from percore._transport.connection import Connection
-from percore._transport.wire import Frame, Kind, limits, pack, unpack
+from percore._transport.wire import OF_HOST, Frame, Kind, limits, pack, unpack
 
 BEATS: Final = 10
 """Beats in `lost_after` seconds."""
@@ -210,6 +210,9 @@ class NodeLink:
         self._worker(number).channel.acknowledged(*unpack(data, int))
 
     def _log(self, index: int, data: memoryview) -> None:
+        if index == OF_HOST:
+            handle(None, bytes(data), node=self.node)
+            return
         try:
             handle(index, bytes(data), node=self.node)
         except BrokenFrame as error:  # it is the worker that is broken, and not its host

@@ -123,8 +123,10 @@ class LogReceiver:
             raise BrokenFrame("the worker logs more than there was room for") from None
 
 
-def handle(index: int, data: bytes, node: str | None = None) -> None:
+def handle(index: int | None, data: bytes, node: str | None = None) -> None:
     """Handle a record of the worker with this index, on this node of several, by the loggers of this process.
+
+    `index`: None if the record is that of the node's host.
 
     Raises:
         BrokenFrame: it is no record.
