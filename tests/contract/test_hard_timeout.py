@@ -89,6 +89,29 @@ async def test_what_has_not_begun_is_spared(make: MakeRunner, log: Log, gate: Ga
         await threads_ended(worker)
 
 
+async def test_keys_move_away_from_a_worker_in_which_a_call_does_not_end(
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
+) -> None:
+    async with make(2, kill_after=60) as runner:
+        homes = {key: (await runner.options(key=key).run(jobs.where)).index for key in range(8)}
+        stuck, moved = next(key for key, home in homes.items() if home), [key for key, home in homes.items() if home]
+        view = runner.options(key=stuck, hard_timeout=SHORT)
+        call = view.submit(jobs.ignore_cancel, log.path, gate.path, other_gate.path)
+        assert sorted(await log.take(2)) == ["began", "ignored"]
+        for key in set(moved) - {stuck}:
+            assert (await runner.options(key=key).run(jobs.awhere)).index == 0
+        waiting = runner.options(key=stuck).submit(jobs.awhere)  # its key is held there
+        assert (await runner.options(key=next(iter(homes.keys() - moved), 99)).run(jobs.awhere)).index == 0
+        assert not waiting.done()
+        other_gate.open()
+        with pytest.raises(TimeoutError, match=LATE):
+            await call
+        assert (await waiting).index == 1
+        if runner.statistics().restarts == 0:  # this machine was fast: the call has ended within a second
+            for key in moved:
+                assert (await runner.options(key=key).run(jobs.awhere)).index == 1
+
+
 async def test_in_time(make: MakeRunner) -> None:
     async with make(threads=2) as runner:
         view = runner.options(hard_timeout=60)

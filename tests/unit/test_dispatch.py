@@ -19,7 +19,7 @@ from percore._scheduler.choice import BLOCKED
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.keys import weight
 from percore._scheduler.levels import MOST_ASIDE
-from percore._scheduler.places import AHEAD, MOST_BROADCASTS, places_at_first, places_for, room_of
+from percore._scheduler.places import AHEAD, MOST_BROADCASTS, ROOM_OF_NONE, places_at_first, places_for, room_of
 from percore._scheduler.queues import Queue
 from percore._scheduler.recalls import Recall
 from tests.strikes import Fault, Strike
@@ -157,6 +157,7 @@ class DispatchMachine(RuleBasedStateMachine):
         super().__init__()
         self.count = self.opened = 0
         self.leavers: list[Seat] = []
+        self.resting: list[Seat] = []
         self.maps: list[Line] = []
         self.turns = (Turns(), Turns())
         self.sorts: dict[Line, Turns] = {}
@@ -202,9 +203,10 @@ class DispatchMachine(RuleBasedStateMachine):
         known = self.dispatch.keys._keys[key]
         if known.round != self.dispatch.keys.round:  # it finds that out when it is used
             self.dispatch.keys._place(known)
-        if not known.running and self.dispatch.seats:
-            assert known.seat in self.dispatch.seats
-        return known.seat if known.seat in self.dispatch.seats else None
+        awake = [seat for seat in self.dispatch.seats if seat not in self.resting]
+        if not known.running and awake:
+            assert known.seat in awake
+        return known.seat if known.seat in awake else None
 
     def listed_keys(self, line: Line, seat: Seat) -> list[Hashable]:
         """Keys of the line's calls that may go to this worker, as soon as it has room."""
@@ -497,6 +499,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def drain(self, data: st.DataObject) -> None:
         """A worker takes no more calls; what it has runs on."""
         seat = data.draw(st.sampled_from(self.dispatch.seats))
+        self.resting = [other for other in self.resting if other is not seat]
         self.dispatch.unseat(seat)
         self.dispatch.unseat(seat)  # it may be told twice: when it drains and when it dies
         if seat.calls:
@@ -509,6 +512,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         """What the worker had begun has ended with it, the rest comes back."""
         seat = data.draw(st.sampled_from(self.everyone()))
+        self.resting = [other for other in self.resting if other is not seat]
         self.dispatch.unseat(seat)
         self.leavers = [leaver for leaver in self.leavers if leaver is not seat]
         self.begin_lanes_anew()
@@ -525,6 +529,36 @@ class DispatchMachine(RuleBasedStateMachine):
                 back.append(call)
         self.give_back(back)
         self.pump()
+
+    @precondition(lambda self: len(self.resting) < len(self.dispatch.seats))
+    @rule(data=st.data(), gives_back=st.booleans())
+    def rest(self, data: st.DataObject, gives_back: bool) -> None:
+        """A worker takes no calls for a while, and may hand back those that it has not begun."""
+        seat = data.draw(st.sampled_from([seat for seat in self.dispatch.seats if seat not in self.resting]))
+        self.resting.append(seat)
+        for kind in KINDS:
+            seat.load[kind] += ROOM_OF_NONE
+        self.dispatch.rest(seat, is_resting=True)
+        self.begin_lanes_anew()
+        back = [call for call in seat.calls if isinstance(call, Call) and call.kind == THREAD and not call.is_done] * gives_back
+        for call in back:
+            self.leave(seat, call)
+        self.give_back(back)
+        self.pump()
+
+    @precondition(lambda self: self.resting)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        self.wake(data.draw(st.sampled_from(self.resting)))
+        self.begin_lanes_anew()
+        self.pump()
+
+    def wake(self, seat: Seat) -> None:
+        self.resting.remove(seat)
+        for kind in KINDS:
+            seat.load[kind] -= ROOM_OF_NONE
+        self.dispatch.lowered()
+        self.dispatch.rest(seat, is_resting=False)
 
     def split(self, batch: FakeBatch, begun: int) -> None:
         """Items of a batch have begun and end, the others come back."""
@@ -633,9 +667,10 @@ class DispatchMachine(RuleBasedStateMachine):
         if not hasattr(self, "dispatch"):
             return
         for seat in self.everyone():
-            assert seat.load[TASK] <= self.places[TASK]
-            assert seat.load[THREAD] <= self.room[THREAD]
-            assert sum(seat.load) + MOST_BROADCASTS <= self.dispatch.room
+            load = [some % ROOM_OF_NONE for some in seat.load]
+            assert load[TASK] <= self.places[TASK]
+            assert load[THREAD] <= self.room[THREAD]
+            assert sum(load) + MOST_BROADCASTS <= self.dispatch.room
             keyed = Counter(call.key for call in seat.calls if call.key is not None)
             for key, count in keyed.items():
                 assert count <= self.limit
@@ -681,6 +716,8 @@ class DispatchMachine(RuleBasedStateMachine):
     @rule()
     def run_dry(self) -> None:
         """With a worker, everything that was not cancelled is sent and ends."""
+        for seat in list(self.resting):
+            self.wake(seat)
         if not self.dispatch.seats:
             self.dispatch.seat(Seat(0))
         for seat in self.dispatch.seats:

@@ -707,3 +707,52 @@ def test_keys_whose_only_call_was_removed_are_dropped() -> None:
         wait(keys, name, call, queue)
         keys.remove(call, queue)
     assert len(keys._keys) <= KEPT
+
+
+def test_keys_leave_a_worker_that_rests_and_come_back() -> None:
+    first, second = seats_of(2)
+    keys, queue, waiting = keys_with([first, second]), Queue(), Call()
+    held, other, last = [name for name in range(50) if keys._home(name) is second][:3]
+    assert entered(keys, held, queue) is second
+    assert wait(keys, other, waiting, queue)
+    assert list(keys.seated([first], [second])) == [queue]
+    assert keys.take(queue, first) is waiting
+    assert entered(keys, held, queue) is None  # the other call of its key runs there
+    assert not keys.is_taken(held)
+    assert list(keys.seated([first, second])) == [queue]
+    assert keys.take(queue, second) is not None
+    assert entered(keys, last, queue) is second
+    assert list(keys.seated([first])) == []  # it has rested and is asked to end
+    assert keys.is_taken(held)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_key_that_waits_for_a_worker_that_rests_waits_no_longer_than_that(limit: int | None) -> None:
+    """Whatever ends meanwhile: a lane that is not listed when the worker goes on would wait for ever."""
+    for ends_while_it_rests, ends_later in ((0, 0), (1, 0), (1, 1), (2, 0)):
+        first, second = seats_of(2)
+        keys, queue = keys_with([first, second], limit), Queue()
+        name = next(name for name in range(50) if keys._home(name) is second)
+        running = [Call(key=name) for _ in range(2)]
+        assert [keys.submitted(call, queue, ROOM) for call in running] == [second, second]
+        list(keys.seated([first], [second]))
+        waiting = [Call(key=name) for _ in range(3)]
+        assert [keys.submitted(call, queue, ROOM) for call in waiting] == [None] * 3
+        for _ in range(ends_while_it_rests):
+            list(keys.ended(running.pop()))
+        if running:
+            assert keys.take(queue, first) is keys.take(queue, second) is None
+        list(keys.seated([first, second]))
+        while not keys.is_settled():
+            list(keys.settle())
+        for _ in range(ends_later):
+            list(keys.ended(running.pop()))
+        ended: list[Call | None] = []
+        while len(ended) < 3:
+            call = keys.take(queue, second)
+            if call is None:
+                list(keys.ended(running.pop()))
+            else:
+                ended.append(call)
+                list(keys.ended(call))
+        assert ended == waiting

@@ -46,6 +46,7 @@ class Dispatch(Generic[C, S]):
         self.names = Names()
         """Maps users' keys to names, which are the keys of calls here."""
         self.seats: list[S] = []
+        self._resting: set[S] = set()
         self._choice = Choice(self.seats, self._places, self._room)
         self._pick = self._choice.pick()
         self.lowered = self._choice.lowered
@@ -67,6 +68,7 @@ class Dispatch(Generic[C, S]):
         """Remove a worker, which takes no more calls. Does nothing if the worker was not added or is already removed."""
         if seat in self.seats:
             self.seats.remove(seat)
+            self._resting.discard(seat)
             self._choice.forget(seat)
             self.recalls.barren.pop(seat, None)
             self._seated()
@@ -75,12 +77,19 @@ class Dispatch(Generic[C, S]):
         """Remove a worker after `unseat` has failed halfway."""
         while seat in self.seats:
             self.seats.remove(seat)
+        self._resting.discard(seat)
         self._seated()
+
+    def rest(self, seat: S, *, is_resting: bool) -> None:
+        """Note that a worker takes no calls for now, or takes them again. Keys move away from it that have no calls under way."""
+        if seat in self.seats and is_resting is not (seat in self._resting):
+            (self._resting.add if is_resting else self._resting.discard)(seat)
+            self._seated()
 
     def _seated(self) -> None:
         self.lowered()
         self._pick = self._choice.pick()
-        for queue in self.keys.seated(self.seats):
+        for queue in self.keys.seated([seat for seat in self.seats if seat not in self._resting], self._resting):
             self._list(queue)
 
     def is_settled(self) -> bool:

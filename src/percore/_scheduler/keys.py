@@ -51,6 +51,10 @@ class Keys(Generic[C, S]):
         self._noted: deque[Key[C, S]] = deque()
         """All idle keys, and some that were idle once."""
         self._seats: list[S] = []
+        self._resting: frozenset[S] = frozenset()
+        """Workers that take no calls for now."""
+        self._held_back: dict[Lane[C, S], None] = {}
+        """Lanes of keys that are bound to a worker that rests. When it takes calls again, they have to be listed."""
         self.round = 0
         """How often the workers have changed."""
         self.changes = 0
@@ -123,7 +127,7 @@ class Keys(Generic[C, S]):
         key = self._keys.get(name)
         if key is None or not key.running:
             return False
-        return key.running >= self._limit or key.seat not in self._seats
+        return key.running >= self._limit or (key.seat not in self._seats and key.seat not in self._resting)
 
     def join(self, name: Hashable, seat: S) -> None:
         """Assign a new key to this worker, if it takes calls, as long as the workers stay or calls of the key are under way."""
@@ -209,6 +213,8 @@ class Keys(Generic[C, S]):
             lane.is_listed = True
             self.strays.append(lane)
             return False
+        elif key.seat in self._resting:
+            self._held_back[lane] = None
         return lane.is_listed
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
@@ -304,6 +310,8 @@ class Keys(Generic[C, S]):
             self._drop(key)  # its next call assigns it again
             return ()
         elif running > 1:
+            if key.seat in self._resting:
+                self._held_back.update(dict.fromkeys(key.lanes.values()))
             return ()
         else:
             key.seat = self._home(key.name)
@@ -329,19 +337,25 @@ class Keys(Generic[C, S]):
             queue.lanes.pop(name, None)
         self._queues.pop(queue, None)
 
-    def seated(self, seats: Iterable[S]) -> Iterable[Lanes[C, S]]:
-        """Set the workers that take calls. Return the queues from which a call may be sent now.
+    def seated(self, seats: Iterable[S], resting: Iterable[S] = ()) -> Iterable[Lanes[C, S]]:
+        """Set the workers that take calls, and those that rest. Return the queues from which a call may be sent now.
 
         Keys without calls under way move to their new workers. Only the first piece of the listed lanes is listed again here: call
         `settle` until `is_settled` is true.
         """
         self._seats = list(seats)
+        self._resting = frozenset(resting)
         self.round += 1
         self.changes += 1
         for queue in list(self._queues):
             for lanes in list(queue.by_seat.values()):
                 self.strays.extend(lanes)
             queue.by_seat.clear()
+        held_back, self._held_back = self._held_back, {}
+        for lane in held_back:
+            if lane.calls and not lane.is_listed:
+                lane.is_listed = True
+                self.strays.append(lane)
         return self.settle()
 
     def is_settled(self) -> bool:

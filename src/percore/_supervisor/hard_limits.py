@@ -157,6 +157,7 @@ class HardLimits:
             return
         if self.overruns.began(member, call_id):
             member.pause(self._calls.dispatch.times_ahead)
+            self._calls.dispatch.rest(member, is_resting=True)
         member.tell(CANCEL, call_id, None)
 
     def _step(self, step: Step, member: PoolWorker, call_id: int, why: str, when: float) -> None:
@@ -180,6 +181,7 @@ class HardLimits:
             ended = {call_id for call_id in call_ids if call_id not in member.calls}
             if ended and self.overruns.ended(member, ended):
                 member.go_on()
+                self._calls.dispatch.rest(member, is_resting=False)
 
 
 def _is_over(call: PendingCall) -> bool:
