@@ -11,8 +11,9 @@
 #   make python3.14t  a free-threaded CPython in build/, from Debian's source, in three minutes; PGO=1 for figures to publish, in twenty
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
-#   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
+#   make syscalls   lets each system call fail, the first time, the second time, and so on; SYSCALLS_ARGS="-k start" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
+#   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
@@ -44,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo python3.14t test test-full test-fallbacks test-all long soak sweep stdlib stdlib-one chaos chaos-nodes docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo python3.14t test test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -102,6 +103,10 @@ soak: $(VENV)/.percore-test
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
 	$(RUN) $(PYTEST) -n $(JOBS) tests/sweep/kill_points.py $(SWEEP_ARGS)
+
+# As the sweep. It needs strace, and the permission to attach.
+syscalls: $(VENV)/.percore-test
+	$(RUN) -m pytest -n $(JOBS) -o faulthandler_timeout=0 tests/syscalls/failing.py $(SYSCALLS_ARGS)
 
 chaos: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos

@@ -87,7 +87,7 @@ async def test_killed_while_it_replaces_a_worker(place: str, plans: Plans, wire:
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("place", ["forkserver.request", "forkserver.forked", "forkserver.born"])
 async def test_killed_in_the_first_start(place: str, plans: Plans) -> None:
-    """Before a worker was told of, another fork server is asked.
+    """Before a worker was told of, its place is lost: another worker starts, with memory of its own.
 
     After it, that is a worker's death, which fails a first start, unless the worker was faster and ready by then.
     """
@@ -101,6 +101,7 @@ async def test_killed_in_the_first_start(place: str, plans: Plans) -> None:
         else:
             # A worker that was ready by then may die with its first call.
             assert await runner.options(retries=1).run(calls.accept) == 0
+            assert runner.statistics().workers[0].generation == 2
         assert (await plans.hits.line()).startswith(f"{place} kill")
         await runner.aclose()
 
@@ -153,3 +154,12 @@ async def test_one_that_ends_with_its_last_runner_is_not_reported(caplog: pytest
 
 def fork_servers(usage: percore.Usage) -> list[int]:
     return [one.pid for one in usage.processes if one.role == "fork server"]
+
+
+@pytest.mark.asyncio_only
+async def test_one_that_dies_of_every_request_fails_a_first_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERCORE_POINTS", "forkserver.request=kill")
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(percore.StartupFailed, match="its fork server died"):
+            async with percore.Runner(1):
+                pytest.fail("it started")

@@ -310,6 +310,33 @@ def test_r6_without_descriptors_a_replacement_is_tried_again(loop: str, method: 
     ends_well(running)
 
 
+@pytest.mark.asyncio_only
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+async def test_r7_a_loop_that_can_watch_no_more_descriptors_fails_a_start_and_leaves_nothing(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when epoll has no memory left: the first time that percore asks it to watch something, the second time, and so on."""
+    loop, refusals = asyncio.get_running_loop(), 0
+    add_reader = loop.add_reader
+    while True:
+        refusals += 1
+        asked = 0
+
+        def refuse_one(fd: Any, callback: Any, *args: Any) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == refusals:  # noqa: B023  # of this turn
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            add_reader(fd, callback, *args)
+
+        monkeypatch.setattr(loop, "add_reader", refuse_one)
+        with contextlib.suppress(percore.StartupFailed):
+            async with asyncio.timeout(LIMIT), percore.Runner(1, start_method=method) as runner:
+                assert await runner.run(abs, -1) == 1
+                break
+    assert refusals > 2
+
+
 def test_r6_large_results_need_no_descriptors(program: Callable[..., Program]) -> None:
     running = program("no_descriptors_for_results", "uvloop")
     assert running.told("serves") is True

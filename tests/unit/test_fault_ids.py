@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 IDS = [
     *(
         f"{letter}{number}"
-        for letter, last in {"k": 16, "p": 9, "s": 8, "b": 5, "c": 6, "x": 7, "m": 3, "r": 6}.items()
+        for letter, last in {"k": 16, "p": 9, "s": 8, "b": 5, "c": 6, "x": 7, "m": 3, "r": 7}.items()
         for number in range(1, last + 1)
     ),
     "t3",

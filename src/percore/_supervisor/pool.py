@@ -120,6 +120,7 @@ class Pool:
         slot.stop_timer()
         slot.generation += 1
         member: PoolWorker | None = None
+        is_awaited = False
         try:
             member = self._member(slot)
             self._launch(slot, member)
@@ -131,8 +132,6 @@ class Pool:
                 slot.end = Exit(None)
                 is_awaited = self.changes.could_not_start(slot, slot.generation, self.last_report, error)
                 self._could_not_start(slot)
-            else:
-                is_awaited = False
             if not isinstance(error, Exception):
                 raise
             report(logging.DEBUG if is_awaited else self.level(), "%s", self.last_report, of=slot)

@@ -91,7 +91,10 @@ class ForkServer:
                     return birth
 
     def _on_request(self) -> Birth | None:
-        data, fds = receive(self._ctl, REQUEST.size, MAX_FDS)
+        try:
+            data, fds = receive(self._ctl, REQUEST.size, MAX_FDS)
+        except BlockingIOError:
+            return None
         if not data:
             os._exit(0)
         if POINTS:
@@ -140,7 +143,7 @@ class ForkServer:
         self._children[pidfd] = child
         self._poller.register(pidfd, select.POLLIN)
         if not _tell(child.report, BORN, child.pid, [pidfd]):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the supervisor no longer waits for it
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the supervisor does not wait for it, or cannot know it
         if POINTS:
             point("forkserver.born")
 
@@ -286,8 +289,11 @@ def _fork_process(*, warns_of_threads: bool) -> int:
 
 
 def _tell(report: socket.socket, kind: int, value: int, fds: Collection[int] = (), peak: int = 0) -> bool:
-    """Send a report. Return False if the supervisor has closed its end. It never blocks: a report gets at most two messages."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    """Send a report. It never blocks: a report gets at most two messages.
+
+    Return False if that fails, above all because the supervisor has closed its end. One worker is lost then, and no other.
+    """
+    with contextlib.suppress(OSError):
         socket.send_fds(report, [REPORT.pack(kind, value, peak)], list(fds))
         return True
     return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import importlib
 import io
@@ -88,12 +89,19 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
     Empty data means that the other side is gone. socket.recv_fds would not do: Python 3.11 ignores its flags, and the fds would be
     inheritable.
+
+    Raises:
+        BlockingIOError: there is no message, or the system has no memory for it just now; the socket stays readable.
     """
     fds = array.array("i")
     try:
         data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return b"", []
+    except OSError as error:
+        if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+            raise BlockingIOError(*error.args) from error
+        raise
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) // fds.itemsize * fds.itemsize])

@@ -31,6 +31,7 @@ from percore._worker_process import multiprocessing_state
 from percore._worker_process.boot import Boot
 from percore._worker_process.log_forwarding import Levels
 
+_LOST: Final = "its fork server died before it told of the worker"
 _UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
 
 
@@ -73,7 +74,6 @@ class ProcessWorker:
 
     def ready(self, told: Body) -> None:
         self._told_pid = cast("int", told)
-        self._process.spoke()
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._is_killed |= signum == signal.SIGKILL
@@ -85,6 +85,8 @@ class ProcessWorker:
 
     def end(self, code: int | None, kills: OomKills, before: Counts) -> Exit:
         """Return how the process has ended. `before`: the counts of the kernel's kills at its start."""
+        if self._process.is_lost:
+            return Exit(None, _LOST, place_lost=True)
         why, peak = _UNKNOWN if code is None else "", self._process.peak
         if code == -signal.SIGKILL and not self._is_killed:
             why = kills.explain(before)
@@ -146,6 +148,8 @@ class ProcessEngine:
         """Whether this engine passes multiprocessing's state to the workers. If not, multiprocessing itself does."""
         self._levels = levels if guest is None else guest.levels
         self._handle_record = None if guest is None else guest.handle_record
+        self._lost: set[int] = set()
+        """The slots whose last worker was lost: nobody knows whether it was ever started."""
         self._meter = UsageMeter()
         self._kills = OomKills()
         self._haste = Haste(usable_cpus())
@@ -167,7 +171,7 @@ class ProcessEngine:
             more = [tracker] if self._passes_on and tracker is not None else []
             more += [sock.fileno() for sock in sockets]
             before = counts()
-            worker = self._start(boot, more, logs, lambda code: on_exit(worker.end(code, self._kills, before)))
+            worker = self._start(boot, more, logs, lambda code: on_exit(self._ended(index, worker.end(code, self._kills, before))))
             return worker
         except BaseException:
             logs.close()
@@ -192,6 +196,15 @@ class ProcessEngine:
             if stacks >= 0:
                 os.close(stacks)
         return ProcessWorker(link, logs, process, self._examiner)
+
+    def _ended(self, index: int, end: Exit) -> Exit:
+        """A lost place is no failed start. The second one in a row is: then this very start may be what kills fork servers."""
+        if not end.place_lost:
+            self._lost.discard(index)
+            return end
+        is_first = index not in self._lost
+        self._lost.add(index)
+        return end._replace(place_lost=is_first)
 
     def rouse(self) -> None:
         """Do nothing: its workers are no threads of this process."""

@@ -4,10 +4,10 @@ Every request carries one end of a socket pair made for it, and the fork server 
 several loops in several threads share only the lock around sending a request.
 
 When a fork server dies, its workers die too, because it holds their lifelines. The next launch starts a new one. A
-request that the dead fork server had not answered is sent once more, automatically, unless its worker has already
-reported that it is ready (the fork server died between the fork and its answer). A fork server that was started under
-another user, other limits or another cgroup than the current ones gets no more requests, and ends when its workers
-have gone.
+request that the dead fork server had not answered is not sent again: nobody knows whether it has forked the worker,
+which may have written to its memory until its lifeline was cut. Such a process counts as lost (`Process.is_lost`), and
+its worker gets another one, with memory of its own. A fork server that was started under another user, other limits or
+another cgroup than the current ones gets no more requests, and ends when its workers have gone.
 """
 
 from __future__ import annotations
@@ -104,25 +104,29 @@ class ForkServerLauncher:
         ending = servers.leave(self)
         try:
             for server in ending:
-                await _wait_dead(server.pidfd)
+                await _wait_dead(server)
         finally:
             servers.give_back(ending)
 
 
-async def _wait_dead(pidfd: Fd) -> None:
+async def _wait_dead(server: ForkServerProcess) -> None:
     import asyncio
 
     loop = asyncio.get_running_loop()
-    dead = asyncio.Event()
-    loop.add_reader(pidfd.number, dead.set)
+    dead, fd = asyncio.Event(), server.pidfd.number
+    try:
+        loop.add_reader(fd, dead.set)
+    except OSError:  # the loop can watch no more; the fork server is killed already
+        server.wait_dead()
+        return
     try:
         await dead.wait()
     finally:
-        loop.remove_reader(pidfd.number)
+        loop.remove_reader(fd)
 
 
 class _Request:
-    """The data and descriptors of one worker, kept until a fork server has answered, since it may have to be sent again.
+    """The data and descriptors of one worker, kept until a fork server has answered.
 
     `fds` are sent with the request. `lifeline` stays here: closing it kills the worker.
     """
@@ -162,10 +166,8 @@ class ForkedProcess(Watched):
         self._request = request
         self._server: ForkServerProcess | None = None
         self._report: socket.socket | None = None
-        self._asked = 0
         self._wanted: int | None = None  # the signal of a `kill` before the pid was known
         self._is_late = False
-        self._has_spoken = False
         try:
             self._ask()
         except BaseException:
@@ -189,10 +191,6 @@ class ForkedProcess(Watched):
             if self._timer is None and not self._loop.is_closed():
                 self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
 
-    def spoke(self) -> None:
-        """As Process.spoke: the request is not sent again, even if its fork server dies."""
-        self._has_spoken = True
-
     def _give_up(self) -> None:
         # If it is not stopped, it is only slow, for example while it starts on a loaded machine: no warning then.
         level = logging.DEBUG if servers.will_answer(self._server) else logging.WARNING
@@ -212,7 +210,6 @@ class ForkedProcess(Watched):
             raise
         finally:
             let_go(theirs)
-        self._asked += 1
         self._server, self._report = server, ours
 
     def _on_report(self) -> None:
@@ -232,14 +229,17 @@ class ForkedProcess(Watched):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not fds:
-            # This process is out of fds, so the kernel dropped the pidfd. The death of this worker could not be
-            # noticed, so it must not live. The fork server reports its end, or closes the socket by dying itself.
-            self.pid = pid
+        self.pid = pid
+        try:
+            # No descriptor: this process is out of them, so the kernel dropped the pidfd.
+            is_watched = bool(fds) and self._watch(pid, hold(Fd(above_streams(fds[0]))))
+        except OSError as error:
+            report(logging.WARNING, "the worker (pid %d) cannot be watched: %s", pid, error)
+            is_watched = False
+        if not is_watched:
+            # Its death could not be noticed, so it must not live. The fork server reports its end, or closes the socket by dying.
             let_go(self._request.lifeline)
-            return
-        self._watch(pid, hold(Fd(above_streams(fds[0]))))
-        if self._wanted is not None:
+        elif self._wanted is not None:
             super().kill(self._wanted)
 
     def _on_silence(self) -> None:
@@ -248,19 +248,8 @@ class ForkedProcess(Watched):
             if self._pidfd is None:
                 self._finish(None)
             return
-        # 1. the fork server dies  2. a request is sent to it  3. its sockets close, and only this reveals its death.
-        # Or the request itself kills fork servers, so it is repeated once only. It is not repeated if the worker has already
-        # run before its fork server could answer: another worker would find calls in the shared memory and run them again.
-        if self._has_spoken or self._asked > 1 or not self._launcher.is_open():
-            self._finish(None)
-            return
-        servers.done(self._server)
-        try:
-            self._ask()
-        except OSError as error:
-            report(logging.WARNING, "could not start a new fork server: %s", error)
-            self._server = None
-            self._finish(None)
+        self.is_lost = self._wanted is None
+        self._finish(None)
 
     def _read_report(self) -> tuple[int, int, list[int]]:
         if self._report is None:

@@ -60,8 +60,8 @@ class Process(Protocol):
         Once the process is gone, do nothing. Before the pid is known, send the signal as soon as the pid arrives.
         """
 
-    def spoke(self) -> None:
-        """Record that the process has sent a message through its shared memory. No other process may get that memory now."""
+    is_lost: bool
+    """Once it has ended: whether nobody knows if it was ever started, because the helper that was to start it has died."""
 
 
 class Launcher(Protocol):
@@ -220,10 +220,15 @@ def open_child(pid: int) -> Fd:
     try:
         return hold(Fd(above_streams(os.pidfd_open(pid))))
     except OSError:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # with SIGCHLD ignored, the kernel has reaped it
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        end_child(pid)
         raise
+
+
+def end_child(pid: int) -> None:
+    """Kill and reap a child that was just started."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # with SIGCHLD ignored, the kernel has reaped it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def exit_code(pidfd: int) -> int | None:
@@ -255,6 +260,7 @@ class Watched:
 
     pid: int | None = None
     peak: int | None = None
+    is_lost = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int | None], None]) -> None:
         self._loop = loop
@@ -263,9 +269,6 @@ class Watched:
         self._timer: asyncio.TimerHandle | None = None
         self._gone = False
 
-    def spoke(self) -> None:
-        """As Process.spoke. Does nothing: this class never starts its process a second time."""
-
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone, do nothing."""
         # The pidfd is already closed when the interpreter is ending. So is the lifeline, which has killed the process.
@@ -273,9 +276,19 @@ class Watched:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd.number, signum)
 
-    def _watch(self, pid: int, pidfd: Fd) -> None:
+    def _watch(self, pid: int, pidfd: Fd) -> bool:
+        """Watch a process by its pidfd, and return True.
+
+        Raises:
+            OSError: the loop cannot; the pidfd is closed.
+        """
+        try:
+            self._loop.add_reader(pidfd.number, self._on_death, pidfd)
+        except BaseException:
+            let_go(pidfd)
+            raise
         self.pid, self._pidfd = pid, pidfd
-        self._loop.add_reader(pidfd.number, self._on_death, pidfd)
+        return True
 
     def _on_death(self, pidfd: Fd) -> None:
         self._loop.remove_reader(pidfd.number)

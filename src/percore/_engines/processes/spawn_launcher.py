@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from percore._common.system import HAS_PIDFD
 from percore._engines.processes.descriptors import Fd, duplicate, let_go, pipe
-from percore._engines.processes.launch import ENTRY, Watched, interpreter, open_child, start_python, world_for_exec
+from percore._engines.processes.launch import ENTRY, Watched, end_child, interpreter, open_child, start_python, world_for_exec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +70,12 @@ class SpawnedProcess(Watched):
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         super().__init__(loop, on_exit)
         self._lifeline = lifeline
-        self._watch(pid, open_child(pid))
+        pidfd = open_child(pid)
+        try:
+            self._watch(pid, pidfd)
+        except BaseException:
+            end_child(pid)
+            raise
 
     def _release(self) -> None:
         super()._release()
@@ -85,6 +90,7 @@ class ThreadWatchedProcess:
     pid is free for a moment before the mark is set. A signal goes wrong only if the system reuses the pid at once.)
     """
 
+    is_lost = False
     peak: int | None = None  # the system's figure includes what the program had before its child became another program
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
@@ -101,9 +107,6 @@ class ThreadWatchedProcess:
             os.kill(pid, signal.SIGKILL)
             self._reap(pid)
             raise OSError(errno.EAGAIN, "could not start the thread that waits for a worker") from error
-
-    def spoke(self) -> None:
-        """As Process.spoke. Does nothing: this class never starts its process a second time."""
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone, do nothing."""
