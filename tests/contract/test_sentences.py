@@ -10,7 +10,6 @@ import ast
 import asyncio
 import concurrent.futures
 import contextvars
-import errno
 import gc
 import inspect
 import io
@@ -36,7 +35,6 @@ import percore
 from percore import LoopPoolExecutor, Runner, threaded
 from percore._common.engines import EngineChoice
 from percore._engines.processes.fork_server_launcher import ForkServerLauncher
-from percore._engines.processes.fork_servers import servers
 from percore._serialization.exceptions import load_exception
 from tests import jobs, nested_jobs, nested_walks, variables
 from tests.contract import share_jobs
@@ -376,20 +374,6 @@ async def launched_in_vain(_: Runner) -> None:
         await runner.run(jobs.where)
 
 
-async def no_second_server(_: Runner) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EAGAIN, "no more processes")
-
-    ended = asyncio.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PERCORE_POINTS", "forkserver.request=kill")
-        launcher = ForkServerLauncher.open()
-        launcher.launch(b"", [], lambda _: ended.set())
-        patch.setattr(servers, "send", refuse)
-        await ended.wait()
-        await launcher.aclose()
-
-
 async def launch_closed(_: Runner) -> None:
     launcher = ForkServerLauncher.open()
     await launcher.aclose()
@@ -450,7 +434,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "the fork server does not answer; a new one is started for the next worker": at(
         "tests/e2e/test_launch.py::test_a_stopped_fork_server_holds_up_no_kill"
     ),
-    "could not start a new fork server: %s": no_second_server,
+    "the worker (pid %d) cannot be watched: %s": at(
+        "tests/e2e/test_limits.py::test_r7_a_loop_that_can_watch_no_more_fails_a_start_and_leaves_nothing",
+        "cannot be watched",
+    ),
     "the fork server could not start a worker: %s": launched_in_vain,
     "the fork server (pid %d) died %s, and its workers with it": at(
         "tests/e2e/test_fork_server_deaths.py::test_its_own_death_is_named_and_usage_shows_it", "and its workers with it"

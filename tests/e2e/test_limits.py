@@ -312,8 +312,8 @@ def test_r6_without_descriptors_a_replacement_is_tried_again(loop: str, method: 
 
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-async def test_r7_a_loop_that_can_watch_no_more_descriptors_fails_a_start_and_leaves_nothing(
-    method: Any, monkeypatch: pytest.MonkeyPatch
+async def test_r7_a_loop_that_can_watch_no_more_fails_a_start_and_leaves_nothing(
+    method: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when epoll has no memory left: the first time that percore asks it to watch something, the second time, and so on."""
     loop, refusals = asyncio.get_running_loop(), 0
@@ -335,6 +335,7 @@ async def test_r7_a_loop_that_can_watch_no_more_descriptors_fails_a_start_and_le
                 assert await runner.run(abs, -1) == 1
                 break
     assert refusals > 2
+    assert ("cannot be watched" in caplog.text) is (method == "forkserver")
 
 
 def test_r6_large_results_need_no_descriptors(program: Callable[..., Program]) -> None:
