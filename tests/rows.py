@@ -38,7 +38,12 @@ CHOICES: Final = ("push", "full", "fallbacks")
 
 def repeats(*values: object) -> list[ParameterSet]:
     """These values of a parameter in `make test-full` alone."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+    return repeated_rows(*((value,) for value in values))
+
+
+def repeated_rows(*rows: tuple[object, ...]) -> list[ParameterSet]:
+    """As `repeats`, where a row has the values of several parameters."""
+    return [pytest.param(*row, marks=pytest.mark.full) for row in rows]
 
 
 def differing(item: pytest.Item) -> set[str]:

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.container_programs import UNSHARE
 from tests.e2e.family import Family
 from tests.faults import LIMIT, Program, Wire
+from tests.rows import repeated_rows
 
 HARD = 2.0
 MODULE = "tests.e2e.container_programs"
@@ -63,8 +64,10 @@ def test_p9_the_first_process_of_a_container(loop: str, method: str, tmp_path: P
     silent(program)
 
 
-@both_methods
-@pytest.mark.parametrize("story", ["thief", "ignored"])
+@pytest.mark.parametrize(
+    ("story", "method"),
+    [("thief", "spawn"), ("ignored", "forkserver"), *repeated_rows(("thief", "forkserver"), ("ignored", "spawn"))],
+)
 def test_p9_children_that_somebody_else_reaps(story: str, method: str, tmp_path: Path) -> None:
     with judged(story, "asyncio", method, stderr=tmp_path / "stderr") as program:
         codes = program.told("codes")

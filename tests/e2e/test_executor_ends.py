@@ -28,10 +28,14 @@ from tests.rows import repeats
 
 __all__ = ["gate", "log"]
 
+pytestmark = pytest.mark.warm_fork_server
+
 HARD = 5.0
 
 ENDS = ("percore", "fork", *repeats("forkserver", "spawn"))
 """A program ends with multiprocessing's children in the same way, however they were started. What a fork inherits is the most."""
+ALONE = ("percore", *repeats("fork", "forkserver", "spawn"))
+"""For an end that another story tells with multiprocessing's children as well."""
 
 
 def told(story: str, method: str, folder: Path) -> list[str]:
@@ -185,7 +189,7 @@ def test_what_is_pending_is_done_when_the_interpreter_ends(method: str, tmp_path
     assert sorted(lines) == ["call-0", "call-1", "call-2", "call-3", "call-4", "call-5", "end"]
 
 
-@pytest.mark.parametrize("method", ENDS)
+@pytest.mark.parametrize("method", ALONE)
 @pytest.mark.parametrize(
     ("story", "said"),
     [
@@ -204,13 +208,13 @@ def test_what_waits_is_cancelled_by_a_shutdown_that_does_not_wait(tmp_path: Path
     assert 1 <= lines.count("apple") < 50
 
 
-@pytest.mark.parametrize("method", ["percore", "spawn"])
+@pytest.mark.parametrize("method", ["percore", *repeats("spawn")])
 def test_x5_a_fork_of_the_program_has_workers_of_its_own(method: str, tmp_path: Path) -> None:
     lines = told("in_a_fork", method, tmp_path)
     assert sorted(lines) == sorted(["before", *["held"] * 4, "child", "child later", "fork", "code 7", "after"])
 
 
-@pytest.mark.parametrize("method", ENDS)
+@pytest.mark.parametrize("method", ALONE)
 def test_a_fork_may_use_one_that_was_not_used_before(method: str, tmp_path: Path) -> None:
     lines = told("forked_before_its_first_use", method, tmp_path)
     assert sorted(lines) == sorted([*["fork", "code 7"] * 2, "pending", "code 7", "program"])
@@ -249,63 +253,24 @@ def test_p1_nobody_survives_the_program(story: str, method: str, tmp_path: Path)
         assert family.wait_gone(HARD) == []
 
 
-# As CPython's own tests that import the class by its name from concurrent.futures
-
-SLEEP = """\
-import time, sys
-def sleep_and_print(seconds, message):
-    time.sleep(seconds)
-    print(message)
-    sys.stdout.flush()
-"""
-MAKE = """\
-import multiprocessing
-from percore import LoopPoolExecutor
-from executor_sleep import sleep_and_print
-def make(**options):
-    method = {method!r}
-    context = None if method == "percore" else multiprocessing.get_context(method)
-    return LoopPoolExecutor(5, context, max_threads=1, broken="pool", **options)
-"""
-
-
-def write(folder: Path, text: str, method: str) -> str:
-    (folder / "executor_sleep.py").write_text(SLEEP)
-    return MAKE.format(method=method) + text
-
-
-@pytest.mark.parametrize("method", ENDS)
-def test_interpreter_shutdown(method: str, tmp_path: Path) -> None:
-    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n'
-    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
-    assert (done.code, done.out, done.err) == (0, "apple\n", "")
-
-
-@pytest.mark.parametrize("method", ENDS)
-def test_submit_after_interpreter_shutdown(method: str, tmp_path: Path) -> None:
+def test_a_call_after_the_interpreter_s_shutdown_is_refused(tmp_path: Path) -> None:
     text = """\
 import atexit
+from percore import LoopPoolExecutor
 @atexit.register
 def run_last():
     try:
-        t.submit(id, None)
+        executor.submit(id, None)
     except RuntimeError:
         print("runtime-error")
         raise
 if __name__ == "__main__":
-    t = make()
-    t.submit(id, 42).result()
+    executor = LoopPoolExecutor(1)
+    executor.submit(id, 42).result()
 """
-    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
+    done = python("-c", text, cwd=tmp_path)
     assert "RuntimeError: cannot schedule new futures" in done.err
     assert done.out == "runtime-error\n"
-
-
-@pytest.mark.parametrize("method", ENDS)
-def test_hang_gh83386(method: str, tmp_path: Path) -> None:
-    text = 'if __name__ == "__main__":\n    t = make()\n    t.submit(sleep_and_print, 0.3, "apple")\n    t.shutdown(wait=False)\n'
-    done = python("-c", write(tmp_path, text, method), cwd=tmp_path)
-    assert (done.code, done.out, done.err) == (0, "apple\n", "")
 
 
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:

@@ -16,12 +16,18 @@ import pytest
 
 from tests.e2e import held
 from tests.faults import LIMIT, Program, Watch, Wire, terminal, wait_stopped
+from tests.rows import repeated_rows, repeats
 
 HARD = 2.0
 CTRL_C, CTRL_Z = b"\x03", b"\x1a"
 PROGRAMS = "tests.e2e.fault_programs"
 
 Start = Callable[..., AbstractContextManager[Program]]
+
+# Whose signal handlers run, and when, is the loop's choice. Where the terminal or the kernel ends, stops or resumes the program,
+# one loop tells what the other one would.
+in_asyncio = pytest.mark.parametrize("loop", ["asyncio", *repeats("uvloop")])
+in_uvloop = pytest.mark.parametrize("loop", ["uvloop", *repeats("asyncio")])
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -179,8 +185,13 @@ def test_p6_a_second_one_kills_at_once(start: Start, ctrl_c: Callable[[], None],
 
 
 @pytest.mark.parametrize(
-    ("story", "word"),
-    [("idle", "ready"), ("loaded", "ready"), ("booting", "ready"), ("starting", "entering"), ("closing", "leaving")],
+    ("loop", "story", "word"),
+    [
+        *[("asyncio", "idle", "ready"), ("uvloop", "loaded", "ready"), ("asyncio", "booting", "ready")],
+        *[("uvloop", "starting", "entering"), ("asyncio", "closing", "leaving")],
+        *repeated_rows(("uvloop", "idle", "ready"), ("asyncio", "loaded", "ready"), ("uvloop", "booting", "ready")),
+        *repeated_rows(("asyncio", "starting", "entering"), ("uvloop", "closing", "leaving")),
+    ],
 )
 def test_p6_two_at_once(start: Start, ctrl_c: Callable[[], None], plain: tuple[int, int], story: str, word: str) -> None:
     with start(story) as program:
@@ -239,6 +250,7 @@ def counting(tmp_path: Path) -> Counting:
     return Counting(tmp_path)
 
 
+@in_asyncio
 def test_peers_30_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Callable[[], None]) -> None:
     # The supervisor's own program takes no notice, so what ends is ended by the terminal and nobody else.
     with start("subprocesses", way="deaf") as program:
@@ -251,7 +263,14 @@ def test_peers_30_a_program_started_in_a_worker_obeys(start: Start, ctrl_c: Call
         assert program.stderr == ""
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("loop", "signum"),
+    [
+        ("asyncio", signal.SIGTERM),
+        ("uvloop", signal.SIGHUP),
+        *repeated_rows(("uvloop", signal.SIGTERM), ("asyncio", signal.SIGHUP)),
+    ],
+)
 def test_p6_a_signal_that_ends_the_supervisor_leaves_nobody(start: Start, signum: signal.Signals) -> None:
     with start("loaded") as program:
         program.expect("ready")
@@ -262,6 +281,7 @@ def test_p6_a_signal_that_ends_the_supervisor_leaves_nobody(start: Start, signum
         assert program.stderr == ""
 
 
+@in_uvloop
 def test_p6_a_terminal_that_goes_away_leaves_nobody(loop: str, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     with Program("on_terminal", "loaded", loop, stderr=tmp_path / "stderr", terminal=theirs) as program:
@@ -274,6 +294,7 @@ def test_p6_a_terminal_that_goes_away_leaves_nobody(loop: str, tmp_path: Path) -
         assert program.stderr == ""
 
 
+@in_asyncio
 def test_p6_ctrl_z_under_load_and_going_on(start: Start, keyboard: tuple[int, int], counting: Counting) -> None:
     with start("counting", *counting.arguments, module="tests.e2e.job_shell") as shell:
         for _ in range(3):
@@ -290,6 +311,7 @@ def test_p6_ctrl_z_under_load_and_going_on(start: Start, keyboard: tuple[int, in
         assert shell.end() == 0
 
 
+@in_asyncio
 def test_p7_stopped_starved_and_interrupted_under_load(
     start: Start, ctrl_c: Callable[[], None], counting: Counting, subtests: pytest.Subtests
 ) -> None:
@@ -332,6 +354,7 @@ def test_p7_stopped_starved_and_interrupted_under_load(
         assert program.end() == 0
 
 
+@in_uvloop
 def test_p7_stopped_for_longer_than_a_close_is_given(start: Start, tmp_path: Path) -> None:
     with closing(Wire(tmp_path / "gate")) as gate, start("closing_slowly", gate.path) as program:
         program.expect("leaving")

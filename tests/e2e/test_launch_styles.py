@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.scripts import TIMEOUT, Done, output_of, python
-from tests.rows import repeats
+from tests.rows import repeated_rows, repeats
 
 SENTENCE = "starts percore when a worker imports it: put the start under `if __name__ == '__main__':`"
 both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -238,9 +238,7 @@ BY_VALUE: list[Style] = [
     package,
     command,
     stdin,
-    stdin_by_dash,
     zip_application,
-    directory,
     prompt,
     prompt_of_asyncio,
     prompt_after_script,
@@ -248,6 +246,8 @@ BY_VALUE: list[Style] = [
 # The others differ in nothing that a start method could matter to.
 WITH_SPAWN: list[Style] = [script, package]
 REPEATS: list[Style] = [module_of_package, command, zip_application]
+# To Python, these are the standard input and the zip file once more.
+ALIKE: list[Style] = [stdin_by_dash, directory]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ REPEATS: list[Style] = [module_of_package, command, zip_application]
     [
         *(("forkserver", style) for style in BY_REFERENCE + BY_VALUE),
         *(("spawn", style) for style in WITH_SPAWN),
-        *(pytest.param("spawn", style, marks=pytest.mark.full) for style in REPEATS),
+        *repeated_rows(*(("forkserver", style) for style in ALIKE), *(("spawn", style) for style in REPEATS)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -346,8 +346,15 @@ def test_s8_a_script_whose_functions_live_elsewhere_needs_no_guard(method: str, 
     assert starts(tmp_path) == 1
 
 
-@pytest.mark.parametrize("host", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"], ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("definition", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("definition", "host"),
+    [
+        ("def", "asyncio.run(main())"),
+        ("async def", "import uvloop; uvloop.run(main())"),
+        *repeated_rows(("def", "import uvloop; uvloop.run(main())"), ("async def", "asyncio.run(main())")),
+    ],
+    ids=["def-asyncio", "async-uvloop", "def-uvloop", "async-asyncio"],
+)
 def test_s8_a_missing_guard_is_told_on_the_terminal(definition: str, host: str, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(f"{COUNTED}{LISTENING}\n{definition} double(n):\n    return 2 * n\n\n{host}\n")
     done = python("app.py", cwd=tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.scripts import execute, python
 from tests.faults import ROOT, Program, Watch, terminal
+from tests.rows import repeated_rows, repeats
 
 HARD = 2.0
 MODULE = "tests.e2e.misuse_programs"
@@ -91,7 +92,7 @@ def worker_with_workers(program: Program) -> int:
     return worker.pid
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", *repeats("uvloop")])
 def test_x6_closing_ends_workers_of_workers_in_order(loop: str, tmp_path: Path) -> None:
     with (
         terminal() as (ours, theirs),
@@ -125,11 +126,10 @@ def test_x6_a_worker_that_ends_takes_workers_along_that_it_has_left_open(tmp_pat
     ("story", "loop", "method"),
     [
         ("without_streams", "asyncio", "forkserver"),  # uvloop cannot: libuv refuses to close its own descriptors below 3
-        ("without_streams", "asyncio", "spawn"),
         ("with_closed_objects", "asyncio", "spawn"),
         ("gone_away", "uvloop", "forkserver"),
         ("with_all_warnings", "uvloop", "forkserver"),
-        ("with_all_warnings", "asyncio", "spawn"),
+        *repeated_rows(("without_streams", "asyncio", "spawn"), ("with_all_warnings", "asyncio", "spawn")),
     ],
 )
 def test_x7_odd_surroundings(story: str, loop: str, method: str, tmp_path: Path) -> None:

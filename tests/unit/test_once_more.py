@@ -1,5 +1,6 @@
 """What CI makes of tests that fail: scripts/once_more.py."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +27,28 @@ def test_always():
 """
 
 
-def ci(folder: Path, count: int, passes: bool) -> "tuple[int, str]":
+def ci(folder: Path, count: int, passes: bool, *options: str) -> "tuple[int, str]":
+    """Run it with the plugins that are named alone: to import all of them takes longer than the tests."""
     (folder / "test_it.py").write_text(TESTS.format(count=count, passes=passes))
-    options = ["-q", "-n", "2", "--rootdir", str(folder), "-c", "/dev/null", str(folder / "test_it.py")]
-    command = [sys.executable, str(ONCE_MORE), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    command = [
+        sys.executable,
+        str(ONCE_MORE),
+        *options,
+        "-q",
+        "--rootdir",
+        str(folder),
+        "-c",
+        "/dev/null",
+        str(folder / "test_it.py"),
+    ]
+    variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=folder)
     assert (folder / "always").read_text() == "once"
     return done.returncode, done.stdout
 
 
 def test_what_failed_by_accident_is_named_and_fails_nothing(tmp_path: Path) -> None:
-    status, said = ci(tmp_path, count=2, passes=True)
+    status, said = ci(tmp_path, 2, True, "-p", "xdist", "-n", "2")  # as `make test` has it
     assert status == 0
     assert said.splitlines()[-1].startswith("== flaky: failed once and passed alone, to be mended: ")
     assert "test_second_time[0]" in said.splitlines()[-1]
@@ -44,12 +56,12 @@ def test_what_failed_by_accident_is_named_and_fails_nothing(tmp_path: Path) -> N
 
 
 def test_what_fails_again_fails(tmp_path: Path) -> None:
-    status, said = ci(tmp_path, count=1, passes=False)
+    status, said = ci(tmp_path, 1, False)
     assert status == 1
     assert "flaky" not in said
 
 
 def test_many_failures_are_no_accident(tmp_path: Path) -> None:
-    status, said = ci(tmp_path, count=4, passes=True)
+    status, said = ci(tmp_path, 4, True)
     assert status == 1
     assert "once more" not in said
