@@ -114,6 +114,15 @@ def _sized_file(size: int) -> tuple[int, int]:
     return fd, reader
 
 
+def _mapped(fd: int, size: int, kind: int, protection: int) -> mmap.mmap:
+    """Map a file. A core dump leaves the mapping out: users' data lie there, and it may span a terabyte."""
+    mapped = mmap.mmap(fd, size, kind | _NORESERVE, protection, **_TRACK)
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTDUMP)
+    return mapped
+
+
 def has_address_space(size: int) -> bool:
     """Whether this process could now map another `size` bytes in one piece. The test takes two system calls and no memory."""
     try:
@@ -141,7 +150,7 @@ class Memory:
         """The address of `own` if a write copies its pages, else None. 0 if the address was not needed yet."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | _NORESERVE, protection, **_TRACK)
+            self._map = _mapped(fd, size, mmap.MAP_SHARED, protection)
         except BaseException:
             self.close_fds()
             raise
@@ -162,7 +171,7 @@ class Memory:
         memory = cls(fd, size, writable=False)
         if sys.platform == "linux":  # elsewhere MADV_DONTNEED does not bring the original back
             with contextlib.suppress(OSError):
-                memory._own = mmap.mmap(fd, size, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, **_TRACK)
+                memory._own = _mapped(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
                 memory.own = memoryview(memory._own)
                 memory._address = 0
         return memory
