@@ -26,7 +26,7 @@ from percore._node.main_source import main_here
 from percore._node.station import Station, Step
 from percore._protocol.host_orders import HostOrders, greeting
 from percore._protocol.interfaces import Exit
-from percore._protocol.messages import BrokenFrame
+from percore._protocol.messages import BrokenFrame, takes_parcel
 from percore._transport.codec import decode
 from percore._transport.connection import Connection, time_of
 from percore._transport.slots import SLOT_BITS
@@ -113,6 +113,8 @@ class Host:
     # The start
 
     def _set_up(self, _zero: int, data: memoryview) -> None:
+        if self._engine is not None:
+            raise BrokenFrame("a second SETUP")
         try:
             orders: HostOrders = pickle.loads(data)
             self.take_over(orders)
@@ -153,6 +155,8 @@ class Host:
             self._look()
 
     def _start(self, number: int, data: memoryview) -> None:
+        if number in self._stations:
+            raise BrokenFrame("a worker that is there")
         index, generation, self._levels = unpack(data, int, int, tuple)
         try:
             worker = self.engine.start(index, generation, lambda end: self._exited(number, end), ())
@@ -203,6 +207,8 @@ class Host:
 
     def _parcel(self, number: int, data: memoryview) -> None:
         op, call_id, parcel = unpack(data, int, int, int)
+        if not takes_parcel(op):
+            raise BrokenFrame(f"a message ({op}) that has no parcel")
         here = self._known(parcel)
         self._to(number, lambda station: station.down_parcel(op, call_id, here))
 

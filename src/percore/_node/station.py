@@ -116,8 +116,8 @@ class Station:
 
     def _pass_on(self, op: int, call_id: int, payload: int) -> None:
         """Send a large result. Its slot is free again when the socket has taken it: until then the worker may have to wait."""
+        data = self._channel.read(payload)  # it may raise: then nothing was announced
         self._put(Kind.PAYLOAD_OF, self._number, pack((op, call_id)))
-        data = self._channel.read(payload)
         self._put(Kind.PAYLOAD, self._number, data, let_go=lambda: self._channel.release(payload))
 
     def _look(self) -> None:

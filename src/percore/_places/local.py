@@ -30,11 +30,16 @@ class LocalPlaces:
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = [chr(ord("a") + place) for place in range(nodes)]
         self._python = python or sys.executable
-        self._is_closed = False
+        self._starts: set[asyncio.Future[Place]] = set()
+        """Of the hosts that are being started, also those for which nobody waits any more."""
 
     async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
         free = [name for name in self._names if name not in used]
-        return await asyncio.gather(*(in_thread("percore-host", partial(self._start, name, token)) for name in free))
+        starts = [asyncio.ensure_future(in_thread("percore-host", partial(self._start, name, token))) for name in free]
+        self._starts.update(starts)
+        for start in starts:
+            start.add_done_callback(self._starts.discard)
+        return await asyncio.gather(*map(asyncio.shield, starts))
 
     def _start(self, name: str, token: bytes) -> Place:
         if name in self.hosts:
@@ -42,9 +47,6 @@ class LocalPlaces:
             close_hosts([self.hosts[name]])
         process, port = start_host(self._python, LOCAL, token)
         self.hosts[name] = process
-        if self._is_closed:  # nobody waited for it any more
-            close_hosts([process])
-            raise NoPlace("the runner was closed")
         if port is None:
             raise NoPlace(f"the host of node {name} ended with exit code {process.wait()} before it listened: see standard error")
         return Place(name, LOCAL, port, self._end_of(name))
@@ -59,7 +61,7 @@ class LocalPlaces:
         return end
 
     async def aclose(self) -> None:
-        self._is_closed = True
+        await asyncio.gather(*self._starts, return_exceptions=True)
         hosts = list(self.hosts.values())
         self.hosts.clear()
         await in_thread("percore-host", partial(close_hosts, hosts))

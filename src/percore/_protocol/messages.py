@@ -76,6 +76,16 @@ CLOSE: Final = 27  # a stream: close its generator; its end is answered
 PICKLED: Final = frozenset({RESULT, ERROR, UNREADY, FAILED, ITEM, ASKED})
 """The messages to the supervisor whose body is a payload (or None: there is none). Parcels to a worker pass `send_parcel` alone."""
 
+_WITH_PARCEL: Final = frozenset(
+    {DEFINE_TASK, DEFINE_THREAD, ONCE_TASK, ONCE_THREAD, SHARE, ANSWER_RESULT, ANSWER_ERROR, ANSWER_ITEM}
+)
+
+
+def takes_parcel(op: int) -> bool:
+    """Whether the body of such a message to a worker may be a parcel."""
+    return op > 0 or op in _WITH_PARCEL
+
+
 ITEM_SHIFT: Final = 48
 ID_MASK: Final = (1 << ITEM_SHIFT) - 1
 """The id of an item of a batch: the batch's id in the low bits and the item's number, from 1, above them."""

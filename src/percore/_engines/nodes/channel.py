@@ -149,7 +149,13 @@ class NodeChannel:
     # What the link hears
 
     def acknowledged(self, number: int) -> None:
-        """The worker has read on, and at least the first `number` messages."""
+        """The worker has read on, and at least the first `number` messages.
+
+        Raises:
+            BrokenFrame: these are more than were sent, or fewer than before.
+        """
+        if not self._acknowledged <= number <= self.sent:
+            raise BrokenFrame(f"a worker that has read {number} messages of {self.sent}")
         self._acknowledged = number
         now = monotonic()
         if self.has_read():

@@ -1,0 +1,83 @@
+"""A worker's station in its host: what it passes on to the program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from percore._node.station import Station
+from percore._protocol.messages import RESULT, VALUE, BrokenFrame
+from percore._transport.codec import decode
+from percore._transport.wire import Kind, unpack
+
+SLOT = 77
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.said: list[tuple[int, Any]] = []
+        self.kept: list[Callable[[], None]] = []
+
+    def put(self, kind: int, number: int, data: Any, let_go: Callable[[], None] | None = None) -> None:
+        assert number == 5
+        self.said.append((kind, data))
+        self.kept += [let_go] if let_go else []
+
+    send = put
+
+    def write(self) -> None:
+        self.said.append((0, None))
+
+
+class Worker:
+    """A worker and its channel, with one result in a slot."""
+
+    own: Any = {}  # noqa: RUF012
+    waits_since = 0.0
+
+    def __init__(self) -> None:
+        self.channel = self
+        self.released: list[int] = []
+
+    def open(self, on_frame: Any, on_broken: Any, on_batch: Any) -> None:
+        self.on_frame, self.on_broken, self.on_batch = on_frame, on_broken, on_batch
+
+    def read(self, payload: int) -> memoryview:
+        if payload != SLOT:
+            raise BrokenFrame("it lies outside of the slots")
+        return memoryview(b"a result")
+
+    def release(self, payload: int) -> None:
+        self.released.append(payload)
+
+    def has_read(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def made() -> tuple[Any, Any]:
+    connection, worker = Connection(), Worker()
+    home: Any = type("Home", (), {"connection": connection, "places": 10, "clock_ahead": 0.0})
+    Station(home, 5, worker)  # type: ignore[arg-type]
+    return connection, worker
+
+
+def test_a_result_is_sent_from_its_slot_in_order_and_the_slot_is_free_when_it_was_sent(made: tuple[Any, Any]) -> None:
+    connection, worker = made
+    worker.on_frame([(VALUE, 1, 1), (RESULT, 2, SLOT), (VALUE, 3, 3)])
+    worker.on_batch()
+    kinds = [kind for kind, _ in connection.said]
+    assert kinds == [Kind.MESSAGES, Kind.PAYLOAD_OF, Kind.PAYLOAD, Kind.MESSAGES, 0]
+    assert (decode(connection.said[0][1]), decode(connection.said[3][1])) == ([(VALUE, 1, 1)], [(VALUE, 3, 3)])
+    assert (unpack(connection.said[1][1], int, int), bytes(connection.said[2][1])) == ([RESULT, 2], b"a result")
+    assert worker.released == []
+    connection.kept.pop()()
+    assert worker.released == [SLOT]
+
+
+def test_a_result_that_is_not_there_is_not_announced(made: tuple[Any, Any]) -> None:
+    """Its worker is broken. The next result of another one comes over the same connection."""
+    connection, worker = made
+    with pytest.raises(BrokenFrame, match="outside"):
+        worker.on_frame([(RESULT, 2, SLOT + 1)])
+    assert connection.said == []
