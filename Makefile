@@ -18,6 +18,7 @@
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
 #   make test-browser  looks at the dashboard and the flame graph in a headless Chromium, where there is one
+#   make test-ray   workers on a real Ray cluster of two nodes, with Ray in .venvs/ray, in a network of loopback alone
 #   make lint       ruff and mypy --strict
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
@@ -136,6 +137,15 @@ test-docs: $(VENV)/.percore-docs-test
 # Given by name: `make test` does without these programs.
 test-programs: $(VENV)/.percore-programs
 	$(RUN) -m pytest -n $(JOBS) tests/programs/programs.py $(PYTEST_ARGS)
+
+# Given by name, too. Ray is large, so it has an environment of its own.
+RAY := .venvs/ray
+.PHONY: test-ray ray-head ray-stop demo-ray
+
+test-ray:
+	@$(PYTHON) scripts/loopback.py --check || exit 0; \
+	$(MAKE) --no-print-directory VENV=$(RAY) $(RAY)/.percore-ray && \
+	$(PYTHON) scripts/loopback.py $(RAY)/bin/python -m tests.ray.cluster -p no:cacheprovider tests/ray/ray_cluster.py $(PYTEST_ARGS)
 
 package: $(VENV)/.percore-package
 	$(RUN) scripts/package.py $(RUN)

@@ -14,7 +14,7 @@ from typing import Any
 from percore import Runner
 from percore._common.options import RunnerOptions
 from percore._engines.nodes.engine import NodesEngine
-from percore._engines.nodes.places import Place
+from percore._engines.nodes.places import NoPlace, Place
 from percore._engines.processes.engine import ProcessEngine
 from percore._node.host import Host
 from percore._places.local import LOCAL, LocalPlaces
@@ -45,9 +45,9 @@ class InnerPlaces:
         self._weights = weights or (1,) * nodes
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place | NoPlace]:
         loop = asyncio.get_running_loop()
-        placed = []
+        placed: list[Place | NoPlace] = []
         for name, weight in zip(self._names, self._weights, strict=True):
             if name not in used:
                 door = Door(loop, token, LOCAL)

@@ -84,7 +84,8 @@ def _fds() -> frozenset[tuple[int, str]]:
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             found.add((int(name), _target(int(name))))
     # With its first callback libffi (under ctypes) may open its own file, once and for the life of the process.
-    return frozenset((fd, target) for fd, target in found if "/libffi.so" not in target)
+    # Ray leaves the log of its last connection open.
+    return frozenset((fd, target) for fd, target in found if not ("/libffi.so" in target or "/python-core-driver-" in target))
 
 
 def _target(fd: int) -> str:

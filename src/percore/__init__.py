@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from percore._monitor.progress import Progress
     from percore._monitor.statistics import Statistics, WorkerStatistics
     from percore._monitor.usage import ProcessUsage, Usage
+    from percore._places.ray_engine import RayEngine
     from percore._protocol.shared import Shared
     from percore._runner.loop_watch import watch_loop
     from percore._runner.runner import Runner
@@ -57,6 +58,7 @@ __all__ = [
     "ProcessUsage",
     "Progress",
     "Rate",
+    "RayEngine",
     "RemoteError",
     "RemoteTraceback",
     "Runner",
@@ -97,6 +99,7 @@ _HOMES = {
     "ProcessUsage": "_monitor.usage",
     "Progress": "_monitor.progress",
     "Rate": "_common.rates",
+    "RayEngine": "_places.ray_engine",
     "RemoteError": "_common.errors",
     "RemoteTraceback": "_common.errors",
     "Runner": "_runner.runner",

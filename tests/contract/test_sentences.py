@@ -458,7 +458,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "ContextVar('user')`, and pass that one": fake(contextvars=[contextvars.ContextVar("nowhere")]),
     "give the function itself: lifespan=open_session, not lifespan=open_session()": options(lifespan=session()),
     'start_method must be "forkserver" or "spawn", not ……': options(start_method="fork"),
-    "engine must be …, or an engine object, not …": options(engine="process"),
+    "engine must be …, or an object such as percore.RayEngine(), not …": options(engine="process"),
     "give an object: engine=percore.…(), not engine=percore.…": options(engine=EngineChoice),
     "…() got an unexpected keyword argument …: …": options(max_workers=2),
     'listen must be a list, such as listen=["127.0.0.1:8080"], not …': options(listen="127.0.0.1:8080"),
@@ -869,6 +869,35 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "worker 0 has died"
     ),
     "no node can be used: %s": at("tests/e2e/test_nodes.py::test_calls_wait_for_a_node_when_none_is_left", "no node can be used"),
+    "… must be a text, not …": at(
+        "tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "address must be a text"
+    ),
+    (
+        "RayEngine cannot use a Ray client (…): its program must run on a node of the cluster, which its workers' nodes can reach. "
+        'Start it there, for example with `ray job submit`, and with address="auto"'
+    ): at("tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "cannot use a Ray client"),
+    'resources must be a dict, such as {"GPU": 1}, not …': at(
+        "tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "resources must be a dict"
+    ),
+    'resources must be positive numbers by name, such as {"GPU": 1}, not {…: …}': at(
+        "tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "resources must be positive"
+    ),
+    "resources cannot contain CPU: each host takes as many CPUs as it has workers; see workers_per_node": at(
+        "tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "cannot contain CPU"
+    ),
+    'runtime_env must be a dict, such as {"working_dir": "."}, not …': at(
+        "tests/unit/test_ray_engine.py::test_an_engine_is_validated_when_it_is_made", "runtime_env must be a dict"
+    ),
+    'RayEngine needs Ray: pip install "percore[ray]"': at(
+        "tests/unit/test_ray_engine.py::test_without_ray_it_says_how_to_install_it", "RayEngine needs Ray"
+    ),
+    (
+        "Ray at … cannot be used: …: …. A program with RayEngine runs on a node of the cluster, with the Ray and the Python of the "
+        "cluster, and outside its tasks and actors"
+    ): at("tests/ray/ray_cluster.py::test_no_cluster", "cannot be used: ConnectionRefusedError"),
+    ("Ray at … did not answer within … s: see whether its head runs (`ray status`), and lets this machine reach all its ports"): at(
+        "tests/ray/ray_cluster.py::test_no_cluster", "did not answer within"
+    ),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(
         "tests/unit/test_connection.py::test_a_door_lets_in_who_knows_the_token_and_drops_the_others", "was dropped: "

@@ -174,8 +174,8 @@ class Unreachable(InnerPlaces):
         super().__init__(1)
         self.port = port
 
-    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
-        return [place._replace(port=self.port) for place in await super().place(token, used, workers)]
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place | NoPlace]:
+        return [place._replace(port=self.port) for place in await super().place(token, used, workers) if isinstance(place, Place)]
 
 
 async def test_a_port_that_cannot_be_reached_is_told_with_its_node() -> None:
@@ -219,7 +219,7 @@ class Closing(InnerPlaces):
 
     is_closed = False
 
-    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place | NoPlace]:
         if self.is_closed:
             raise NoPlace("there is no node left")
         return await super().place(token, used, workers)

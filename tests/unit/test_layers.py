@@ -48,8 +48,9 @@ ROOMS: dict[str, set[str]] = {
     "_engines.nodes": {
         *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport"),
     },
-    # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does.
-    "_places": {"_engines.nodes", "_monitor"},  # its threads: the loop's executor may be full
+    # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does. One that is public is a choice of an
+    # engine. Threads of their own start hosts and ask others: the loop's executor may be full.
+    "_places": {"_common", "_engines.nodes", "_monitor"},
     "_map": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.
     "_runner": {
@@ -133,6 +134,8 @@ DECIDES = {
 
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.
 GIVES_WAY = {
+    # Ray, which tells nobody when a CPU becomes free
+    "_places.ray": ["asyncio.sleep(_AGAIN)"],
     # the GIL, to the worker's loop
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async

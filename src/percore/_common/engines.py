@@ -66,9 +66,9 @@ def engine_of(value: object) -> EngineChoice | None:
         raise TypeError(f"give an object: engine=percore.{value.__name__}(), not engine=percore.{value.__name__}")
     names = " or ".join(f'"{name}"' for name in ENGINES)
     if not isinstance(value, str):
-        raise TypeError(f"engine must be {names}, or an engine object, not {value!r}")
+        raise TypeError(f"engine must be {names}, or an object such as percore.RayEngine(), not {value!r}")
     if value not in ENGINES:
-        raise ValueError(f"engine must be {names}, or an engine object, not {value!r}")
+        raise ValueError(f"engine must be {names}, or an object such as percore.RayEngine(), not {value!r}")
     home = ENGINES[value]
     choice: EngineChoice | None = None if home is None else getattr(sys.modules["percore"], home)()
     return choice

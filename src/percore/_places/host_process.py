@@ -18,14 +18,17 @@ serve(sys.argv[2], int(sys.argv[3]))
 """
 
 
-def start_host(python: str, address: str, token: bytes) -> "tuple[subprocess.Popen[bytes], int | None]":
+def start_host(
+    python: str, address: str, token: bytes, path: "list[str] | None" = None
+) -> "tuple[subprocess.Popen[bytes], int | None]":
     """Start a host that listens on this address of the machine. Return its process and its port, or None if it has ended.
 
     It ends when its standard input is closed: with this process, at the latest. It writes to the standard output of this one.
+    `path`: its `sys.path`. Default: that of this process.
     """
     told, tell = os.pipe()
     try:
-        command = [python, "-c", _CODE, json.dumps(sys.path), address, str(tell)]
+        command = [python, "-c", _CODE, json.dumps(sys.path if path is None else path), address, str(tell)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[tell])
     except BaseException:
         os.close(told)

@@ -33,7 +33,7 @@ class LocalPlaces:
         self._starts: set[asyncio.Future[Place]] = set()
         """Of the hosts that are being started, also those for which nobody waits any more."""
 
-    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place | NoPlace]:
         free = [name for name in self._names if name not in used]
         starts = [asyncio.ensure_future(in_thread("percore-host", partial(self._start, name, token))) for name in free]
         self._starts.update(starts)

@@ -111,7 +111,8 @@ class Runner(Verbs):
             replacement gets the sockets of the worker that it replaces, with the connections that wait there. On Linux each worker
             has a TCP socket of its own (SO_REUSEPORT), and the system divides the connections among the workers that are ready.
             Otherwise they share one. A socket of yours is shared, stays open and becomes non-blocking.
-        engine: where the workers run. None or "processes": as processes of this machine.
+        engine: where the workers run. None or "processes": as processes of this machine. A `percore.RayEngine`: on the nodes of a
+            Ray cluster.
 
     Raises:
         TypeError, ValueError: an option is invalid.

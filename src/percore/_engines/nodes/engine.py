@@ -38,12 +38,23 @@ from percore._transport.wire import Kind
 from percore._transport.wire_proof import TOKEN_SIZE, NotProven
 
 LOST_AFTER: Final = 10.0
+NO_SOCKETS: Final = (
+    "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of "
+    "its own in its lifespan, and put a load balancer before them"
+)
 _END: Final = 5.0
 """Seconds that a host has for its end, once its workers have ended."""
 _PAUSE: Final = 1.0
 """Seconds between two searches for nodes while there is none."""
 _EARLIER: Final = 0.9
 """The part of `start_timeout` after which a start of hosts fails, so that its own reason is told."""
+
+
+class NoNode(OSError):
+    """There is no node for a worker. The text says why."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class NodesEngine:
@@ -68,10 +79,7 @@ class NodesEngine:
             Exception: an error from pickling the options.
         """
         if options.listen:
-            raise ValueError(
-                "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of "
-                "its own in its lifespan, and put a load balancer before them"
-            )
+            raise ValueError(NO_SOCKETS)
         self.store = NodesStore(loop, options, main)
         self._loop = loop
         self._places = places
@@ -121,7 +129,7 @@ class NodesEngine:
         if link is not None:
             return link.start(index, generation, on_exit)
         if self._first_failure:
-            raise OSError(self._first_failure)
+            raise NoNode(self._first_failure)
         self._find_nodes()
         return None
 
@@ -172,7 +180,8 @@ class NodesEngine:
         try:
             async with asyncio.timeout(self._patience):
                 placed = await self._places.place(self._token, {link.node for link in self.links}, self._homeless())
-                return [why for why in await self._connect_all(placed) if why]
+                failed = [str(one) for one in placed if isinstance(one, NoPlace)]
+                return failed + [why for why in await self._connect_all([one for one in placed if isinstance(one, Place)]) if why]
         except NoPlace as error:
             return [str(error)]
         except TimeoutError:

@@ -25,17 +25,28 @@ class NoPlace(Exception):
     """No host could be put anywhere. The text says on which node, why, and what to do."""
 
 
+def dealt(workers: int, most: list[int]) -> list[int]:
+    """Deal workers to nodes in turn, at most as many as each takes. If there are more workers, each node gets its most."""
+    shares = [0] * len(most)
+    while sum(shares) < workers and shares != most:
+        for node, share in enumerate(shares):
+            shares[node] += share < most[node] and sum(shares) < workers
+    return shares
+
+
 class Places(Protocol):
     """Puts hosts on nodes."""
 
-    async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place]:
+    async def place(self, token: bytes, used: Collection[str], workers: int) -> "list[Place | NoPlace]":
         """Put a host on each node that is there now and not in `used`. Wait for a node if `used` is empty and there is none.
+
+        Return a place, or why there is none, for each of these nodes.
 
         `workers`: how many workers have no node yet; more nodes than that need no host. `token`: 32 bytes that the host proves, and
         that its program has to prove to it. They travel by a way that is trusted.
 
         Raises:
-            NoPlace: a host could not be put on its node. None is left behind.
+            NoPlace: there is no node.
         """
 
     async def aclose(self) -> None:

@@ -1,0 +1,85 @@
+"""This program's connection to a Ray cluster, which its runners share."""
+
+import logging
+import os
+import socket
+import threading
+from typing import Final
+
+from percore._monitor.threads import in_thread
+
+_REACH: Final = 10.0
+"""Seconds in which the address of a cluster has to take a connection."""
+
+_lock: Final = threading.Lock()
+_users: Final[list["RayConnection"]] = []
+"""Those that are open, if the first of them has connected the program. If another part of the program has: none."""
+
+
+class RayConnection:
+    """One user of the connection. The last one to close it disconnects the program, unless another part of it has connected it."""
+
+    def __init__(self, address: str, namespace: str | None) -> None:
+        self._address = address
+        self._namespace = namespace
+        self._is_closed = False
+
+    async def open(self) -> None:
+        """Connect this program, unless it is connected. It may take for ever.
+
+        Raises:
+            OSError, RuntimeError, ValueError: the cluster cannot be used.
+        """
+        await in_thread("percore-ray", self._open)
+
+    def _open(self) -> None:
+        import ray
+
+        with _lock:
+            is_ours = bool(_users)
+            if not ray.is_initialized():
+                self._connect()
+                is_ours = True
+            elif (mode := ray.get_runtime_context().worker.mode) != ray.SCRIPT_MODE:
+                raise RuntimeError("this is a Ray task or actor" if mode == ray.WORKER_MODE else "this is a Ray client (ray://)")
+            if is_ours:
+                _users.append(self)
+        if self._is_closed:  # nobody waits any more
+            self._disconnect()
+
+    def _connect(self) -> None:
+        import ray
+
+        address = os.environ.get("RAY_ADDRESS", "") if self._address == "auto" else self._address
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():  # to a port where nobody listens, Ray tries to connect for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+        log = logging.getLogger("ray._private.worker")
+        log.addFilter(_is_of_use)
+        try:
+            ray.init(self._address, namespace=self._namespace, configure_logging=False)
+        except BaseException:
+            ray.shutdown()  # of the half that was connected
+            raise
+        finally:
+            log.removeFilter(_is_of_use)
+
+    async def aclose(self) -> None:
+        """Idempotent. An `open` under way, which may hold the lock for ever, disconnects at its end."""
+        self._is_closed = True
+        if self in _users:
+            await in_thread("percore-ray", self._disconnect)
+
+    def _disconnect(self) -> None:
+        import ray
+
+        with _lock:
+            if self in _users:
+                _users.remove(self)
+                if not _users:
+                    ray.shutdown()
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Leave out that Ray handles no SIGTERM, as in any thread but the main one: the program handles it as before."""
+    return not record.getMessage().startswith("SIGTERM handler is not set")

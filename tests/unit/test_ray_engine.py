@@ -1,0 +1,65 @@
+"""RayEngine: what it refuses when it is made, and how workers are dealt to nodes. A cluster is in tests/ray."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from percore import RayEngine, Runner
+from percore._engines.nodes.places import dealt
+from percore._places import ray_engine
+
+engines: Any = RayEngine
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "find_spec", lambda _name: True)
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray_it_says_how_to_install_it() -> None:
+    with pytest.raises(ImportError, match=r'^RayEngine needs Ray: pip install "percore\[ray\]"$'):
+        RayEngine()
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_engine_is_validated_when_it_is_made(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"address": 6379}, TypeError, "address must be a text, not 6379"),
+        ({"address": None}, TypeError, "address must be a text, not None"),
+        ({"namespace": b"n"}, TypeError, "namespace must be a text, not b'n'"),
+        (
+            {"address": "ray://head:10001"},
+            ValueError,
+            r"RayEngine cannot use a Ray client \(ray://head:10001\): its program must run on",
+        ),
+        ({"workers_per_node": 0}, ValueError, "workers_per_node must be from 1 to 1024, not 0"),
+        ({"resources": ["GPU"]}, TypeError, r"resources must be a dict, such as \{\"GPU\": 1\}, not \['GPU'\]"),
+        (
+            {"resources": {"GPU": 0}},
+            ValueError,
+            r"resources must be positive numbers by name, such as \{\"GPU\": 1\}, not \{'GPU': 0\}",
+        ),
+        ({"resources": {"CPU": 2}}, ValueError, "resources cannot contain CPU: each host takes as many CPUs as it has workers"),
+        ({"runtime_env": "."}, TypeError, r"runtime_env must be a dict, such as \{\"working_dir\": \".\"\}, not '.'"),
+        ({"lost_after": 0}, ValueError, "lost_after must be a positive number of seconds, not 0"),
+    ]
+    for settings, error, text in cases:
+        with subtests.test(settings=str(settings)), pytest.raises(error, match=f"^{text}"):
+            engines(**settings)
+    assert repr(RayEngine("10.0.0.1:6379")) == "percore.RayEngine('10.0.0.1:6379')"
+    with pytest.raises(ValueError, match=r"^listen=\.\.\. needs workers on this machine"):
+        Runner(engine=RayEngine(), listen=["127.0.0.1:0"])
+
+
+def test_workers_are_dealt_to_nodes_in_turn() -> None:
+    for workers, most, shares in [
+        (1, [2, 2], [1, 0]),
+        (3, [2, 2], [2, 1]),
+        (5, [1, 8], [1, 4]),
+        (9, [1, 8], [1, 8]),
+        (20, [1, 8], [1, 8]),  # too few CPUs: each node gets its most, and they are weights
+        (2, [], []),
+    ]:
+        assert dealt(workers, most) == shares
