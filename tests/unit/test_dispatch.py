@@ -69,6 +69,7 @@ class Seat:
     recalling: bool = False
     silent: int = 0
     unread: bool = False
+    is_holding: bool = False
     tickets: int = sys.maxsize
     calls: list[Unit] = field(default_factory=list)
 
@@ -1228,6 +1229,19 @@ def test_a_recall_takes_what_free_threads_can_run_and_half_at_most(loads: list[i
 )
 def test_no_recall_where_it_would_not_help(loads: list[int]) -> None:
     assert dispatch_of(*((0, load) for load in loads)).recall() is None
+
+
+def test_calls_that_a_worker_holds_are_recalled_by_one_that_has_none() -> None:
+    dispatch = dispatch_of((0, 0), (0, 3), threads=4)
+    assert dispatch.recall() is None
+    holding = dispatch.seats[1]
+    holding.is_holding = True
+    dispatch.recalls.note_ahead()
+    assert dispatch.recall() == (holding, 1)
+    dispatch.seats[0].load[THREAD] = 1
+    assert dispatch.recall() == (holding, 1)
+    dispatch.seats[0].is_holding = True  # the one call that it runs computes, too
+    assert dispatch.recall() is None
 
 
 @pytest.mark.parametrize("others", [1, 2])

@@ -171,6 +171,7 @@ LARGEST: Final[dict[str, Any]] = {
     "READY": 1 << 31,
     "UNREADY": PICKLE,
     "DRAINING": None,
+    "HOLDING": True,
     "VALUES": PICKLE,
     "TIMED_OUT": None,
     "LEASED": SLOT,

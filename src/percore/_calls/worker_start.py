@@ -3,7 +3,7 @@
 from typing import Any
 
 from percore._calls.context_variables import references
-from percore._common.options import RunnerOptions
+from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.system import metrics_wanted
 from percore._protocol.interfaces import Store
 from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
@@ -37,6 +37,7 @@ def start_of(options: RunnerOptions, store: Store, executor: ExecutorSettings | 
         tracing=b"" if options.tracing is None else store.pickled(options.tracing),
         executor=executor,
         is_measured=metrics_wanted(),
+        has_spare=options.workers < usable_cpus(),
     )
 
 

@@ -69,7 +69,8 @@ class LoopPoolExecutor(Executor):
         max_tasks_per_child: how many calls a worker begins before percore replaces it. Not available with the "fork" start method.
         max_memory_per_worker: how many bytes of memory a worker may have before percore replaces it, as for Runner. Not available
             with the "fork" start method.
-        max_threads: how many plain functions a worker runs at once. Default: min(32, CPUs + 4), as with ThreadPoolExecutor.
+        max_threads: how many plain functions a worker runs at once. While the calls of a function compute instead of wait, they
+            begin one at a time. Default: min(32, CPUs + 4), as with ThreadPoolExecutor.
         thread_initializer: a plain function that each pool thread calls once, before its first call. If it raises, the executor is
             broken.
         thread_initargs: the arguments of `thread_initializer`.

@@ -64,6 +64,7 @@ ITEM: Final = 18  # the next item of a stream; body: its pickle
 ENDED: Final = 19  # the generator of a stream has returned
 STARTED: Final = 20  # the call begins now; only if its TERMS ask for it
 MEASURED: Final = 21  # id: 0; body: what was measured of a function's calls, see percore._worker.sampling
+HOLDING: Final = 28  # id: 0; body: whether plain calls have not begun although there are threads for them, because others compute
 # Nested calls, which calls in this worker make. id: number of the nested call, given by the worker
 ASK: Final = 22  # make a call; body: a NestedRequest as a tuple
 ASKED: Final = 23  # body: the pickle that was too large for ASK

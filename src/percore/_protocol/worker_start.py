@@ -39,6 +39,7 @@ class WorkerStart:
         executor: how the worker serves an executor; None for a Runner.
         is_measured: whether the worker measures its calls.
         node: the name of its node; None on the program's own machine.
+        has_spare: whether there are more CPUs than workers.
     """
 
     index: int
@@ -51,3 +52,4 @@ class WorkerStart:
     executor: ExecutorSettings | None
     is_measured: bool = False
     node: str | None = None
+    has_spare: bool = False

@@ -81,7 +81,8 @@ class Runner(Verbs):
             the value it yields from `percore.state()`. Tasks that the lifespan starts run until it exits. Tasks that calls have
             left running are cancelled before that.
         concurrency: how many coroutines a worker runs at once.
-        threads: size of each worker's thread pool for plain functions. Default: min(32, CPUs + 4).
+        threads: how many plain functions a worker runs at once, each on a thread. While the calls of a function compute instead of
+            wait, they begin one at a time. Default: min(32, CPUs + 4).
         loop_factory: a function that creates a worker's event loop. Default: uvloop if it is installed, otherwise asyncio's loop.
         start_method: "forkserver" (the default on Linux 5.3 and newer) or "spawn" (the default elsewhere).
         max_message: the largest pickled message, in bytes. A call that needs a larger one fails with PayloadTooLarge.

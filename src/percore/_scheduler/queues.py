@@ -42,6 +42,9 @@ class Seat(Protocol):
     recalling: bool
     """Whether the worker was asked to return calls and has not answered yet."""
 
+    is_holding: bool
+    """Whether the worker, as it last told, does not begin plain calls for now although it has threads for them."""
+
     def silence(self) -> int:
         """How long the worker has left messages unread, in coarse steps; 0 if that is too short to matter."""
 

@@ -57,15 +57,18 @@ class Recalls(Generic[S]):
         kind = Kind.THREAD
         if not self.is_ahead or not self._seats or self._waits():
             return None
-        threads = self._threads
-        free = sum(threads - seat.load[kind] for seat in self._seats if seat.load[kind] < threads)
-        fullest = self._fullest(threads)
+        free = sum(max(0, self._begins(seat) - seat.load[kind]) for seat in self._seats)
+        fullest = self._fullest()
         if free <= 0 or fullest is None:
             return None
-        surplus = fullest.items - min(threads, fullest.load[kind])
+        surplus = fullest.items - min(self._begins(fullest), fullest.load[kind])
         return Recall(fullest, -(-surplus // 2) if fullest.items > fullest.load[kind] else min(free, -(-surplus // 2)))
 
-    def _fullest(self, threads: int) -> S | None:
+    def _begins(self, seat: S) -> int:
+        """Return how many plain calls a worker runs at once: one of those that it holds, or as many as it has threads."""
+        return 1 if seat.is_holding and seat.load[Kind.THREAD] else self._threads
+
+    def _fullest(self) -> S | None:
         """Return the fullest worker that may have calls to return; None if there is none, or if one is about to answer.
 
         A silent worker does not answer soon, so the others are asked first, even while its answer is outstanding.
@@ -74,7 +77,7 @@ class Recalls(Generic[S]):
         full = [
             (seat, items)
             for seat, items in loads
-            if items > min(threads, seat.load[Kind.THREAD]) and self.barren.get(seat) != self.times_ahead
+            if items > min(self._begins(seat), seat.load[Kind.THREAD]) and self.barren.get(seat) != self.times_ahead
         ]
         self.is_ahead = bool(full)
         awake = [(seat, items) for seat, items in full if not seat.silence()]

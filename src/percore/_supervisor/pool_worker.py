@@ -121,6 +121,8 @@ class PoolWorker:
         self._begin_by: float | None = None
         """The body of the last BEGIN_BY."""
         self._left, self._lowered, self._moved = dispatch.left, dispatch.lowered, dispatch.moved
+        self._note_ahead = dispatch.recalls.note_ahead
+        self.is_holding = False
         self.families: dict[int, Relatives] = {}
         """The nested calls of calls, by the id of the call that has made them."""
         self._aside = [0, 0]
@@ -253,6 +255,12 @@ class PoolWorker:
         calls = self.calls.items()
         stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
         self.tell(RECALL, wanted, array("I", stay).tobytes())
+
+    def holds(self, is_holding: bool) -> None:
+        """Note whether the worker holds plain calls that it does not begin for now, although it has threads for them."""
+        self.is_holding = is_holding
+        if is_holding:
+            self._note_ahead()
 
     def pause(self, times_ahead: int) -> None:
         """Take no more calls for now, and ask for all calls that have not begun, those with a key too."""
@@ -401,7 +409,7 @@ class PoolWorker:
         If the worker has not read all messages (its loop is busy or blocked), the fate of each call tells, if the engine knows it.
         `may_look`: whether the caller may do so. Without a GIL, only the loop's thread may.
         """
-        if may_look and (self.parked or not self.has_read()):
+        if may_look and (self.parked or self.is_holding or not self.has_read()):
             ids = [call_id for call_id in list(self.calls) if call_id not in self.parked]
             try:
                 begun = [self.worker.fate(call_id).begun for call_id in ids]
@@ -411,13 +419,13 @@ class PoolWorker:
                 running = sum(map(bool, begun))
                 return running, max(0, len(self.calls) - running) + self._batched
         tasks, plain = self._held()
-        running = tasks + self.load[Kind.BROADCAST] + min(threads, plain) + sum(self._aside)
-        return running, max(0, plain - threads) + self._batched
+        some = min(1 if self.is_holding else threads, plain)
+        return tasks + self.load[Kind.BROADCAST] + some + sum(self._aside), plain - some + self._batched
 
     def running(self, threads: int, *, may_look: bool) -> list[tuple[int, PendingCall]]:
         """Return the calls that run, with their ids and the oldest first, as far as the supervisor knows. As `statistics`."""
         calls = [(call_id, call) for call_id, call in list(self.calls.items()) if call_id not in self.parked]
-        has_read, free = self.has_read(), threads + self._aside[Kind.THREAD]
+        has_read, free = self.has_read(), (1 if self.is_holding else threads) + self._aside[Kind.THREAD]
         running: list[tuple[int, PendingCall]] = []
         for call_id, call in calls:
             is_plain = call.kind == Kind.THREAD

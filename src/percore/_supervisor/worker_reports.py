@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from percore._protocol.messages import DRAINING, FAILED, READY, UNREADY, Payload
+from percore._protocol.messages import DRAINING, FAILED, HOLDING, READY, UNREADY, Payload
 from percore._serialization.exception_state import CAUSE, text_of, type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._supervisor.pool_worker import PoolWorker
@@ -41,6 +41,7 @@ class WorkerReports:
             UNREADY: lambda _, body: self._unready(member, body),
             DRAINING: lambda _, __: self._pool.draining(member),
             FAILED: lambda _, body: self._failed(member, body),
+            HOLDING: lambda _, is_holding: member.holds(bool(is_holding)),
         }
 
     def _ready(self, member: PoolWorker, pid: int) -> None:

@@ -15,6 +15,7 @@ from percore._worker.sampling import UNGAUGED, FunctionGauges, Sampler
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
+    from percore._worker.pacing import Pace
 
 Send = Callable[[int, int, Body], None]
 Unpacked = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any] | None, FunctionGauges]
@@ -39,13 +40,17 @@ class ItemFailed(Exception):
 class WorkerFunction:
     """A function that the supervisor has given a number. The first call that needs it unpickles it."""
 
-    __slots__ = ("fn", "gauges", "kind", "loading", "name", "payload")
+    __slots__ = ("fn", "gauges", "is_paced", "kind", "loading", "name", "pace", "payload")
 
     def __init__(self, kind: int, payload: Payload) -> None:
         self.kind = kind
         self.payload = payload
         self.fn: Callable[..., Any] | None = None
         self.name = "percore"
+        self.pace: Pace | None = None
+        """How many calls of a plain function run at once; None until the first one."""
+        self.is_paced = True
+        """Whether calls may have to wait for their pace."""
         self.gauges = UNGAUGED
         """Those of its name, once it is unpickled."""
         self.loading = threading.RLock()

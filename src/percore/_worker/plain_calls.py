@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
-from percore._protocol.messages import CANCELLED, ENDED, RETURNED, STARTED, TIMED_OUT, VALUE, Body
+from percore._protocol.messages import CANCELLED, ENDED, HOLDING, RETURNED, STARTED, TIMED_OUT, VALUE, Body
 from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
 from percore._worker.context import of_id
+from percore._worker.pacing import Pacing
 from percore._worker.recalls import Item, Recalls, Streams
 from percore._worker.sampling import UNGAUGED, FunctionGauges
 from percore._worker.streams import ThreadStream
@@ -38,6 +39,10 @@ _SLOW_NS: Final = 20_000_000
 
 _LATE_NS: Final = 100_000_000
 """Nanoseconds without a tick of the timer after which the loop counts as blocked. The threads then send results themselves."""
+
+_FIRST_LOOK: Final = 0.005
+_LOOKS: Final = 0.01
+"""Seconds between two looks at the calls that others wait for, as long as any is held."""
 
 _IDLE: Final = 1.0
 """Seconds after which idle threads end, in a Python without a GIL.
@@ -87,8 +92,10 @@ class PlainCalls:
         initializer: Callable[[], Callable[[], object]] | None,
         variables: Variables,
         hand_over: Callable[..., None],
+        *,
+        has_spare: bool = False,
     ) -> None:
-        """`initializer` unpickles and returns the user's thread initializer.
+        """`initializer` unpickles and returns the user's thread initializer. `has_spare`: as for `Pacing`.
 
         If a plain function returns an awaitable, its thread calls `hand_over(call_id, awaitable, deadline, gauges)`.
         """
@@ -114,7 +121,12 @@ class PlainCalls:
         self._keeps_results: asyncio.TimerHandle | None = None
         self._sent_at = 0
         self._enough = 2 * threads
-        self.threads = Threads(threads, self._run, copy_context())
+        pacing = None if IS_FREE_THREADED or threads == 1 else Pacing(threads, has_spare=has_spare)
+        self.threads = Threads(threads, self._run, copy_context(), pacing)
+        self.threads.on_due = lambda: self._loop.call_soon_threadsafe(self.threads.spread)
+        self._looks: asyncio.TimerHandle | None = None
+        self._told = False
+        """Whether the supervisor knows that calls are held here."""
         self.recalls = Recalls(channel, self.threads, self._batches, self.streams, self._mask)
         self._idles: asyncio.TimerHandle | None = None
         self.families: Ends = NoNested()
@@ -135,8 +147,8 @@ class PlainCalls:
             self.threads.run_beside(call_id, item)
         elif isinstance(item, WorkerBatch):
             self._put_batch(call_id, item)
-        else:
-            self.threads.put(call_id, item)
+        elif self.threads.put(call_id, item, item[0]) and self._looks is None:
+            self._looks = self._loop.call_later(_FIRST_LOOK, self._look)
         if self._keeps_results is None:
             self._keep_results()
 
@@ -154,6 +166,17 @@ class PlainCalls:
         except RuntimeError:
             del self.streams[call_id]
             raise
+
+    def _look(self) -> None:
+        """Let held calls begin if those before them wait, and tell the supervisor whether any is held now."""
+        self._looks = None
+        is_held = self.threads.look()
+        if is_held:
+            self._looks = self._loop.call_later(_LOOKS, self._look)
+        if is_held is not self._told or (is_held and self.recalls.was_asked):
+            self._told = is_held
+            self.recalls.was_asked = False
+            self._channel.send(HOLDING, 0, is_held)
 
     def _watch_idle(self) -> None:
         if self._idles is None:
@@ -194,18 +217,21 @@ class PlainCalls:
         """Stop the timers and the threads. All results have been sent by then, or no call waits for them."""
         if self._keeps_results is not None:
             self._keeps_results.cancel()
-        if self._idles is not None:
-            self._idles.cancel()
+        for timer in (self._idles, self._looks):
+            if timer is not None:
+                timer.cancel()
         self.threads.stop()
 
     def _put_batch(self, call_id: int, batch: WorkerBatch) -> None:
         # Register it first, so that `cancel` and `recall` reach the batch at all times, also while a thread begins it.
         self._batches[call_id] = batch
         try:
-            self.threads.put(call_id, batch)
+            is_held = self.threads.put(call_id, batch, batch.function)
         except RuntimeError:
             del self._batches[call_id]
             raise
+        if is_held and self._looks is None:
+            self._looks = self._loop.call_later(_FIRST_LOOK, self._look)
         if not self._keeps_watch and batch.end > 1:  # the result of a single item is sent at once
             self._keeps_watch = True
             self._loop.call_later(KEEP, self._send_kept)

@@ -5,7 +5,7 @@ When the supervisor recalls calls, the worker hands back waiting calls first, th
 
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._protocol.messages import RETURNED, Body
 from percore._worker.answers import WorkerFunction
@@ -40,6 +40,8 @@ class Recalls:
         self._batches = batches
         self._streams = streams
         self._mask = mask
+        self.was_asked = False
+        """Whether the supervisor has asked since `PlainCalls` last told it that calls are held."""
 
     def withdraw(self, call_id: int) -> None:
         """Hand back this call if it has not begun."""
@@ -48,6 +50,7 @@ class Recalls:
 
     def recall(self, count: int, stay: Collection[int]) -> None:
         """Hand back about `count` calls that have not begun, except those in the places `stay`, then send RETURNED with id 0."""
+        self.was_asked = True
         if self._give_back(count, stay):
             self._channel.send(RETURNED, 0, None)
         else:
@@ -86,14 +89,29 @@ class Recalls:
         With `stay=None` hand back batches only: calls that came after the recall may have a key.
         """
         given = 0
-        # Leave the calls that free threads are about to begin. The supervisor would only send them back here and recall them again.
-        waiting = [item for item in list(self._threads.waiting.items()) if not _is_broadcast(item[1])][self._threads.free() :]
-        for call_id, item in reversed(waiting):
+        for call_id, item in reversed(self._unbegun()):
             if given >= most:
                 break
             if type(item) is WorkerBatch if stay is None else call_id & self._mask not in stay:
                 given += self.take_back(call_id)
         return given
+
+    def _unbegun(self) -> list[tuple[int, Any]]:
+        """Return the waiting calls but those that free threads are about to begin.
+
+        The supervisor would only send these back here and recall them again.
+        """
+        free, pacing = self._threads.free(), self._threads.pacing
+        waiting = [item for item in list(self._threads.waiting.items()) if not _is_broadcast(item[1])]
+        if pacing is None or not pacing.held:
+            return waiting[free:]
+        unbegun: list[tuple[int, Any]] = []
+        for call_id, item in waiting:
+            if free > 0 and not pacing.is_held(call_id):
+                free -= 1
+            else:
+                unbegun.append((call_id, item))
+        return unbegun
 
     def _split(self, most: int) -> None:
         """Hand back half of the items that running batches have not begun, once the batches have run for `SPLIT_AFTER`."""

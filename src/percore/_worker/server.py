@@ -82,6 +82,7 @@ class Server:
         marks: StartMarks,
         *,
         threads: int,
+        has_spare: bool = False,
         thread_initializer: Callable[[], Callable[[], object]] | None = None,
         variables: Variables | None = None,
         answers: Answers | None = None,
@@ -89,8 +90,8 @@ class Server:
     ) -> None:
         """`marks` has MARK_WORDS words per place; the number of places is a power of two.
 
-        `thread_initializer` unpickles and returns the user's thread initializer. `answers` defaults to `Answers(channel, sampler)`.
-        `sampler`: None if nothing is measured.
+        `has_spare`: whether there are CPUs for more than one plain call of this worker. `thread_initializer` unpickles and returns
+        the user's thread initializer. `answers` defaults to `Answers(channel, sampler)`. `sampler`: None if nothing is measured.
         """
         self._channel = channel
         self._loop = channel.loop
@@ -111,7 +112,9 @@ class Server:
         self.shares = WorkerShares(channel)
         self.sampler = sampler
         self._answers = Answers(channel, sampler) if answers is None else answers
-        self._plain = PlainCalls(channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over)
+        self._plain = PlainCalls(
+            channel, self._answers, marks, threads, thread_initializer, self._variables, self._hand_over, has_spare=has_spare
+        )
         self._recalls = self._plain.recalls
         self._threads = self._plain.threads
         self._threads.on_failure = lambda error: self._loop.call_soon_threadsafe(self._thread_failed, error)

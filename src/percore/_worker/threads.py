@@ -25,7 +25,8 @@ turns, which costs nothing under a GIL:
   computed for nearly half of its wall time, and the process for about all of it, then the two shared the GIL. Without a GIL, the
   process would have computed for longer.
 - If no call runs alone and the process keeps a CPU busy, the pool tries turns. It tries more and more rarely if they do not help.
-- As soon as one turn takes longer than a few milliseconds, the pool stops taking turns, so that no call blocks the others.
+- As soon as one turn takes longer than a few milliseconds, the pool stops taking turns, so that no call blocks the others. Whether
+  further calls of the same function begin beside a long one, `pacing` decides.
 - Calls that compute for longer than that lose the GIL while they run in any case. While such calls run, the switch interval is a
   tenth of the usual one: the loop needs the GIL several times to answer one message, and may queue behind every thread each time.
 """
@@ -37,7 +38,12 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from percore._worker.pacing import Pacing
+
+if TYPE_CHECKING:
+    from percore._worker.answers import WorkerFunction
 
 JOIN_AFTER: Final = 0.005
 """Seconds that one turn may take before the other calls run beside it."""
@@ -98,9 +104,13 @@ def _raise(error: BaseException) -> None:
 class Threads:
     """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
 
-    def __init__(self, limit: int, run: Callable[[int, Any], None], context: Context) -> None:
-        """`run(call_id, item)` must not raise; it is called in a copy of `context`."""
+    def __init__(  # noqa: PLR0915  # one state
+        self, limit: int, run: Callable[[int, Any], None], context: Context, pacing: Pacing | None = None
+    ) -> None:
+        """`run(call_id, item)` must not raise; it is called in a copy of `context`. `pacing`: None if no call is held."""
         self._limit = limit
+        self.pacing = pacing
+        self._paced = {} if pacing is None else pacing.paces
         self._run = run
         self._context = context
         self.waiting: dict[int, Any] = {}
@@ -124,6 +134,8 @@ class Threads:
         """Whether this pool has shortened the switch interval."""
         self._on_idle: Callable[[], object] | None = None
         self._is_main = False
+        self.on_due: Callable[[], object] | None = None
+        """A thread calls this if calls may begin now that need further threads, for `spread`."""
         self.on_start: Callable[[], object] | None = None
         """`put` calls this after it has started a thread of the pool, and before each call of the main thread."""
         self.on_failure: Callable[[BaseException], object] = _raise
@@ -157,28 +169,78 @@ class Threads:
 
     # From the loop
 
-    def put(self, call_id: int, item: Any, *, is_long: bool = False) -> None:
-        """Queue a call. A long one takes no turns and is not measured; `item` is then a function, which runs it and never raises.
+    def put(self, call_id: int, item: Any, function: "WorkerFunction | None" = None, *, is_long: bool = False) -> bool:
+        """Queue a call. Return whether it is held.
+
+        A long call takes no turns and is not measured; `item` is then a function, which runs it and never raises.
+
+        `function`: that of the call, which is held while others of its calls compute; None: it is never held.
 
         Raises:
             RuntimeError: the pool has no thread and cannot start one; the call is not queued.
         """
         self.waiting[call_id] = item
+        if function is not None and function.is_paced and self._holds(call_id, function):
+            return True
         aside = len(self._aside)
-        if len(self._threads) < self._limit + aside and len(self.waiting) + len(self._running) > len(self._threads):
+        if len(self._threads) < self._limit + aside and self._needs_thread():
             try:
                 self._start_thread()
             except RuntimeError:
                 if len(self._threads) <= aside:
                     del self.waiting[call_id]
+                    if self.pacing is not None:
+                        self._release(self.pacing.left(call_id))
                     raise
         if self._is_main and self.on_start is not None:
             self.on_start()
         self._ids.put(~call_id if is_long else call_id)
+        return False
+
+    def _holds(self, call_id: int, function: "WorkerFunction") -> bool:
+        """Return whether a call of a function that was not known to be open is held."""
+        if self.pacing is None:
+            function.is_paced = False
+            return False
+        pace = function.pace
+        if pace is None:
+            pace = function.pace = self.pacing.new()
+        if pace.is_open:
+            function.is_paced = False
+            return False
+        return self.pacing.holds(call_id, pace)
+
+    def _needs_thread(self) -> bool:
+        """Whether there are fewer threads than calls that run, or wait and are not held."""
+        held = 0 if self.pacing is None else self.pacing.held
+        return len(self.waiting) - held + len(self._running) > len(self._threads)
+
+    def spread(self) -> None:
+        """Start the threads that calls need which are held no more."""
+        while len(self._threads) < self._limit + len(self._aside) and self._needs_thread():
+            try:
+                self._start_thread()
+            except RuntimeError:  # there is one at least: the calls were held because another one ran
+                return
+
+    def look(self) -> bool:
+        """Let held calls begin if the calls before them wait. Return whether any call is held then."""
+        assert self.pacing is not None
+        self._release(self.pacing.look())
+        self.spread()
+        return self.pacing.held > 0
+
+    def _release(self, due: list[int]) -> None:
+        """Let calls begin that were held. Any thread may call this."""
+        for call_id in due:
+            self._ids.put(call_id)
 
     def take_back(self, call_id: int) -> Any | None:
         """Remove a call that has not begun and return it. None if it has begun."""
-        return self.waiting.pop(call_id, None)
+        item = self.waiting.pop(call_id, None)
+        if item is not None and self.pacing is not None and self.pacing.paces:
+            self._release(self.pacing.left(call_id))
+        return item
 
     def free(self) -> int:
         """The number of threads that have no call. Threads that are not started yet count, up to the limit."""
@@ -321,6 +383,8 @@ class Threads:
         with self._gate:
             self._is_crowded = True
             self._aside.add(call_id)
+            if self.pacing is not None:
+                self._release(self.pacing.left(call_id))
             self._admit()
             if self.waiting and len(self.waiting) + len(self._running) > len(self._threads):
                 try:
@@ -373,13 +437,21 @@ class Threads:
         is_alone = len(self._active) == 1
         wall = self._turn_began = time.perf_counter()
         cpu, process = time.thread_time(), time.process_time()
+        is_paced = call_id in self._paced
+        if is_paced:
+            self._tell_begun(call_id)
         try:
             self._run(call_id, item)
         finally:
             cpu = time.thread_time() - cpu
             if self.switches_often is not (cpu > _LONG):
                 _interval.shorten(self, is_wanted=cpu > _LONG)
-            wall = time.perf_counter() - wall
+            now = time.perf_counter()
+            wall = now - wall
+            if is_paced:
+                self._ended(call_id, wall)
+            elif wall > JOIN_AFTER:
+                self._closes(item, wall, cpu, time.process_time() - process)
             if is_alone and self._begun == begun:
                 self._measured(is_busy=cpu > 0.5 * wall)
             elif cpu > max(_SHARE * wall, _SHORT) and time.process_time() - process < _ONE * wall:
@@ -387,7 +459,25 @@ class Threads:
             del self._active[call_id]
             if has_turn:
                 self._turn.release()
-        self.give_way()
+        if now - self._yielded >= _YIELD_EVERY:
+            self.give_way()
+
+    def _tell_begun(self, call_id: int) -> None:
+        assert self.pacing is not None
+        self.pacing.began(call_id)
+
+    def _ended(self, call_id: int, seconds: float) -> None:
+        assert self.pacing is not None
+        due = self.pacing.ended(call_id, seconds)
+        self._release(due)
+        if len(due) > 1 and self.on_due is not None:  # this thread takes one of them
+            self.on_due()
+
+    def _closes(self, item: Any, seconds: float, cpu: float, process: float) -> None:
+        """Let calls of this function begin one at a time from now on if this one, which was not paced, has computed for long."""
+        function = item[0] if type(item) is tuple else getattr(item, "function", None)
+        if self.pacing is not None and function is not None and function.pace is not None:
+            function.is_paced = self.pacing.closes(function.pace, seconds, cpu, process, len(self._active))
 
     def _measured(self, *, is_busy: bool) -> None:
         self._takes_turns = is_busy

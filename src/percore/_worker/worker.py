@@ -49,6 +49,7 @@ class WorkerCore:
             channel,
             marks,
             threads=start.threads,
+            has_spare=start.has_spare,
             # Unpickled later, where a failure can be reported.
             thread_initializer=(lambda: cast("Callable[[], object]", load(initializer))) if initializer else None,
             variables=Variables(start.contextvars, tracing),

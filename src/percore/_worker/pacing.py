@@ -1,0 +1,277 @@
+"""How many calls of a plain function run at once in a worker.
+
+Calls that wait, such as for a network, gain from threads. Calls that compute gain nothing, as they share one GIL; and a call that
+has begun cannot move to another worker that has nothing left to do. So the calls of a function begin one at a time until they are
+seen to wait. A call that has not begun for this reason is *held*: it takes no thread, and a recall may take it.
+
+    one at a time ── they wait ──▶ 2 ──▶ 4 ──▶ … ──▶ open: each call begins as soon as there is a thread
+          ▲                                           │
+          └───────────────── they compute ────────────┘
+
+The calls are looked at when one of them ends, and every few milliseconds while one is held. So a call that begins to wait lets the
+next one begin, and calls that wait for each other all begin. Calls that compute only to wait for each other begin after `PATIENCE`.
+
+A function whose calls are brief is open: calls of a millisecond need no place elsewhere, and `Threads` lets them take turns. Where
+there are fewer workers than CPUs, two calls begin at once, to see whether they release the GIL while they compute.
+
+`Pace` decides. `Pacing` tells it what happens, from several threads.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+BRIEF: Final = 0.001
+"""Seconds below which a call is brief."""
+
+_MANY: Final = 16
+"""Brief calls in a row after which their function is open. The first files of a folder are often empty."""
+
+COMPUTING: Final = 0.6
+"""Seconds of computing in a second from which on calls compute, and do not wait."""
+
+_LONG: Final = 0.005
+"""Seconds from which on a computing call of an open function closes it."""
+
+_ONE: Final = 1.3
+"""Seconds of computing in a second above which calls compute beside each other, without the GIL."""
+
+PATIENCE: Final = 60.0
+"""Seconds after which a call begins beside calls that compute: they may compute until it has done something."""
+
+
+class Pace:
+    """How many calls of one function may run at once. Time is an argument."""
+
+    __slots__ = ("_brief", "_floor", "_limit", "_moved_at", "admitted", "allowed", "held", "is_open")
+
+    def __init__(self, limit: int, *, has_spare: bool) -> None:
+        """`limit`: the number of threads. `has_spare`: whether there are CPUs for more than one call of this worker."""
+        self._limit = limit
+        self._floor = self.allowed = 2 if has_spare else 1
+        self.admitted: set[int] = set()
+        """The calls that run, or wait for a thread."""
+        self.held: deque[int] = deque()
+        self.is_open = False
+        self._brief = 0
+        self._moved_at = 0.0
+
+    def enters(self, call_id: int, now: float) -> bool:
+        """Add a call. Return whether it may begin; else it is held."""
+        if self.is_open or len(self.admitted) < self.allowed:
+            self.admitted.add(call_id)
+            self._moved_at = now
+            return True
+        self.held.append(call_id)
+        return False
+
+    def due(self, now: float) -> list[int]:
+        """Return the held calls that may begin now, in order."""
+        due: list[int] = []
+        while self.held and (self.is_open or len(self.admitted) < self.allowed):
+            due.append(self.held.popleft())
+            self.admitted.add(due[-1])
+            self._moved_at = now
+        return due
+
+    def left(self, call_id: int) -> None:
+        """Note that a call was taken back, or waits for its nested calls."""
+        self.admitted.discard(call_id)
+        if call_id in self.held:
+            self.held.remove(call_id)
+
+    def ended(self, call_id: int, seconds: float, share: float) -> None:
+        """Note that a call has ended.
+
+        Args:
+            call_id: the call.
+            seconds: how long it has run.
+            share: how many seconds of each of these it has computed.
+        """
+        running = max(1, len(self.admitted))
+        self.admitted.discard(call_id)
+        self._brief = self._brief + 1 if seconds < BRIEF else 0
+        if self._brief >= _MANY:
+            self.is_open = True
+        else:
+            self._judge(share * running, running, is_over=True)
+
+    def looked(self, share: float, running: int, now: float) -> None:
+        """Take a look at the calls that run.
+
+        Args:
+            share: how many seconds they have computed in each second since the last look, all together.
+            running: how many they are. The others wait for a thread.
+            now: the time of this look.
+        """
+        if now - self._moved_at > PATIENCE:
+            self.allowed = len(self.admitted) + 1
+            self._moved_at = now
+        elif running:
+            self._judge(share, running, is_over=False)
+
+    def _judge(self, share: float, running: int, *, is_over: bool) -> None:
+        """Allow more calls if those that run wait, or compute beside each other; fewer if they have computed."""
+        if share < COMPUTING or (self._floor > 1 and running > 1 and share > max(_ONE, COMPUTING * running)):
+            self.allowed = max(self.allowed, 2 * running)
+            self.is_open = self.allowed >= self._limit
+            return
+        if self._floor > 1 and running > 1:  # they share the GIL
+            self._floor = self.allowed = 1
+        elif is_over:
+            self.allowed = max(self._floor, min(self.allowed, running) // 2)
+
+    def close(self) -> None:
+        """Let calls begin one at a time again: a long one of this open function has computed."""
+        self.is_open = False
+        self.allowed = self._floor
+        self._brief = 0
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How long a thread had computed, and when."""
+
+    tid: int
+    computed: float
+    at: float
+
+
+class Pacing:
+    """The paces of all functions of a worker, and its calls that are held. Any thread may call the methods."""
+
+    def __init__(self, limit: int, *, has_spare: bool) -> None:
+        """As for `Pace`."""
+        self._limit = limit
+        self._has_spare = has_spare
+        self._lock = threading.RLock()  # a garbage collection may run user code that makes a nested call
+        self.paces: dict[int, Pace] = {}
+        """The calls of functions that are not open, by id."""
+        self._readings: dict[int, _Reading] = {}
+        self.held = 0
+        """How many calls are held."""
+
+    def new(self) -> Pace:
+        """Return the pace of a new function."""
+        return Pace(self._limit, has_spare=self._has_spare)
+
+    def holds(self, call_id: int, pace: Pace) -> bool:
+        """Add a call of a function that was not open. Return whether the call is held."""
+        with self._lock:
+            if pace.is_open:
+                return False
+            self.paces[call_id] = pace
+            if pace.enters(call_id, time.perf_counter()):
+                return False
+            self.held += 1
+            return True
+
+    def is_held(self, call_id: int) -> bool:
+        """Whether a call is held."""
+        with self._lock:
+            pace = self.paces.get(call_id)
+            return pace is not None and call_id in pace.held
+
+    def began(self, call_id: int) -> None:
+        """Note that this thread begins a call that is in `paces`. Tell its end to `ended`."""
+        tid = threading.get_native_id()
+        self._readings[call_id] = _Reading(tid, computed(tid), time.perf_counter())
+
+    def ended(self, call_id: int, seconds: float) -> list[int]:
+        """Note that this thread has ended a call. Return the held calls that may begin now."""
+        with self._lock:
+            reading, pace = self._readings.pop(call_id), self.paces.pop(call_id, None)
+            if pace is None:  # it has made nested calls
+                return []
+            now = time.perf_counter()
+            share = (computed(reading.tid) - reading.computed) / max(1e-9, now - reading.at)
+            pace.ended(call_id, seconds, min(1.0, share))
+            return self._due(pace, now)
+
+    def left(self, call_id: int) -> list[int]:
+        """Note that a call was taken back, or waits for its nested calls. Return the held calls that may begin now."""
+        with self._lock:
+            pace = self.paces.pop(call_id, None)
+            if pace is None:
+                return []
+            self.held -= call_id in pace.held
+            pace.left(call_id)
+            return self._due(pace, time.perf_counter())
+
+    def look(self) -> list[int]:
+        """Look at the running calls of functions with held calls. Return the held calls that may begin now."""
+        due: list[int] = []
+        with self._lock:
+            now = time.perf_counter()
+            for pace in {id(pace): pace for pace in self.paces.values() if pace.held}.values():
+                shares = [share for call_id in pace.admitted if (share := self._share(call_id, now)) is not None]
+                pace.looked(sum(shares), len(shares), now)
+                due += self._due(pace, now)
+        return due
+
+    def closes(self, pace: Pace, seconds: float, cpu: float, process: float, active: int) -> bool:
+        """Close an open function if a call of it has computed for long. Return whether the function is not open now.
+
+        Args:
+            pace: that of the function.
+            seconds: how long the call has run.
+            cpu: seconds of computing of its thread.
+            process: those of all threads.
+            active: how many calls run.
+        """
+        if seconds > _LONG and cpu * active > COMPUTING * seconds and (process < _ONE * seconds or not self._has_spare):
+            with self._lock:
+                pace.close()
+        return not pace.is_open
+
+    def _share(self, call_id: int, now: float) -> float | None:
+        """Return how many seconds of each second a call has computed since the last look; None if no thread runs it."""
+        reading = self._readings.get(call_id)
+        if reading is None:
+            return None
+        before, at = reading.computed, reading.at
+        reading.computed, reading.at = computed(reading.tid), now
+        share = (reading.computed - before) / max(1e-9, now - at)
+        return 1.0 if share < COMPUTING and wants_cpu(reading.tid) else share
+
+    def _due(self, pace: Pace, now: float) -> list[int]:
+        due = pace.due(now)
+        self.held -= len(due)
+        if pace.is_open:
+            for call_id in [one for one, its in self.paces.items() if its is pace]:
+                del self.paces[call_id]
+            pace.admitted.clear()
+        return due
+
+
+def _of_process(_tid: int) -> float:
+    """Return how long this process has computed: threads of other systems cannot be asked."""
+    return time.process_time()
+
+
+def _of_thread(tid: int) -> float:
+    """Return how many seconds a thread of this process has computed, or was able to while other processes had the CPU."""
+    try:
+        cpu = time.clock_gettime(~tid << 3 | 6)  # the clock of a thread: see clock_getcpuclockid(3)
+        with open(f"/proc/self/task/{tid}/schedstat", "rb", buffering=0) as file:  # called every few milliseconds
+            return cpu + int(file.read(64).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError, OverflowError):  # the system has no such file
+        return time.process_time()
+
+
+def wants_cpu(tid: int) -> bool:
+    """Whether a thread of this process is ready to run. The time for which it waits for a CPU is known only once it runs again.
+
+    A thread that waits for the GIL is not ready to run. But it has run until this thread asked for the GIL, so that time is known.
+    """
+    try:
+        with open(f"/proc/self/task/{tid}/stat", "rb", buffering=0) as file:  # called every few milliseconds
+            return file.read(256).rpartition(b")")[2].split()[0] == b"R"
+    except (OSError, IndexError):
+        return False
+
+
+computed: Final = _of_thread if sys.platform == "linux" else _of_process
