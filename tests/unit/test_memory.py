@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from percore._common.system import HAS_MEMFD
 from percore._transport import memory as module
-from percore._transport.memory import Memory
+from percore._transport.memory import Memory, keep_heap_warm
 
 PAGE = mmap.PAGESIZE
 
@@ -341,3 +342,14 @@ def test_what_a_reader_has_written_outlives_its_close_where_somebody_looks_at_it
     reader.close()
     memory.view[:4] = b"next"
     assert bytes(held) == b"mine"
+
+
+def test_the_heap_of_malloc_is_warmed_once() -> None:
+    """The block of a second time would lie in the heap: glibc would clear it, which takes its pages and milliseconds."""
+    keep_heap_warm()
+    tracemalloc.start()
+    try:
+        keep_heap_warm()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

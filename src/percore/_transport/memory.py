@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import sys
+from functools import cache
 from typing import Self
 
 from percore._common.system import HAS_MEMFD
@@ -85,6 +86,7 @@ def _is_pristine(address: int, end: int) -> bool:
     return True
 
 
+@cache
 def keep_heap_warm() -> None:
     """Make glibc's malloc keep up to 62 MiB of freed memory at the end of its heap for the next message.
 
@@ -93,6 +95,8 @@ def keep_heap_warm() -> None:
     that block becomes its threshold for mmap, and twice the size its threshold for trimming (mallopt(3), M_MMAP_THRESHOLD). So this
     function allocates and frees a block just below the largest size that counts, without touching it. With another malloc it has no
     effect.
+
+    It does so once in a process, since glibc never unlearns it: the second block would lie in the heap, where glibc clears it.
     """
     bytes(_LESSON)
 
