@@ -58,6 +58,17 @@ def fail_to_initialize(*_: Any) -> NoReturn:
     raise LookupError("the initializer's own")
 
 
+class Heavy:
+    """An object of 16 MB that can be watched."""
+
+    def __init__(self) -> None:
+        self.data = bytes(16 << 20)
+
+
+def heavy() -> Heavy:
+    return Heavy()
+
+
 def put(value: Any) -> None:
     _state["queue"][0].put(value)
 

@@ -169,3 +169,8 @@ def pulls(mapped: Map[Any]) -> bool:
     """Whether a map still pulls inputs."""
     run: Any = mapped._run
     return bool(run._life.pulls)
+
+
+def is_at_rest(supervisor: Any) -> bool:
+    """Whether no timer of a supervisor runs that watches calls or publishes figures."""
+    return supervisor._publication._timer is None and supervisor._blocked_loops._timer is None

@@ -20,6 +20,8 @@ from percore._common.system import HAS_MEMFD
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log
 from tests.e2e.executors import gate, lines, log
+from tests.internals import is_at_rest
+from tests.waiting import until
 
 __all__ = ["gate", "log"]
 
@@ -445,3 +447,13 @@ def test_percore_top_can_show_it(executor: LoopPoolExecutor) -> None:
         executor.submit(jobs.echo, 1).result()
     executor.shutdown()
     assert not pages()
+
+
+async def test_a_result_that_the_program_drops_is_freed_although_no_call_follows(executor: LoopPoolExecutor) -> None:
+    """Without a GIL, the executor's thread frees what it has made, and it would sleep until the next call."""
+    result = executor.submit(executor_jobs.heavy).result()
+    assert executor._portal.jobs is not None
+    await until(is_at_rest, executor._portal.jobs.supervisor)  # from now on nothing else wakes that thread
+    watched = weakref.ref(result)
+    del result
+    await until(lambda: watched() is None)
