@@ -4,8 +4,13 @@ import asyncio
 import json
 import os
 import sys
+from typing import Any
+
+from ray.cluster_utils import Cluster
 
 import percore
+from tests import jobs
+from tests.hosts import engine_of
 from tests.ray import ray_jobs
 
 
@@ -25,9 +30,21 @@ async def fails(address: str) -> None:
         tell(str(error))
 
 
+async def secure(_: str) -> None:
+    """Have a cluster of one's own, whose Ray runs with TLS, and tell how calls reach its workers."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        async with percore.Runner(engine=percore.RayEngine(cluster.address)) as runner:
+            (link,) = engine_of(runner).links
+            sock: Any = link.connection._sock
+            tell(json.dumps([await runner.run(jobs.aadd, 1, 2), sock.version(), bool(sock.getpeercert())]))
+    finally:
+        cluster.shutdown()
+
+
 def tell(text: str) -> None:
     os.write(1, text.encode() + b"\n")
 
 
 if __name__ == "__main__":
-    asyncio.run({"waits": waits, "fails": fails}[sys.argv[1]](sys.argv[2]))
+    asyncio.run({"waits": waits, "fails": fails, "secure": secure}[sys.argv[1]](sys.argv[2]))

@@ -22,6 +22,7 @@ from tests.contract.pipes import Gate, Log
 from tests.faults import LIMIT, Program, Watch
 from tests.ray import ray_jobs
 from tests.ray.cluster import CPUS, NODES, VARIABLE
+from tests.tls import authority, issued, needs_openssl
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -182,6 +183,18 @@ def test_the_death_of_the_program_ends_everything(tmp_path: Path) -> None:
         assert len(everybody) >= 2 * NODES
         os.kill(program.pid, signal.SIGKILL)
         assert everybody.wait_gone(LIMIT) == []
+
+
+@needs_openssl
+def test_where_ray_has_tls_the_connections_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides use Ray's certificates, and verify those of the other."""
+    certificate, key, ca = issued(tmp_path, authority(tmp_path))
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    for name, value in [("SERVER_CERT", certificate), ("SERVER_KEY", key), ("CA_CERT", ca)]:
+        monkeypatch.setenv(f"RAY_TLS_{name}", value)
+    with Program("secure", "", stderr=tmp_path / "stderr", module="tests.ray.programs") as program:
+        assert json.loads(program.line(100)) == [3, "TLSv1.3", True]
+        assert program.end() == 0
 
 
 # What cannot be used

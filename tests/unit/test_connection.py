@@ -1,18 +1,22 @@
 """A connection between a program and a host: order, back-pressure, beats, its loss, and who gets in."""
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from percore._protocol.messages import BrokenFrame
 from percore._transport import connection
+from percore._transport.certificates import Certificates
 from percore._transport.connection import FULL, Connection, Pulse, time_of
 from percore._transport.proven import Door, dial
 from percore._transport.wire import Decoder, Frame, Kind, limits
 from percore._transport.wire_proof import FIRST_SIZE, NotProven, ProgramProof
+from tests.tls import authority, issued, needs_openssl
 from tests.waiting import until
 
 LOCAL = "127.0.0.1"
@@ -232,3 +236,63 @@ async def test_a_connection_that_was_full_between_two_writes_has_room_again(
     one.connection.write()
     assert rooms == [False]
     one.connection.close()
+
+
+# TLS
+
+
+async def met(
+    here: Certificates | None, there: Certificates | None, log: pytest.LogCaptureFixture
+) -> tuple[socket.socket, socket.socket] | str:
+    """Let a program with certificates meet a host with certificates. Return both ends, or why the program gave up."""
+    loop = asyncio.get_running_loop()
+    door = Door(loop, TOKEN, LOCAL, there)
+    waiting = loop.create_task(door.wait())
+    try:
+        ours = await dial(loop, (LOCAL, door.port), TOKEN, here)
+    except (OSError, NotProven) as error:
+        await until(lambda: "was dropped" in log.text)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return str(error)
+    return ours, await waiting
+
+
+@needs_openssl
+async def test_with_tls_frames_of_any_size_arrive_and_both_sides_are_verified(
+    tmp_path: Path, subtests: pytest.Subtests, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca = authority(tmp_path)
+    good = issued(tmp_path, ca)
+    ends = await met(good, good, caplog)
+    assert not isinstance(ends, str)
+    one, two = map(End, ends)
+    sizes = [0, 1, 16_384, 3_000_000, 262_144, 5, 9_000_000]
+    for number, size in enumerate(sizes):
+        one.connection.send(Kind.KEEP, number, bytes([number]) * size)
+        two.connection.send(Kind.KEEP, number, bytes(size))
+    await until(lambda: len(one.frames) == len(two.frames) == len(sizes))
+    assert [(number, len(data), set(data)) for _, number, data in two.frames] == [
+        (number, size, {number} if size else set()) for number, size in enumerate(sizes)
+    ]
+    one.connection.cut()
+    await until(lambda: bool(two.lost))
+    one.connection.close()
+
+    other = authority(tmp_path, "other")
+    stranger = issued(tmp_path, other, "stranger")
+    believes = stranger._replace(authority=str(ca))  # takes the host for good, and has a certificate of somebody else
+    elsewhere = issued(tmp_path, ca, "elsewhere", "127.0.0.2")
+    for name, here, there, text, said in [
+        ("a host of another authority", good, stranger, "certificate verify failed", "was dropped"),
+        ("a program of another authority", believes, good, "", "certificate verify failed"),
+        ("a host of another address", good, elsewhere, "certificate is not valid for '127.0.0.1'", "was dropped"),
+        ("a program without TLS", None, good, "", "record layer failure|wrong version number|unknown protocol|http request"),
+        ("a host without TLS", good, None, "", "it is no percore"),
+    ]:
+        caplog.clear()
+        with subtests.test(name):
+            why = await met(here, there, caplog)
+            assert isinstance(why, str)
+            assert text in why
+            assert re.search(said, caplog.text)

@@ -49,8 +49,8 @@ ROOMS: dict[str, set[str]] = {
         *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport"),
     },
     # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does. One that is public is a choice of an
-    # engine. Threads of their own start hosts and ask others: the loop's executor may be full.
-    "_places": {"_common", "_engines.nodes", "_monitor"},
+    # engine, and may bring certificates. Threads of their own start hosts and ask others: the loop's executor may be full.
+    "_places": {"_common", "_engines.nodes", "_monitor", "_transport"},
     "_map": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.
     "_runner": {

@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 from percore._common.system import new_loop
 from percore._node.host import Host
 from percore._protocol.host_orders import HostOrders
+from percore._transport.certificates import Certificates
 from percore._transport.connection import Connection
 from percore._transport.log_records import pack
 from percore._transport.proven import Door
@@ -59,24 +60,24 @@ class ProcessHost(Host):
         sys.path += [entry for entry in orders.path if entry not in sys.path and os.path.exists(entry)]
 
 
-def serve(address: str, told: int) -> NoReturn:
+def serve(address: str, told: int, *certificates: str) -> NoReturn:
     """Be a host that listens on this address of the machine, until its program or its owner is gone.
 
-    `told`: the descriptor of the pipe for the port.
+    `told`: the descriptor of the pipe for the port. `certificates`: the files of Certificates, for TLS.
     """
     os.set_inheritable(told, False)
     loop = new_loop()
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(_serve(loop, address, told))
+    loop.run_until_complete(_serve(loop, address, told, Certificates(*certificates) if certificates else None))
     loop.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-async def _serve(loop: asyncio.AbstractEventLoop, address: str, told: int) -> None:
+async def _serve(loop: asyncio.AbstractEventLoop, address: str, told: int, certificates: Certificates | None) -> None:
     token = await loop.run_in_executor(None, _read_token)
-    door = Door(loop, token, address)
+    door = Door(loop, token, address, certificates)
     os.write(told, f"{door.port}\n".encode())
     os.close(told)
     gone = loop.create_future()

@@ -16,7 +16,7 @@ import percore
 from percore._engines.nodes.places import NoPlace, Place, dealt
 from percore._monitor.threads import in_thread
 from percore._places.host_process import start_host
-from percore._places.ray_connection import RayConnection
+from percore._places.ray_connection import RayConnection, certificates
 
 _AGAIN: Final = 0.1
 """Seconds between two looks for a free CPU."""
@@ -52,7 +52,8 @@ class Keeper:
         import ray
 
         theirs = os.path.dirname(ray.__file__)  # Ray puts its own copies of psutil and others first
-        self._host, port = start_host(sys.executable, address, token, [part for part in sys.path if not part.startswith(theirs)])
+        path = [part for part in sys.path if not part.startswith(theirs)]
+        self._host, port = start_host(sys.executable, address, token, path, certificates())
         return port
 
 
@@ -155,7 +156,7 @@ class RayPlaces:
             self._ended.add(node.id)
             self._end([keeper])
 
-        return Place(node.name, node.address, port, end, share)
+        return Place(node.name, node.address, port, end, share, certificates())
 
     def _end(self, keepers: list[Any]) -> None:
         threading.Thread(target=self._kill, args=(keepers,), name=_THREAD, daemon=True).start()

@@ -7,6 +7,7 @@ import threading
 from typing import Final
 
 from percore._monitor.threads import in_thread
+from percore._transport.certificates import Certificates
 
 _REACH: Final = 10.0
 """Seconds in which the address of a cluster has to take a connection."""
@@ -14,6 +15,13 @@ _REACH: Final = 10.0
 _lock: Final = threading.Lock()
 _users: Final[list["RayConnection"]] = []
 """Those that are open, if the first of them has connected the program. If another part of the program has: none."""
+
+
+def certificates() -> Certificates | None:
+    """Return the certificates that Ray uses in this process. None: it runs without TLS."""
+    if os.environ.get("RAY_USE_TLS", "").lower() not in ("1", "true"):
+        return None
+    return Certificates(*(os.environ[f"RAY_TLS_{name}"] for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")))
 
 
 class RayConnection:

@@ -190,10 +190,18 @@ class Connection:
             for _ in range(_TURN):
                 if not self.is_open or not self._receive():
                     break
+            else:
+                if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+                    self._loop.call_soon(self._readable_again)
             if self.is_open:
                 self.on_batch()
         except Exception as error:
             self._break(f"it broke: {shown(error)}")
+
+    def _readable_again(self) -> None:
+        """There is more that TLS has decrypted, which does not make the socket readable."""
+        if self.is_open:
+            self._readable()
 
     def _receive(self) -> bool:
         """Read once and deliver the frames. Return whether there may be more to read."""

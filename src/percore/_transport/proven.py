@@ -5,6 +5,7 @@ import logging
 import socket
 from typing import Any, Final
 
+from percore._transport.certificates import Certificates, receive, send, shake, wrapped
 from percore._transport.wire_proof import ANSWER_SIZE, FIRST_SIZE, LAST_SIZE, HostProof, NotProven, ProgramProof
 
 _PATIENCE: Final = 10.0
@@ -18,7 +19,7 @@ logger: Final = logging.getLogger("percore")
 async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        more = await loop.sock_recv(sock, size - len(data))
+        more = await receive(loop, sock, size - len(data))
         if not more:
             raise NotProven("it has closed the connection")
         data += more
@@ -32,11 +33,13 @@ async def _resolved(loop: asyncio.AbstractEventLoop, address: tuple[str, int]) -
         return await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
 
 
-async def dial(loop: asyncio.AbstractEventLoop, address: tuple[str, int], token: bytes) -> socket.socket:
-    """Connect to a host, and let both sides prove the token.
+async def dial(
+    loop: asyncio.AbstractEventLoop, address: tuple[str, int], token: bytes, certificates: Certificates | None = None
+) -> socket.socket:
+    """Connect to a host, and let both sides prove the token. With certificates, by TLS.
 
     Raises:
-        OSError: the address cannot be reached.
+        OSError: the address cannot be reached, or a side has refused the other's certificate.
         NotProven: what listens there does not know the token.
     """
     (family, kind, protocol, _, target), *_ = await _resolved(loop, address)
@@ -44,9 +47,12 @@ async def dial(loop: asyncio.AbstractEventLoop, address: tuple[str, int], token:
     try:
         sock.setblocking(False)
         await loop.sock_connect(sock, target)
+        if certificates is not None:
+            sock = secure = wrapped(sock, certificates.context(is_host=False), address[0])
+            await shake(loop, secure)
         proof = ProgramProof(token)
-        await loop.sock_sendall(sock, proof.first)
-        await loop.sock_sendall(sock, proof.last(await _receive(loop, sock, ANSWER_SIZE)))
+        await send(loop, sock, proof.first)
+        await send(loop, sock, proof.last(await _receive(loop, sock, ANSWER_SIZE)))
     except BaseException:
         sock.close()
         raise
@@ -56,14 +62,17 @@ async def dial(loop: asyncio.AbstractEventLoop, address: tuple[str, int], token:
 class Door:
     """Listens until one program has proven the token. Whoever does not is dropped and logged, and so is a second program."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, token: bytes, address: str) -> None:
-        """Listen on a free port of this address of the machine.
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, token: bytes, address: str, certificates: Certificates | None = None
+    ) -> None:
+        """Listen on a free port of this address of the machine. With certificates, by TLS.
 
         Raises:
-            OSError: the machine has no such address.
+            OSError: the machine has no such address, or a certificate cannot be read.
         """
         self._loop = loop
         self._token = token
+        self._context = None if certificates is None else certificates.context(is_host=True)
         info, *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self._listening = socket.socket(info[0], info[1], info[2])
         try:
@@ -103,8 +112,11 @@ class Door:
     async def _prove(self, sock: socket.socket, peer: str, proven: asyncio.Future[socket.socket]) -> None:
         try:
             async with asyncio.timeout(_PATIENCE):
+                if self._context is not None:
+                    sock = secure = wrapped(sock, self._context)
+                    await shake(self._loop, secure)
                 proof = HostProof(self._token)
-                await self._loop.sock_sendall(sock, proof.answer(await _receive(self._loop, sock, FIRST_SIZE)))
+                await send(self._loop, sock, proof.answer(await _receive(self._loop, sock, FIRST_SIZE)))
                 proof.check(await _receive(self._loop, sock, LAST_SIZE))
         except (NotProven, OSError, TimeoutError) as error:
             why = "it has not proven the token in time" if isinstance(error, TimeoutError) else error

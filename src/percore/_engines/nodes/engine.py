@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -205,7 +206,7 @@ class NodesEngine:
         link = None
         try:
             async with asyncio.timeout(self._patience * _EARLIER):
-                sock = await dial(self._loop, (place.address, place.port), self._token)
+                sock = await dial(self._loop, (place.address, place.port), self._token, place.certificates)
                 link = NodeLink(self._loop, sock, place, self.store, self._lost)
                 self._check_versions(await link.greet())
                 room = await link.set_up(self._orders._replace(node=place.node))
@@ -330,6 +331,11 @@ _UNUSED: Final = dict.fromkeys(
 def _reason(where: str, error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"{where} did not answer in time: see whether a firewall drops connections to its ports from this machine"
+    if isinstance(error, ssl.SSLError):
+        return (
+            f"{where} and this program do not trust each other: {shown(error)}: both need a certificate of the same authority, and "
+            "that of the host must be valid for the address"
+        )
     if isinstance(error, OSError):
         return f"{where} cannot be reached: {shown(error)}: let connections from this machine to all its ports through"
     if isinstance(error, NotProven):

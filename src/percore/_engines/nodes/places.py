@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
+from percore._transport.certificates import Certificates
+
 
 class Place(NamedTuple):
     """A host that waits for the program.
@@ -12,6 +14,7 @@ class Place(NamedTuple):
         address, port: where it listens.
         end: ends the host at once, and all its workers with it. Idempotent.
         weight: how many workers are meant to run there, beside the weights of the other nodes.
+        certificates: those of this program, if the host speaks TLS.
     """
 
     node: str
@@ -19,6 +22,7 @@ class Place(NamedTuple):
     port: int
     end: Callable[[], None]
     weight: int = 1
+    certificates: Certificates | None = None
 
 
 class NoPlace(Exception):
