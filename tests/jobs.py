@@ -831,6 +831,14 @@ def fail_after_the_call() -> None:
     sys.setprofile(strike)
 
 
+def debug() -> None:
+    breakpoint()
+
+
+async def adebug() -> None:
+    breakpoint()
+
+
 def open_connection() -> None:
     assert not hasattr(_of_thread, "connection")
     _of_thread.connection = "open"

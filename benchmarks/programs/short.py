@@ -30,14 +30,15 @@ def main(way: str) -> None:
 
 
 def _executor(way: str) -> Executor:
-    name, _, method = way.partition(", ")
+    name, _, choice = way.partition(", ")
     import multiprocessing
 
-    context = multiprocessing.get_context(method) if method else None
+    threads = 1 if choice == "max_threads=1" else None
+    context = multiprocessing.get_context(choice) if choice and threads is None else None
     if name == "percore":
         import percore
 
-        return percore.LoopPoolExecutor(2, context, max_threads=1)
+        return percore.LoopPoolExecutor(2, context, max_threads=threads)
     from concurrent.futures import ProcessPoolExecutor
 
     return ProcessPoolExecutor(2, context)

@@ -66,7 +66,10 @@ def short_programs(quick: bool) -> Row:
     program and in its workers, weigh as much as the work. A fork of the program has the program's modules; each way with "fork"
     forks the workers from it, and the others import the modules again.
     """
-    ways = ("percore", "percore, fork", "ProcessPoolExecutor, forkserver", "ProcessPoolExecutor, fork")
+    ways = (
+        *("percore", "percore, max_threads=1", "percore, fork"),
+        *("ProcessPoolExecutor, forkserver", "ProcessPoolExecutor, fork"),
+    )
     return Row(
         {way: partial(_program, "short", way) for way in ways},
         [Target("percore", "to its end", "ProcessPoolExecutor, forkserver", at_most=1.1)],

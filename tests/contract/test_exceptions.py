@@ -1,6 +1,7 @@
 """What calls raise and return that is not plain: it arrives as itself or as a RemoteError, and the worker lives on."""
 
 import asyncio
+import bdb
 import os
 import traceback
 from collections.abc import Callable
@@ -76,6 +77,15 @@ async def _remote_text(runner: percore.Runner, fn: Callable[..., Any], *args: An
         text, error = str(error), error.__cause__
     assert "Traceback" in text
     return text
+
+
+@pytest.mark.parametrize("fn", [jobs.debug, jobs.adebug])
+async def test_a_breakpoint_in_a_worker_says_which_debugger_works_there(make_real: MakeRunner, fn: Callable[..., Any]) -> None:
+    async with make_real() as runner:
+        with pytest.raises(bdb.BdbQuit) as caught:
+            await runner.run(fn)
+    (note,) = caught.value.__notes__
+    assert "PYTHONBREAKPOINT=remote_pdb.set_trace" in note
 
 
 async def test_a_cause_arrives_and_the_remote_traceback_ends_the_chain(make: MakeRunner) -> None:

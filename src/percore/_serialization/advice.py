@@ -1,6 +1,7 @@
 """Error messages about objects that cannot be sent. They name the object and the reason, and say what to send instead."""
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -132,9 +133,16 @@ def advise_importing(error: BaseException) -> None:
 # The main thread
 
 
-def advise_main_thread(error: BaseException) -> None:
-    """Add a note to `error`, raised by a call, if the call needed the main thread, such as for `signal.signal`."""
-    if (
+def advise_call(error: BaseException) -> None:
+    """Add a note to `error`, raised by a call, if the call needed what workers lack: the main thread, or a debugger's input."""
+    bdb = sys.modules.get("bdb")
+    if bdb is not None and issubclass(type(error), bdb.BdbQuit):
+        BaseException.add_note(
+            error,
+            "A worker has no standard input for breakpoint(). Use a debugger with a port: install remote-pdb, and set "
+            "PYTHONBREAKPOINT=remote_pdb.set_trace and REMOTE_PDB_PORT=4444 in the environment of the program.",
+        )
+    elif (
         issubclass(type(error), ValueError | RuntimeError)
         and threading.current_thread() is not threading.main_thread()
         and "main thread" in text_of(error)

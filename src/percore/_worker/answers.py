@@ -9,7 +9,7 @@ from percore._common.callables import qualified_name
 from percore._common.errors import PayloadTooLarge
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ERROR, RESULT, UNPICKLED, VALUE, Body, Payload
-from percore._serialization.advice import IMPORT_ERRORS, advise_importing, advise_main_thread, unpicklable, unpicklable_item
+from percore._serialization.advice import IMPORT_ERRORS, advise_call, advise_importing, unpicklable, unpicklable_item
 from percore._serialization.pickler import load
 from percore._worker.sampling import UNGAUGED, FunctionGauges, Sampler
 
@@ -197,5 +197,5 @@ class Answers:
         """Send an exception as the outcome of a call."""
         if POINTS:
             point("worker.outcome.ready")
-        advise_main_thread(error)
+        advise_call(error)
         self._channel.send_exception(ERROR, call_id, error, send)

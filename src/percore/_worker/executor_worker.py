@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
-from percore._serialization.advice import advise_main_thread, unpicklable
+from percore._serialization.advice import advise_call, unpicklable
 from percore._worker.answers import Answers, Send, Unpacked, WorkerFunction
 from percore._worker.sampling import Sampler
 
@@ -64,7 +64,7 @@ class ExecutorAnswers(Answers):
 
     def error(self, call_id: int, error: BaseException, send: Send) -> None:
         """Send an exception of any class, unchanged."""
-        advise_main_thread(error)
+        advise_call(error)
         self._channel.send_exception(ERROR, call_id, error, send, as_itself=True)
 
     def _refused(self, value: object, error: BaseException) -> BaseException:
