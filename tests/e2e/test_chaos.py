@@ -7,6 +7,7 @@ import pytest
 from tests.chaos.__main__ import spread
 from tests.chaos.judge import OVER_NODES, PARTS, Part, quiet, trial
 from tests.counts import LONG, times
+from tests.rows import repeats
 
 KILLS = times(10, 20)
 
@@ -25,10 +26,10 @@ def test_kills_under_mixed_load_lose_nothing(part: Part, capfd: pytest.CaptureFi
         os.write(1, f"\n{part}: {dict(verdict.kills)}; {verdict.calls} calls: {dict(verdict.outcomes)}\n".encode())
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", *repeats("uvloop")])
 def test_a_death_is_told_and_mended_at_once(loop: str, capfd: pytest.CaptureFixture[str]) -> None:
-    verdict = quiet(loop, 10)
-    assert verdict.kills == {"kill": 10}
+    verdict = quiet(loop, 5)
+    assert verdict.kills == {"kill": 5}
     told = f"\n{loop}: detection {spread(verdict.detection)}, recovery {spread(verdict.recovery)}\n"
     with capfd.disabled():
         os.write(1, told.encode())

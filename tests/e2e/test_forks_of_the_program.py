@@ -8,6 +8,7 @@ import pytest
 
 from tests.contract.pipes import Gate
 from tests.faults import Program, Watch
+from tests.rows import repeated_rows
 
 HARD = 2.0
 
@@ -29,13 +30,12 @@ NO_EXIT = pytest.mark.skipif(
     ("loop", "how", "code"),
     [
         ("asyncio", "gc", 0),
-        pytest.param("asyncio", "sys.exit", 3, marks=NO_EXIT),
         pytest.param("uvloop", "sys.exit", 3, marks=NO_EXIT),
+        pytest.param("asyncio", "sys.exit", 3, marks=[NO_EXIT, pytest.mark.full]),
         ("asyncio", "end", 1),
-        ("uvloop", "end", 1),
         ("asyncio", "lives", 0),
         ("uvloop", "lives", 0),
-        ("asyncio", "multiprocessing gc", 0),
+        *repeated_rows(("uvloop", "end", 1), ("asyncio", "multiprocessing gc", 0)),
         ("uvloop", "multiprocessing exit", 3),
     ],
 )

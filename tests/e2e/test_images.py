@@ -77,16 +77,16 @@ def test_it_tells_and_saves_what_it_has_developed(folder: Path, tmp_path: Path) 
 
 
 def test_a_worker_that_dies_costs_no_picture(folder: Path) -> None:
-    with started(folder, "16") as program:
+    with started(folder, "8") as program:
         assert program.stdout is not None
-        assert program.stdout.readline() == "making 16 photographs of 640 x 480\n"
+        assert program.stdout.readline() == "making 8 photographs of 640 x 480\n"
         workers = [child for child in psutil.Process(program.pid).children(recursive=True) if not child.children()]
         assert len(workers) == 2
         workers[0].kill()
         printed, complaints = program.communicate(timeout=TIMEOUT)
     assert program.returncode == 0  # which it is only if the pictures are those of one process
     assert re.fullmatch(r"percore: worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
-    assert re.search(r"^  pictures +16 +16$", printed, re.MULTILINE)
+    assert re.search(r"^  pictures +8 +8$", printed, re.MULTILINE)
 
 
 def test_ctrl_c_leaves_nothing(folder: Path) -> None:

@@ -29,12 +29,12 @@ from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 from tests.e2e.scripts import python
+from tests.rows import repeated_rows
 from tests.waiting import until
-
-pytestmark = pytest.mark.differs("uvloop", because="processes are launched and awaited through the loop's descriptors and threads")
 
 ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+awaited = pytest.mark.differs("uvloop", because="an exit is awaited through the loop's descriptors and threads")
 with_any_server = pytest.mark.warm_fork_server  # it is about the children, whichever fork server they come from
 
 
@@ -124,6 +124,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @with_any_server
 @both
+@awaited
 async def test_a_child_sees_the_world_of_the_moment_of_its_launch(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ async def test_a_deleted_working_directory_is_kept(kind: str, tmp_path: Path, mo
 
 @with_any_server
 @both
+@awaited
 async def test_exit_codes(kind: str) -> None:
     launcher = open_launcher(kind, "obey")
     ends = []
@@ -188,6 +190,7 @@ async def test_exit_codes(kind: str) -> None:
 
 @with_any_server
 @both
+@awaited
 async def test_p9_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -203,6 +206,7 @@ async def test_p9_ignored_sigchld_never_gives_a_wrong_exit_code(kind: str) -> No
 
 @with_any_server
 @both
+@awaited
 async def test_kill_before_the_pid_is_known_and_after_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         fork_server_launcher, "_ANSWER_PATIENCE", 20.0
@@ -249,6 +253,7 @@ async def test_nothing_leaks_when_nothing_can_be_started(kind: str) -> None:
     await launcher.aclose()
 
 
+@awaited
 async def test_a_killed_fork_server_takes_its_workers_along_and_the_next_launch_works() -> None:
     launcher = open_launcher("forkserver", "stay")
     ends = [End(), End()]
@@ -264,6 +269,7 @@ async def test_a_killed_fork_server_takes_its_workers_along_and_the_next_launch_
     assert await last.code() in (-9, None)
 
 
+@awaited
 async def test_what_a_fork_server_had_not_answered_when_it_was_killed_is_lost_and_not_sent_again() -> None:
     """It may have forked the worker, which may have written to its memory: no other process may get that."""
     launcher = open_launcher("forkserver", "stay")
@@ -294,6 +300,7 @@ async def test_a_fork_server_that_dies_of_every_request_ends_the_launch(monkeypa
     await launcher.aclose()
 
 
+@awaited
 async def test_a_stopped_fork_server_holds_up_no_kill() -> None:
     launcher = open_launcher("forkserver", "obey")
     warm = End()
@@ -320,6 +327,7 @@ async def born(launcher: Launcher, end: End) -> ForkedProcess:
     return process
 
 
+@awaited
 async def test_a_slow_fork_server_is_given_time_to_tell_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_CODE_PATIENCE", 0.0)
     launcher, end = open_launcher("forkserver", "stay"), End()
@@ -707,6 +715,7 @@ async def test_named_for_the_first_time_when_the_main_thread_has_ended_it_says_w
     assert "write `from percore import Runner` in code that the main thread runs" in done.stdout, done.stderr
 
 
+@awaited
 async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
     async def several() -> list[int | None]:
         launcher = open_launcher("forkserver", "obey")
@@ -723,6 +732,7 @@ async def test_two_loops_in_two_threads_share_the_fork_server() -> None:
     assert both_codes == [list(CODES.values())] * 3
 
 
+@awaited
 async def test_p9_a_stolen_child_never_gives_a_wrong_exit_code() -> None:
     launcher = open_launcher("spawn", "obey")
     end = End()
@@ -790,8 +800,13 @@ def supervisor(story: str, kind: str, without: str = "") -> Iterator[tuple[int, 
             process.kill()
 
 
-@pytest.mark.parametrize("story", ["plain", "fork", "thread"])
-@both
+@pytest.mark.parametrize(
+    ("kind", "story"),
+    [
+        *[("forkserver", "plain"), ("forkserver", "fork"), ("forkserver", "thread"), ("spawn", "plain")],
+        *repeated_rows(("spawn", "fork"), ("spawn", "thread")),
+    ],
+)
 def test_a_killed_supervisor_takes_every_child_along(kind: str, story: str) -> None:
     with supervisor(story, kind) as (_, pids):
         os.kill(pids[1], signal.SIGSTOP)

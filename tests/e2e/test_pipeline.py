@@ -23,6 +23,7 @@ from aiohttp import web
 
 from tests.counts import times
 from tests.crawling import EXAMPLES
+from tests.rows import repeated_rows
 from tests.serving import answering, serving
 from tests.terminals import shown_at_terminal
 
@@ -138,6 +139,7 @@ async def test_without_a_file_the_lines_go_to_standard_output(site: Site, tmp_pa
     assert err[:12] == "20 pages in "
 
 
+@pytest.mark.full  # a map holds its window in tests/contract; what a run of 1,000 pages adds is the example's own
 @pytest.mark.long
 @pytest.mark.timeout(120)
 async def test_ten_times_the_pages_take_the_same_memory(site: Site, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ async def test_ctrl_c_keeps_what_it_has(site: Site, tmp_path: Path) -> None:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no full disk")
 @pytest.mark.parametrize(  # one line is written when the output is left, many are before
     ("is_file", "count"),
-    [(True, 1), (False, 200), *(pytest.param(*row, marks=pytest.mark.full) for row in [(True, 200), (False, 1)])],
+    [(True, 1), *repeated_rows((False, 200), (True, 200), (False, 1))],
 )
 async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site, tmp_path: Path) -> None:
     urls = site.urls(count, tmp_path / "urls")
@@ -196,7 +198,7 @@ async def test_a_full_disk_gets_a_sentence(is_file: bool, count: int, site: Site
     assert (process.returncode, err.decode()) == (1, f"cannot write {name}: No space left on device\n")
 
 
-@pytest.mark.parametrize(("numbers", "code"), [([7, 14], 1), ([], 0)], ids=["all", "no page"])
+@pytest.mark.parametrize(("numbers", "code"), [([7, 14], 1), *repeated_rows(([], 0))], ids=["all", "no page"])
 async def test_it_fails_where_every_page_does(numbers: list[int], code: int, site: Site, tmp_path: Path) -> None:
     urls = tmp_path / "urls"
     urls.write_text("".join(f"{site.url}/{number}\n" for number in numbers))

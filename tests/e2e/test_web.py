@@ -23,6 +23,8 @@ import percore.web
 from tests import jobs
 from tests.waiting import until
 
+pytestmark = pytest.mark.warm_fork_server
+
 Get = Callable[..., Awaitable["tuple[int, dict[str, str], str]"]]
 
 

@@ -189,8 +189,15 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize("is_pool", [False, True], ids=["worker", "pool"])
-@pytest.mark.parametrize(("workers", "calls"), [(1, 0), (3, 10)])
+@pytest.mark.parametrize(
+    ("workers", "calls", "is_pool"),
+    [
+        pytest.param(3, 10, False, id="worker"),
+        pytest.param(1, 0, True, id="pool"),
+        pytest.param(1, 0, False, id="worker without calls", marks=pytest.mark.full),
+        pytest.param(3, 10, True, id="pool with calls", marks=pytest.mark.full),
+    ],
+)
 class TestOrders:
     def test_two_ends_of_a_running_one(self, workers: int, calls: int, is_pool: bool) -> None:
         for script in scripts(2, READY, (0, 1, 2, 3, 5, 8)):

@@ -174,7 +174,7 @@ class TestCpu:
         meter = UsageMeter()
         system.cpu, system.wall = 60.0, system.wall + 100
         await self.read(meter)
-        for step in range(1, 100):
+        for step in range(1, 60):
             system.monotonic = 1000 + step / 10
             if step >= 20:  # idle until here, and after the first second compared with readings of that time
                 system.cpu += 0.05
