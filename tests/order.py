@@ -8,35 +8,20 @@ from typing import Final
 import pytest
 
 LONGEST: Final = (
-    *(
-        "e2e/test_launch",
-        "e2e/test_buffers",
-        "e2e/test_crawler",
-        "e2e/test_interrupts",
-        "e2e/test_deaths",
-        "e2e/test_executor_ends",
-    ),
-    *("e2e/test_service", "e2e/test_around_calls", "e2e/test_pipeline", "e2e/test_examples", "e2e/test_launch_styles"),
-    *("e2e/test_containers", "e2e/test_limits", "e2e/test_restarts", "e2e/test_supervisor_death", "contract/test_recycling"),
-    *("contract/test_buffers", "unit/test_keys", "typing/test_typing", "contract/test_timeouts", "unit/test_portal"),
-    *("e2e/test_misuse", "contract/test_share", "contract/test_closing", "contract/test_keys", "contract/test_logs"),
-    *(
-        "contract/test_inside",
-        "contract/test_batches",
-        "contract/test_deaths",
-        "contract/test_payloads",
-        "contract/test_cancellation",
-    ),
-    *("contract/test_retries", "contract/test_storms", "contract/test_calls", "contract/test_sentences", "contract/test_usage"),
-    *(
-        "e2e/test_stopped_workers",
-        "e2e/test_exits",
-        "e2e/test_images",
-        "e2e/test_logs",
-        "e2e/test_multiprocessing",
-        "e2e/test_boot",
-    ),
-    *("e2e/test_hosts", "e2e/test_judged_deaths", "e2e/test_executor_workers", "unit/test_benchmarks", "unit/test_rows"),
+    *("e2e/test_buffers", "e2e/test_examples", "contract/test_reload_and_resize", "e2e/test_crawler", "e2e/test_launch"),
+    *("e2e/test_limits", "contract/test_max_memory", "contract/test_batches", "contract/test_deaths"),
+    *("contract/test_nested_walks", "e2e/test_launch_styles", "e2e/test_deaths", "contract/test_recycling"),
+    *("e2e/test_interrupts", "e2e/test_restarts", "e2e/test_executor_ends", "e2e/test_service", "contract/test_rates"),
+    *("contract/test_buffers", "unit/test_dispatch", "e2e/test_executor_workers", "e2e/test_containers"),
+    *("contract/test_payloads", "e2e/test_simulate", "contract/test_listen", "contract/test_peers_recycling"),
+    *("contract/test_map_ends", "contract/test_closing", "e2e/test_pipeline", "e2e/test_top", "e2e/test_misuse"),
+    *("e2e/test_hosts", "e2e/test_images", "contract/test_retries", "e2e/test_multiprocessing", "contract/test_streams"),
+    *("e2e/test_around_calls", "contract/test_inside", "e2e/test_supervisor_death", "contract/test_nested", "contract/test_keys"),
+    *("unit/test_keys", "unit/test_layers", "contract/test_lives", "contract/test_timeouts", "contract/test_share"),
+    *("contract/test_hard_timeout", "unit/test_usage", "contract/test_storms", "contract/test_stream_ends"),
+    *("contract/test_calls", "contract/test_logs", "contract/test_sentences", "unit/test_once_more"),
+    *("e2e/test_forks_of_the_program", "e2e/test_judged_deaths", "e2e/test_record", "e2e/test_nodes"),
+    *("contract/test_cancellation", "typing/test_typing"),
 )
 """By the seconds that they take, the longest first; where a file has moved, the list is only less good. Others follow."""
 

@@ -16,13 +16,15 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import members_of
 
 pytestmark = [
-    pytest.mark.differs("uvloop", "fallbacks", because="workers end, and the loop takes its descriptors back, in another way"),
+    pytest.mark.differs("uvloop", because="the loop takes its descriptors back in another way"),
+    pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake"),
     pytest.mark.differs(
         "nodes", because="the far half has ended its workers and has the same payloads as the near half when both close"
     ),
 ]
 
 
+in_processes = pytest.mark.differs("fallbacks", because="a thread sees that a worker has ended")
 spawned = pytest.mark.differs("spawn", because="the program itself reaps the workers, and no fork server ends with them")
 
 
@@ -43,6 +45,7 @@ def _errors(futures: "list[asyncio.Future[Any]]") -> list[type]:
 
 @pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
 @spawned
+@in_processes
 async def test_x1_it_lets_accepted_calls_finish_and_takes_no_new_ones(make: MakeRunner, log: Log, gate: Gate, fn: Any) -> None:
     runner = make(concurrency=1, threads=1)
     await runner.start()
@@ -103,6 +106,7 @@ async def test_a_grace_that_is_enough(make: MakeRunner, log: Log, gate: Gate) ->
 
 
 @spawned
+@in_processes
 async def test_x1_what_does_not_end_is_killed(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(threads=1, kill_after=0.1)
     await runner.start()
@@ -159,6 +163,7 @@ async def test_x2_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log
 
 
 @spawned
+@in_processes
 async def test_x2_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, kill_after=1000, lifespan=functools.partial(jobs.resource, log.path))
     await runner.start()
@@ -177,6 +182,7 @@ async def test_x2_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, l
         _ = runner.submit(jobs.echo)
 
 
+@in_processes
 async def test_x2_cancelled_it_kills_a_worker_whose_loop_is_blocked(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make_real(kill_after=1000)
     await runner.start()
@@ -265,6 +271,7 @@ async def test_closing_what_never_started(make: MakeRunner) -> None:
 
 
 @spawned
+@in_processes
 async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, lifespan=functools.partial(jobs.resource_behind, log.path, gate.path))
     starting = asyncio.create_task(runner.start())
@@ -278,6 +285,7 @@ async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate
 
 
 @spawned
+@in_processes
 async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=2)
     await runner.start()
@@ -295,6 +303,7 @@ async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: 
 
 
 @spawned
+@in_processes
 async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
     async with make() as one, make() as other:
         pids = {(await runner.run(jobs.where)).pid for runner in (one, other)}
@@ -303,6 +312,7 @@ async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
         assert await other.run(jobs.aecho, 1) == 1
 
 
+@in_processes
 async def test_x2_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     closings: list[asyncio.Task[None]] = []
     ready = Pool.ready

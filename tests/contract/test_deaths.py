@@ -23,11 +23,13 @@ from tests.internals import current_member, nodes_of, supervisor_of
 from tests.waiting import until
 
 pytestmark = [
-    pytest.mark.differs("uvloop", "fallbacks", because="an exit reaches the loop in another order, or from a thread"),
+    pytest.mark.differs("uvloop", because="an exit and the last messages reach the loop in another order"),
+    pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake"),
     pytest.mark.differs("nodes", because="an exit arrives as a message, with how far the calls had come"),
 ]
 
 
+in_processes = pytest.mark.differs("fallbacks", because="an exit is seen by a thread, and memory lies in files")
 spawned = pytest.mark.differs("spawn", because="the program itself reaps the worker, and reads its exit code")
 
 
@@ -39,6 +41,7 @@ def _worker(runner: percore.Runner, index: int = 0) -> Any:
 
 
 @spawned
+@in_processes
 async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         pid = runner.statistics().workers[0].pid
@@ -59,6 +62,7 @@ async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, ga
     assert "while it ran await_" in str(error)
 
 
+@in_processes
 async def test_a_thread_that_ends_outside_a_call_costs_its_worker_and_leaves_nobody_waiting(make: MakeRunner) -> None:
     async with make(threads=1) as runner:
         with pytest.raises(percore.WorkerDied, match="with exit code 1"):
@@ -67,6 +71,7 @@ async def test_a_thread_that_ends_outside_a_call_costs_its_worker_and_leaves_nob
 
 
 @spawned
+@in_processes
 async def test_k12_an_exit_code_is_told(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         with pytest.raises(percore.WorkerDied, match="with exit code 3") as caught:
@@ -148,6 +153,7 @@ async def test_k2_calls_that_were_sent_and_not_read_run_on_the_replacement(make:
                 await blocking
 
 
+@in_processes
 async def test_k2_large_arguments_run_again_from_the_same_bytes(make: MakeRunner, log: Log, gate: Gate) -> None:
     data = jobs.pattern(1 << 20)
     async with make(concurrency=10) as runner:
@@ -177,6 +183,7 @@ async def test_the_replacement_is_new(make: MakeRunner, log: Log, gate: Gate) ->
 
 
 @spawned
+@in_processes
 async def test_k1_a_worker_that_dies_idle_is_replaced(make: MakeRunner, log: Log) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         assert await log.next() == "enter"
@@ -189,6 +196,7 @@ async def test_k1_a_worker_that_dies_idle_is_replaced(make: MakeRunner, log: Log
         assert runner.statistics().failed == 0
 
 
+@in_processes
 async def test_a_map_goes_on_over_a_death(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(concurrency=2) as runner:
         repeated = [log.path] * 20, [gate.path] * 20
@@ -204,6 +212,7 @@ async def test_a_map_goes_on_over_a_death(make: MakeRunner, log: Log, gate: Gate
 
 
 @spawned
+@in_processes
 async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, concurrency=1) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path, i) for i in range(6)]
@@ -217,6 +226,7 @@ async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate:
 
 
 @spawned
+@in_processes
 async def test_k9_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1, lifespan=functools.partial(jobs.resource, log.path)) as runner:
         pid = (await runner.run(jobs.where)).pid
@@ -252,6 +262,7 @@ async def test_k9_a_drained_worker_leaves_when_its_results_are_published(log: Lo
         assert await asyncio.gather(*futures) == [jobs.pattern(50_000)] * 20
 
 
+@in_processes
 async def test_k9_sigterm_with_many_large_results(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real() as runner:
         futures = [runner.submit(jobs.await_pattern, log.path, gate.path, size) for size in [50_000, 200_000] * 50]
@@ -332,6 +343,7 @@ async def test_items_of_a_stream_that_nobody_will_run_hold_no_close_up(make: Mak
         assert isinstance(blocking.exception(), percore.WorkerDied)
 
 
+@in_processes
 async def test_x3_a_dropped_runner_ends_its_workers_and_calls(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
@@ -373,6 +385,7 @@ async def test_x3_a_runner_that_another_thread_drops_is_ended_by_its_loop(make: 
 
 
 @spawned
+@in_processes
 async def test_sigint_does_nothing(make_real: MakeRunner) -> None:
     async with make_real() as runner:
         pid = (await runner.run(jobs.where)).pid
