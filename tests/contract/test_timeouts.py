@@ -10,6 +10,7 @@ import percore
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.contract.stream_jobs import USER
 from tests.internals import members_of
 from tests.waiting import until
 
@@ -94,6 +95,25 @@ async def test_its_exception_is_in_time(make: MakeRunner) -> None:
         for fn in (jobs.fail, jobs.afail):
             with pytest.raises(KeyError):
                 await runner.options(timeout=LONG).run(fn, KeyError("x"))
+
+
+async def test_each_call_has_its_own_limit_and_others_have_none(make: MakeRunner, gate: Gate) -> None:
+    """One message tells a worker the timeout of the calls that follow, but not of those with large arguments or variables."""
+    large = bytes(300_000)
+    async with make(concurrency=40, threads=20, contextvars=[USER]) as runner:
+        limited, plain, patient = runner.options(timeout=TINY), runner, runner.options(timeout=LONG)
+        calls: list[list[asyncio.Future[Any]]] = [[], [], []]
+        for count, fn in enumerate((jobs.plain_then, jobs.await_unless_first) * 3):
+            if count == 2:
+                USER.set("somebody")
+            for place, view in enumerate((limited, plain, patient)):
+                calls[place].append(view.submit(fn, gate.path, 7 if count < 4 else large))
+        late = await asyncio.gather(*calls[0], return_exceptions=True)
+        names = ["plain_then", "await_unless_first"] * 3
+        assert [str(error) for error in late] == [f"{name} ran for longer than timeout=0.02 s" for name in names]
+        assert not any(call.done() for call in (*calls[1], *calls[2]))
+        gate.open()
+        assert [await call for call in (*calls[1], *calls[2])] == ([7] * 4 + [large] * 2) * 2
 
 
 # Plain functions

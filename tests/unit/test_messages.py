@@ -135,6 +135,7 @@ LARGEST: Final[dict[str, Any]] = {
     "UNDEFINE": None,
     "CANCEL": MOST_OF_ONE,
     "BEGIN_BY": 1e9 / 3,
+    "TIMEOUT": 1e9 / 3,
     "WITHDRAW": None,
     "RELEASE": 1 << 36,
     "RECALL": largest_recall,

@@ -380,7 +380,7 @@ def test_what_a_call_waits_for_its_runner_is_part_of_its_queue_timeout() -> None
     [
         ({}, None, False, None),
         ({"retries": 3, "key": "host"}, None, False, None),
-        ({"timeout": 2}, None, False, (2.0, None, False, 0, None, False, 0.0)),
+        ({"timeout": 2}, None, False, None),
         ({}, {0: "user"}, False, (None, {0: "user"}, False, 0, None, False, 0.0)),
         ({}, b"pickle", False, (None, b"pickle", False, 0, None, False, 0.0)),
         ({}, None, True, (None, None, True, 0, None, False, 0.0)),

@@ -124,6 +124,10 @@ class PendingCall(Outcome, Protocol):
     begin_by: float | None
     """When it must have begun, as a time of the monotonic clock; None: no limit."""
 
+    @property
+    def timeout(self) -> float | None:
+        """For how many seconds it may run; None: no limit."""
+
     hard_by: float | None
     """When to look whether it exceeds its `hard_timeout`, as a time of the monotonic clock; None: it has none."""
 
@@ -192,6 +196,10 @@ class CallBase:
     def begin_by(self: Outcome, when: float | None) -> None:
         assert self.plan is not None
         self.plan.begin_by = when
+
+    @property
+    def timeout(self: Outcome) -> float | None:
+        return None if self.plan is None else self.plan.policy.timeout
 
     @property
     def hard_by(self: Outcome) -> float | None:
@@ -357,6 +365,7 @@ class Awaited(CallBase):
 
     key: Hashable | None = None
     plan: CallPlan | None = None
+    timeout: float | None = None
     queue: ClassVar[None] = None
 
     # As in `Call`.
@@ -400,10 +409,11 @@ class Awaited(CallBase):
 class Planned(Awaited):
     """A call of `run` with a policy.
 
-    The worker need not know about retries, so a policy without a timeout gets its plan only when an attempt has failed.
+    The worker need not know about retries, and one message tells it the timeout of many calls. So a policy gets its plan only when
+    an attempt has failed.
     """
 
-    __slots__ = ("begin_by", "hard_by", "key", "plan", "policy")
+    __slots__ = ("begin_by", "hard_by", "key", "plan", "policy", "timeout")
 
     policy: Policy
     begin_by: float | None

@@ -37,7 +37,7 @@ class Policy:
         asks_for_retries: whether the call's own `options` set retries, retry_on or backoff. Retries of the runner do not count: a
             broadcast ignores those.
         hard_timeout: how many seconds one attempt may run, whatever it does. None: no limit.
-        is_limited: whether the supervisor keeps a clock for the call.
+        is_limited: whether the policy has a time limit.
         needs_plan: whether the policy has retries, a time limit or a rate.
         lacks_key: whether it has a rate and no key.
     """
@@ -58,8 +58,8 @@ class Policy:
     lacks_key: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.is_limited = self.queue_timeout is not None or self.hard_timeout is not None
-        self.needs_plan = self.retries > 0 or self.timeout is not None or self.is_limited or self.rate is not None
+        self.is_limited = self.timeout is not None or self.queue_timeout is not None or self.hard_timeout is not None
+        self.needs_plan = self.retries > 0 or self.is_limited or self.rate is not None
         self.lacks_key = self.rate is not None and self.key is None
         if self.queue_left is None:
             self.queue_left = self.queue_timeout
@@ -124,7 +124,7 @@ class Policy:
                 "a broadcast goes to each worker once, so a key, retries, retry_on and backoff do not apply to it: "
                 "call runner.broadcast(...), or runner.options(timeout=...).broadcast(...)"
             )
-        if self.timeout is None and not self.is_limited:
+        if not self.is_limited:
             return None
         return Policy(timeout=self.timeout, queue_timeout=self.queue_timeout, hard_timeout=self.hard_timeout)
 
@@ -186,7 +186,7 @@ class Policy:
     @property
     def is_plain(self) -> bool:
         """Whether the policy has no key and no time limit. Only then may calls travel in batches."""
-        return self.key is None and self.timeout is None and not self.is_limited
+        return self.key is None and not self.is_limited
 
     def after(self, seconds: float) -> "Policy":
         """Return this policy for a call that has waited for so long before the runner accepts it.
@@ -231,16 +231,16 @@ class CallPlan:
         self.hard_by: float | None = None
         """When to look whether the call exceeds its hard timeout. None: it has none."""
         self.terms: tuple[float | None, Any, bool, int, float | None, bool, float] | None = None
-        if context is not None or policy.timeout is not None or is_broadcast or prefetch:
+        if context is not None or is_broadcast or prefetch:
             self.terms = policy.timeout, context, is_broadcast, prefetch, None, False, patience
         """What the worker gets before the call: timeout, context variables, whether it is a broadcast, the first credits of a
         stream, `begin_by` if no BEGIN_BY gives it, whether the worker announces the start, and the patience of a stream. None:
-        nothing."""
+        nothing, or nothing but what BEGIN_BY and TIMEOUT give."""
 
     def set_begin_by(self, when: float | None) -> None:
         """Set `begin_by` in the terms."""
-        timeout, context, is_broadcast, prefetch, _, announces, patience = self.terms or _NO_TERMS
-        self.terms = timeout, context, is_broadcast, prefetch, when, announces, patience
+        _, context, is_broadcast, prefetch, _, announces, patience = self.terms or _NO_TERMS
+        self.terms = self.policy.timeout, context, is_broadcast, prefetch, when, announces, patience
 
     @property
     def announces(self) -> bool:
@@ -249,5 +249,5 @@ class CallPlan:
 
     def announce(self) -> None:
         """Let the worker announce the start."""
-        timeout, context, is_broadcast, prefetch, begin_by, _, patience = self.terms or _NO_TERMS
-        self.terms = timeout, context, is_broadcast, prefetch, begin_by, True, patience
+        _, context, is_broadcast, prefetch, begin_by, _, patience = self.terms or _NO_TERMS
+        self.terms = self.policy.timeout, context, is_broadcast, prefetch, begin_by, True, patience

@@ -35,6 +35,7 @@ SHARE: Final = -13  # id: number of a shared object that later calls refer to; b
 DEFINE_THREAD: Final = -14  # as DEFINE_TASK, for a plain function
 CREDIT: Final = -15  # id: a stream; body: how many more items it may produce
 BEGIN_BY: Final = -16  # id: 0; body: the monotonic time by which the next calls must begin, or None; not for batches and parcels
+TIMEOUT: Final = -18  # id: 0; body: how many seconds the next calls may run, or None; not for batches, parcels, calls with TERMS
 WITHDRAW: Final = -17  # hand this call back if it has not begun
 # Answers to ASK. id: number of the nested call
 ANSWER_VALUE: Final = -20  # body: the result, an immutable scalar

@@ -393,9 +393,10 @@ class Outcomes:
     def _timed_out(self, member: PoolWorker, call_id: int) -> None:
         """A plain function exceeded its timeout. Its thread runs on, and the next attempt begins only after that."""
         call = member.calls.get(call_id)
-        if call is None or call.done() or call.plan is None or call.plan.late is not None:
+        plan = None if call is None else call.retry_plan()
+        if call is None or plan is None or call.done() or plan.late is not None:
             return  # the call has ended meanwhile, was cancelled, or has exceeded its hard timeout before
-        seconds = call.plan.policy.timeout
+        seconds = plan.policy.timeout
         assert seconds is not None, "the worker watches only calls that have a timeout"
         delay, error = self._calls.retries.next(call, overrun(call.function.name, seconds))
         if call.done():
@@ -403,7 +404,7 @@ class Outcomes:
         if delay is None:
             call.abandon(error)
         else:
-            call.plan.late = delay
+            plan.late = delay
 
     def _cancelled(self, member: PoolWorker, call_id: int, *, is_unbegun: bool) -> None:
         target = self._target(member, call_id)

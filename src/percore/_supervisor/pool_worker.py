@@ -16,7 +16,7 @@ from percore._calls.functions import Function
 from percore._common.measuring import Histogram
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.interfaces import Exit, Fate
-from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, Kind
+from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_OPS, ID_MASK, ONCE_OPS, RECALL, TERMS, TIMEOUT, Kind
 from percore._scheduler.lifecycle import Deadline, Life, State
 from percore._scheduler.places import ROOM_OF_NONE, places_at_first, places_for
 
@@ -120,6 +120,8 @@ class PoolWorker:
         """How many calls ran when the worker died, by the name of the function."""
         self._begin_by: float | None = None
         """The body of the last BEGIN_BY."""
+        self._timeout: float | None = None
+        """The body of the last TIMEOUT."""
         self._left, self._lowered, self._moved = dispatch.left, dispatch.lowered, dispatch.moved
         self._note_ahead = dispatch.recalls.note_ahead
         self.is_holding = False
@@ -227,23 +229,30 @@ class PoolWorker:
                 self.tell(number, call_id, body)
 
     def limit(self) -> None:
-        """From now on, tell the worker by when calls must begin. Only runners in which a call has such a limit pay for this."""
+        """From now on, tell the worker by when calls must begin, and for how long they may run.
+
+        Only runners in which a call has such a limit pay for this.
+        """
         unlimited = self.send
 
         def send(call: PendingCall) -> None:
-            if call.begin_by != self._begin_by or type(call.body) is int:
-                self._tell_begin_by(call)
+            if call.begin_by != self._begin_by or call.timeout != self._timeout or type(call.body) is int:
+                self._tell_limits(call)
             unlimited(call)
 
         self.send = send  # type: ignore[method-assign]
 
-    def _tell_begin_by(self, call: PendingCall) -> None:
-        begin_by = call.begin_by
-        if begin_by is not None and type(call.body) is int:
+    def _tell_limits(self, call: PendingCall) -> None:
+        begin_by, timeout = call.begin_by, call.timeout
+        if type(call.body) is int and (begin_by is not None or timeout is not None):
             call.retry_plan().set_begin_by(begin_by)  # type: ignore[union-attr]  # a limited call has a policy
-        elif begin_by != self._begin_by:
+            return
+        if begin_by != self._begin_by:
             self.tell(BEGIN_BY, 0, begin_by)
             self._begin_by = begin_by
+        if timeout != self._timeout:
+            self.tell(TIMEOUT, 0, timeout)
+            self._timeout = timeout
 
     def ask_back(self, wanted: int, times_ahead: int) -> None:
         """Ask the worker to hand back up to `wanted` plain calls that have not begun.

@@ -131,8 +131,8 @@ class Submission:
             call = Planned()
             call.policy = policy
             call.key = policy.key
-            call.plan = None if policy.timeout is None else CallPlan(policy)
-            call.begin_by = call.hard_by = None
+            call.timeout = policy.timeout
+            call.plan = call.begin_by = call.hard_by = None
             if policy.is_limited:
                 self._limit(call, policy)
             if policy.rate is not None:

@@ -66,10 +66,12 @@ class TimeLimits:
         self._rests_until = -inf
         """The end of the pause after the last look."""
         self.is_in_use = False
-        """Whether any call had a `queue_timeout`. Only then workers are told by when calls must begin."""
+        """Whether any call had a `timeout` or a `queue_timeout`. Only then workers are told of them."""
 
     def limit(self, call: PendingCall, policy: Policy) -> None:
         """Start the clock of a call that is about to be accepted."""
+        if policy.timeout is not None and not self.is_in_use:
+            self._use()
         if policy.hard_timeout is not None:
             self.hard.limit(call, policy.hard_timeout)
         seconds = policy.queue_left
@@ -83,11 +85,14 @@ class TimeLimits:
     def _open(self, seconds: float, begin_by: float) -> None:
         """Let the calls of the next moments have this deadline."""
         if not self.is_in_use:
-            self.is_in_use = True
-            for member in self.members:
-                member.limit()
+            self._use()
         self._seconds, self._begin_by, self._open_until = seconds, begin_by, begin_by - seconds
         self._set_timer(begin_by + SETTLED)
+
+    def _use(self) -> None:
+        self.is_in_use = True
+        for member in self.members:
+            member.limit()
 
     def _set_timer(self, when: float) -> None:
         when = max(when, self._rests_until)

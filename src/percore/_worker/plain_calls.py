@@ -26,6 +26,7 @@ from percore._worker.sampling import UNGAUGED, FunctionGauges
 from percore._worker.streams import ThreadStream
 from percore._worker.terms import Terms, Variables
 from percore._worker.threads import Threads
+from percore._worker.timeouts import Timeouts
 from percore._worker.traced import Unpack, traced_batch, traced_plain
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ class PlainCalls:
         self._batches: dict[int, WorkerBatch] = {}
         self.streams: Streams = {}
         """The streams of this worker that have not ended, also those of tasks."""
-        self._timers: dict[int, asyncio.TimerHandle | None] = {}
+        self._timeouts = Timeouts(self._loop, marks, self._expired)
+        self._overdue: set[int] = set()
+        """Calls that have exceeded their timeout and run on. Some may have ended since."""
         self._keeps_watch = False
         self._keeps_results: asyncio.TimerHandle | None = None
         self._sent_at = 0
@@ -220,6 +223,7 @@ class PlainCalls:
         for timer in (self._idles, self._looks):
             if timer is not None:
                 timer.cancel()
+        self._timeouts.stop()
         self.threads.stop()
 
     def _put_batch(self, call_id: int, batch: WorkerBatch) -> None:
@@ -389,9 +393,8 @@ class PlainCalls:
         self, call_id: int, function: WorkerFunction | None, body: Body, timeout: float | None
     ) -> None:
         send, gauges = self._channel.send_from_thread, UNGAUGED
-        if timeout is not None:
-            deadline = self._loop.time() + timeout
-            self._loop.call_soon_threadsafe(self._watch, call_id, deadline)
+        if timeout is not None and self._timeouts.begin(call_id, timeout):
+            self._loop.call_soon_threadsafe(self._timeouts.look)
         try:
             self._initialize()
             fn, args, kwargs, gauges = self._unpack(call_id, function, body, send)
@@ -416,12 +419,12 @@ class PlainCalls:
                     point("worker.outcome.ready")
                 self._send_result(VALUE, call_id, result)
             elif is_awaitable:
-                self._hand_over(call_id, result, None if timeout is None else deadline, gauges)
+                self._hand_over(call_id, result, None if timeout is None else self._deadline(call_id, timeout), gauges)
             else:
                 self._answers.result(call_id, result, self._send_result, gauges)
         finally:
             if timeout is not None:
-                self._loop.call_soon_threadsafe(self._unwatch, call_id)
+                self._timeouts.end(call_id)
 
     def _measure(self, gauges: FunctionGauges, call_id: int) -> None:
         """Measure for how long a call has run, if it is due. Call it before the call is answered: then its mark is its own."""
@@ -447,22 +450,19 @@ class PlainCalls:
 
     # Time
 
-    def _watch(self, call_id: int, deadline: float) -> None:
-        self._timers[call_id] = self._loop.call_at(deadline, self._expired, call_id)
+    def _deadline(self, call_id: int, timeout: float) -> float:
+        """Return when the time of a call is over, as a time of the loop."""
+        has_run = time.monotonic() - self._marks[(call_id & self._mask) * MARK_WORDS + 1] / 1e9
+        return self._loop.time() + timeout - has_run
 
-    def _unwatch(self, call_id: int) -> None:
-        timer = self._timers.pop(call_id, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _expired(self, call_id: int) -> None:
-        self._timers[call_id] = None
+    def _expired(self, call_id: int, _seconds: float) -> None:
+        self._overdue = set(filter(self.threads.runs, (*self._overdue, call_id)))  # first: see `Families.of`
         self._channel.send(TIMED_OUT, call_id, None)
         self.families.fail(call_id, caller_overran)
 
     def has_expired(self, call_id: int) -> bool:
         """Whether a call that runs on has exceeded its timeout."""
-        return self._timers.get(call_id, self) is None
+        return call_id in self._overdue
 
 
 def caller_overran() -> TimeoutError:

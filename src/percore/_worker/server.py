@@ -15,7 +15,8 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from percore._common.errors import as_error
+from percore._common.callables import qualified_name
+from percore._common.errors import as_error, overrun
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import (
     BATCH,
@@ -38,6 +39,7 @@ from percore._protocol.messages import (
     SHARE,
     STARTED,
     TERMS,
+    TIMEOUT,
     UNDEFINE,
     VALUE,
     WITHDRAW,
@@ -58,12 +60,14 @@ from percore._worker.shared_objects import WorkerShares
 from percore._worker.streams import TaskStream
 from percore._worker.terms import Terms, Variables, within
 from percore._worker.threads import Threads
+from percore._worker.timeouts import Timeouts
 from percore._worker.traced import traced
 
 if TYPE_CHECKING:
     from contextvars import Context
     from types import CoroutineType
 
+    from percore._common.tracing import Tracing
     from percore._protocol.interfaces import WorkerChannel
 
 TASK: Final = Kind.TASK
@@ -71,6 +75,24 @@ TASK: Final = Kind.TASK
 
 def _is_unbegun(task: asyncio.Task[None]) -> bool:
     return inspect.getcoroutinestate(cast("CoroutineType[Any, Any, None]", task.get_coro())) == inspect.CORO_CREATED
+
+
+def _in_span(
+    tracing: "Tracing", timeout: float | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[Any, ...]:
+    """Return the arguments of `traced` for a call. Its time is limited inside the span, which gets the error."""
+    if timeout is None:
+        return tracing, fn, fn, args, kwargs
+    return tracing, fn, within, (timeout, fn, args, kwargs), None
+
+
+def _late(fn: Callable[..., Any], seconds: float, error: BaseException) -> BaseException:
+    """Return the error of a call that was cancelled because it has exceeded its timeout, and has ended by `error`."""
+    if not isinstance(error, asyncio.CancelledError):
+        return error
+    late = overrun(qualified_name(fn), seconds)
+    late.__cause__ = error
+    return late
 
 
 class Server:
@@ -104,9 +126,14 @@ class Server:
         self._cancelled: set[int] = set()
         self._handed_over: dict[int, tuple[Any, float | None, FunctionGauges]] = {}
         self._terms: dict[int, Terms] = {}
+        self._limits = Terms()
+        """What BEGIN_BY and TIMEOUT have given."""
         self._limited: Terms | None = None
-        """The terms of BEGIN_BY for the calls that have no terms of their own. Then `_terms` has them under 0, the id of no call:
-        the fast path of `receive` asks whether there are terms."""
+        """The terms of the calls that have none of their own, if `_limits` limit them. Then `_terms` has them under 0, the id of no
+        call: the fast path of `receive` asks whether there are terms."""
+        self._timeouts = Timeouts(self._loop, marks, self._overran)
+        self._overruns: dict[int, float] = {}
+        """The timeouts of the calls that have exceeded them, and were cancelled for it."""
         self._variables = Variables(()) if variables is None else variables
         self._tracing = self._variables.tracing
         self.shares = WorkerShares(channel)
@@ -140,7 +167,8 @@ class Server:
             BATCH: self._batch,
             TERMS: self._under,
             CREDIT: self._credit,
-            BEGIN_BY: lambda _, when: self._limit(when),
+            BEGIN_BY: lambda _, when: self._limit(self._limits._replace(begin_by=when)),
+            TIMEOUT: lambda _, seconds: self._limit(self._limits._replace(timeout=seconds)),
             WITHDRAW: lambda call_id, _: self._recalls.withdraw(call_id),
             DRAIN: lambda _, __: self.drain(),
             FORGET: self.shares.forget,
@@ -236,12 +264,13 @@ class Server:
         if stream is not None:  # else it has ended, and the supervisor is about to hear of it
             stream.credit(count)
 
-    def _limit(self, begin_by: float | None) -> None:
-        if begin_by is None:
+    def _limit(self, limits: Terms) -> None:
+        self._limits = limits
+        if limits.begin_by is None and limits.timeout is None:
             self._limited = None
             self._terms.pop(0, None)
         else:
-            self._limited = self._terms[0] = Terms(begin_by=begin_by)
+            self._limited = self._terms[0] = limits
 
     def _terms_of(self, call_id: int, body: Body) -> Terms | None:
         limited = self._limited if type(body) is not int else None  # a parcel may arrive later than the calls sent with it
@@ -326,6 +355,7 @@ class Server:
         """Stop the threads and release the shared objects."""
         if self.sampler is not None:
             self.sampler.stop()
+        self._timeouts.stop()
         self._plain.stop()
         self.shares.stop()
 
@@ -348,7 +378,7 @@ class Server:
 
     # Coroutine functions
 
-    def _start_task(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:  # noqa: C901, PLR0912  # a call more would cost all calls with terms
+    def _start_task(self, call_id: int, function: WorkerFunction | None, body: Body) -> None:  # noqa: C901, PLR0912, PLR0915  # a call more would cost all with terms
         send = self._channel.send
         terms = self._terms_of(call_id, body) if self._terms else None
         if self._is_draining:
@@ -374,6 +404,8 @@ class Server:
                 task = self._start(self._run(call_id, fn, body, None, function.gauges), function.name, None)
                 if not task.done():
                     self._tasks[call_id] = task
+                    if terms.timeout is not None:
+                        self._limit_time(call_id, terms.timeout)
                 return
         if POINTS:
             point("worker.call.marked")
@@ -382,11 +414,10 @@ class Server:
             if terms is not None and terms.values is not None:
                 context = self._variables.context(terms.values)
             fn, args, kwargs, gauges = self._answers.unpack(call_id, function, body, self._channel.send_later)
-            called = fn
-            if terms is not None and terms.timeout is not None:
-                fn, args, kwargs = within, (terms.timeout, fn, args, kwargs), None
+            timeout = None if terms is None else terms.timeout
             if context is not None and self._tracing is not None and terms is not None and not terms.prefetch:
-                fn, args, kwargs = traced, (self._tracing, called, fn, args, kwargs), None
+                args, kwargs = _in_span(self._tracing, timeout, fn, args, kwargs), None
+                fn, timeout = traced, None
             if terms is not None and terms.prefetch:
                 run = self._run_stream(call_id, terms.prefetch, fn, args, kwargs, gauges)
             else:
@@ -398,6 +429,8 @@ class Server:
         task = self._start(run, "percore" if function is None else function.name, context)
         if not task.done():
             self._tasks[call_id] = task
+            if timeout is not None:
+                self._limit_time(call_id, timeout)
 
     async def _run(
         self,
@@ -414,7 +447,8 @@ class Server:
             result = await (fn(*args, **kwargs) if kwargs else fn(*args))
         except BaseException as error:
             self._measure(gauges, call_id)
-            self._end_task(call_id, error)
+            seconds = self._overruns.get(call_id)
+            self._end_task(call_id, error if seconds is None else _late(fn, seconds, error))
         else:
             gauges.left = left = gauges.left - 1
             if left < 0:  # as `_measure`
@@ -474,10 +508,26 @@ class Server:
         if call_id not in self._noted:
             return False
         self._noted.discard(call_id)
+        self._timeouts.end(call_id)
+        self._overruns.pop(call_id, None)
         self.families.left(call_id)
         is_cancelled = call_id in self._cancelled
         self._cancelled.discard(call_id)
         return is_cancelled
+
+    def _limit_time(self, call_id: int, seconds: float) -> None:
+        self._noted.add(call_id)
+        if self._timeouts.begin(call_id, seconds):
+            self._timeouts.look()
+
+    def _overran(self, call_id: int, seconds: float) -> None:
+        """Cancel a call that has exceeded its timeout."""
+        task = self._tasks.get(call_id)
+        if task is not None and _is_unbegun(task):  # as in `_cancel`
+            self._loop.call_soon(self._overran, call_id, seconds)
+        elif task is not None and call_id not in self._cancelled:
+            self._overruns[call_id] = seconds
+            task.cancel()
 
     def _end_task(self, call_id: int, error: BaseException) -> None:
         self._tasks.pop(call_id, None)
