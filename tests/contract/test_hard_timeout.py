@@ -10,6 +10,8 @@ import percore
 from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.internals import supervisor_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
 
@@ -149,6 +151,25 @@ async def test_a_cancelled_caller_leaves_the_limit_in_force(make: MakeRunner, lo
         assert (await runner.run(jobs.where)).pid != pid
         gate.open()
         await threads_ended(worker)
+
+
+async def test_its_worker_dies_meanwhile(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(kill_after=60) as runner:
+        dead = []
+        for limit, error in ((60, percore.WorkerDied), (SHORT, TimeoutError)):
+            call = runner.options(hard_timeout=limit).submit(jobs.wait, log.path, gate.path, 7)
+            assert await log.next() == "7"
+            await until(lambda limit=limit: limit != SHORT or supervisor_of(runner).calls.limits.hard.overruns.workers())
+            dead.append(worker_of(runner))
+            dead[-1].kill()
+            with pytest.raises(error):
+                await call
+        assert await runner.run(jobs.aecho, 1) == 1
+        statistics = runner.statistics()
+        assert (statistics.restarts, statistics.running, statistics.queued) == (2, 0, 0)
+        gate.open()
+        for worker in dead:
+            await threads_ended(worker)
 
 
 async def test_closed_meanwhile(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:

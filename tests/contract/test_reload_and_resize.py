@@ -204,6 +204,23 @@ async def test_a_cancelled_reload_leaves_old_and_new_workers_in_service(make: Ma
         assert all(where.generation > 1 for where in await runner.broadcast(jobs.awhere))
 
 
+async def test_a_cancelled_resize_leaves_as_many_workers_as_there_were(make: MakeRunner, log: Log, gate: Gate) -> None:
+    async with make(1, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
+        await runner.resize(2)
+        await runner.resize(1)
+        assert sorted(await log.take(3)) == ["enter 1", "enter 1", "exit 1"]
+        resize = asyncio.ensure_future(runner.resize(2))
+        assert await log.next() == "enter 2"
+        resize.cancel()
+        await asyncio.wait([resize])
+        assert resize.cancelled()
+        assert generations(runner) == [1]
+        assert await runner.map(jobs.echo, range(10)) == [*range(10)]
+        gate.open()
+        await runner.resize(2)
+        assert len(await runner.broadcast(jobs.aecho)) == 2
+
+
 async def test_reloads_and_resizes_run_in_order_and_reloads_that_wait_are_one(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"
