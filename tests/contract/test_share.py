@@ -1,8 +1,10 @@
 """Shared objects: pickled once, built once per worker, on pages that all read, and freed when nobody needs them."""
 
 import asyncio
+import contextlib
 import functools
 import gc
+import itertools
 import pickle
 import signal
 import threading
@@ -322,6 +324,30 @@ async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
         assert [int(array[0]) for array in arrays] == [*range(30)]
         shared.pop().close()
         assert await runner.run(share_jobs.value_of, await runner.share(6)) == 6
+
+
+async def test_functions_and_shared_objects_leave_room_for_arguments(make: MakeRunner) -> None:
+    """Whatever the user keeps: large functions of maps, shared objects, closed ones with views, and arguments in workers."""
+    async with make(max_message=1 << 36) as runner, contextlib.AsyncExitStack() as stack:
+        assert slots_at_all(runner) == 16
+        for number in range(10):
+            function = functools.partial(share_jobs.size_with, np.full(SIZE, number))
+            results = await stack.enter_async_context(runner.map(function, itertools.count(), window=1))
+            assert await anext(results) == SIZE
+        views: list[Any] = []
+        shared: list[percore.Shared[Any]] = []
+        with contextlib.suppress(RuntimeError):
+            while len(shared) < 16:
+                shared.append(await runner.share(np.full(SIZE, len(shared))))
+                if len(shared) > 2:
+                    views.append(shared[-1].value)
+                    shared[-1].close()
+        assert len(shared) > 2
+        arrays = await asyncio.gather(*(runner.run(share_jobs.keep_array, np.full(SIZE, i)) for i in range(30)))
+        assert arrays == [*range(30)]
+        assert await runner.map(jobs.aecho, [bytes(300_000)] * 30) == [bytes(300_000)] * 30
+        assert [int(view[0]) for view in views] == [*range(2, len(shared))]
+    share_jobs.kept.clear()  # of the fake engine's workers
 
 
 @pytest.mark.local_memory(because="it takes all slots of the arena itself")

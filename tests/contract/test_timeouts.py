@@ -103,7 +103,8 @@ async def test_each_call_has_its_own_limit_and_others_have_none(make: MakeRunner
     async with make(concurrency=40, threads=20, contextvars=[USER]) as runner:
         limited, plain, patient = runner.options(timeout=TINY), runner, runner.options(timeout=LONG)
         calls: list[list[asyncio.Future[Any]]] = [[], [], []]
-        for count, fn in enumerate((jobs.plain_then, jobs.await_unless_first) * 3):
+        fns: list[Any] = [jobs.plain_then, jobs.await_unless_first] * 3
+        for count, fn in enumerate(fns):
             if count == 2:
                 USER.set("somebody")
             for place, view in enumerate((limited, plain, patient)):

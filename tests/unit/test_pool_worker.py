@@ -128,7 +128,8 @@ def test_a_shared_object_that_could_not_be_told_is_neither_forgotten_there_nor_l
     """The worker does not know its number: FORGET would end it."""
     loop = asyncio.new_event_loop()
     try:
-        wire, shares = Wire(fails_on=SHARE), Shares(loop, cast(Any, SimpleNamespace(most_shared=1, load=None, discard=None)))
+        store: Any = SimpleNamespace(most_shared=1, most_kept=1, load=None, discard=None)
+        wire, shares = Wire(fails_on=SHARE), Shares(loop, store)
         member = member_on(wire, shares)
         function = function_of(Kind.TASK, b"pickle.")
         share = Share(shares, 9)

@@ -85,6 +85,8 @@ class Functions:
         have a mark beside the id: other verbs than `stream` must not find them."""
         self._held: set[int] = set()
         """Numbers of the functions that `hold` has numbered and that are not released."""
+        self._placed = 0
+        """How many functions have parcels."""
         self.retired: deque[tuple[Function, list[Use]]] = deque()
         """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self._last = 0
@@ -180,6 +182,7 @@ class Functions:
                 worker.defined.discard(function.number)
                 worker.tell(UNDEFINE, function.number, None)
         self._held.discard(function.number)
+        self._placed -= type(function.payload) is int
         self.discard(function.payload)
         function.payload = b""
         self._shares.drop(function)
@@ -204,9 +207,11 @@ class Functions:
             if told is error:
                 raise
             raise told from error
-        if type(payload) is int and not self.store.is_placed(payload):
-            self.store.discard(payload)
-            return False
+        if type(payload) is int:
+            if self._placed >= self.store.most_functions or not self.store.is_placed(payload):
+                self.store.discard(payload)
+                return False
+            self._placed += 1
         function.payload = payload
         if met:
             self._shares.hold(function, met)

@@ -142,7 +142,7 @@ class Shares:
         self._loop = loop
         self._thread = threading.get_ident()
         self.store = store
-        self._limit = store.most_shared  # and as many closed ones to which views still refer
+        self._limit, self._most_kept = store.most_shared, store.most_kept
         self._pending = 0
         self._shares: set[Share] = set()
         self.held: dict[Any, list[Share]] = {}
@@ -164,7 +164,7 @@ class Shares:
             Exception: any error of pickling the object.
         """
         live, known = sum(not share.is_ending for share in self._shares) + self._pending, len(self._shares) + self._pending
-        if live >= self._limit or known >= 2 * self._limit:
+        if live >= self._limit or known >= self._most_kept:
             raise RuntimeError(
                 f"{known} shared objects are open, or closed but still referenced by views; this runner has room for "
                 f"{self._limit}. Close some, drop views of closed ones, share several as one (a dict of them), or make the runner "

@@ -70,12 +70,16 @@ class Store(Protocol):
     Attributes:
         room: how many pickles `keep` keeps at a time.
         most_shared: how many objects may be shared at a time.
+        most_kept: how many shared objects it may keep, closed ones to which views still refer included.
+        most_functions: how many functions may have parcels of their own. The pickle of any other is part of each call.
         in_use: how many parcels it keeps.
         heaviest_batch: the weight that the items of a batch may have together.
     """
 
     room: int
     most_shared: int
+    most_kept: int
+    most_functions: int
     heaviest_batch: int
 
     @property

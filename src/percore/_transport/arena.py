@@ -42,7 +42,9 @@ class Arena(SlotWriter):
         self.can_pickle = partial(can_pickle, main_by_value=main_by_value)
         self.pickler = PayloadPicklers(self, main_by_value=main_by_value, sparing=True).take
         self.room = max(1, self.count // 2)  # the leases of workers and of those that they replace may take the rest
-        self.most_shared = self.count // 4
+        # Leases take half of the slots at most (`Links.link`). Whatever the user keeps, one slot is left for arguments in transit.
+        self.most_shared, self.most_functions = self.count // 4, self.count // 8
+        self.most_kept = max(self.most_shared, self.count // 2 - 1 - self.most_functions)
         self.load = Leases(self.reader(), Endings(loop), 0).receive_shared
 
     # Parcels

@@ -54,7 +54,8 @@ class NodesStore(Arena):
         """Use this many slots: a node has no room for more. To be called before any slot is taken."""
         assert not self.in_use, "a slot that is taken may be beyond the room"
         self.count = self.room = room
-        self.most_shared = max(1, room // 2)
+        self.most_shared, self.most_functions = max(1, room // 2), room // 8
+        self.most_kept = max(1, room - 1 - self.most_functions)
 
     # Parcels on nodes
 
