@@ -34,7 +34,7 @@ class Submission:
 
     def __init__(self, calls: "CallRegistry", functions: "Functions", contexts: "Contexts | None") -> None:
         self._calls = calls
-        self._limit = calls.limits.limit
+        self._limits, self._limit = calls.limits, calls.limits.limit
         self._loop: asyncio.AbstractEventLoop = calls.loop
         self._dispatch = calls.dispatch
         self._phase = calls.phase
@@ -131,9 +131,9 @@ class Submission:
             call = Planned()
             call.policy = policy
             call.key = policy.key
-            call.timeout = policy.timeout
+            call.timeout = timeout = policy.timeout
             call.plan = call.begin_by = call.hard_by = None
-            if policy.is_limited:
+            if policy.has_clock or (timeout is not None and not self._limits.is_in_use):
                 self._limit(call, policy)
             if policy.rate is not None:
                 self._calls.rates.limit(call, policy)
