@@ -25,6 +25,7 @@ from tests.contract import buffer_jobs as arrays  # noqa: E402
 from tests.e2e import buffer_calls as calls  # noqa: E402
 from tests.e2e.test_limits import available  # noqa: E402
 from tests.internals import slots_used  # noqa: E402
+from tests.rows import repeated_rows  # noqa: E402
 
 pytestmark = pytest.mark.warm_fork_server(imports="numpy")
 
@@ -323,8 +324,10 @@ async def test_k3_a_worker_that_dies_while_it_reads_an_array() -> None:
         await settled(runner)
 
 
-@LOOPS
-@pytest.mark.parametrize("way", ["sends", "receives"])
+@pytest.mark.parametrize(
+    ("loop", "way"),
+    [("asyncio", "sends"), ("uvloop", "receives"), *repeated_rows(("uvloop", "sends"), ("asyncio", "receives"))],
+)
 def test_p1_a_program_that_dies_while_it_copies_leaves_nothing(loop: str, way: str, tmp_path: Path, gate: Wire) -> None:
     with program(tmp_path, "killed", loop, way, gate.path) as running:
         running.expect("ready")

@@ -17,6 +17,7 @@ from tests.e2e import death_calls as deadly
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, died, ended, kill, pid_of, serves
 from tests.faults import LIMIT, Program, Watch, Wire, figures
+from tests.rows import repeats
 from tests.waiting import until
 
 pytestmark = [
@@ -325,7 +326,7 @@ async def test_a_bad_frame_kills_that_worker_and_nothing_else(
     assert f"worker {1 - index} (pid {bad}) was killed: its channel broke" in caplog.text
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", *repeats("uvloop")])  # another test has both: how it reaches the end of the program
 @pytest.mark.parametrize(
     ("points", "call", "outcome"),
     [

@@ -21,6 +21,7 @@ from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.e2e.scripts import python
 from tests.faults import LIMIT, Watch, Wire, count_lines, wait_stopped
 from tests.internals import current_member
+from tests.rows import repeated_rows
 from tests.waiting import until
 
 pytestmark = pytest.mark.warm_fork_server
@@ -111,7 +112,7 @@ if __name__ == "__main__":
         ("hangs", "first", "forkserver"),
         ("spins", "first", "spawn"),
         ("dies", "later", "forkserver"),
-        ("hangs", "later", "forkserver"),
+        *repeated_rows(("hangs", "later", "forkserver")),
     ],
 )
 def test_k5_a_main_module_that_kills_or_holds_the_worker_that_imports_it(how: str, when: str, method: str, tmp_path: Path) -> None:
