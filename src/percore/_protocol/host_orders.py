@@ -1,4 +1,4 @@
-"""What a program and a host on another node tell each other first, once both have proven who they are."""
+"""The first messages between a program and a host on another node, once both have proven who they are."""
 
 import platform
 import sys

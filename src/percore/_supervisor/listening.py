@@ -2,7 +2,7 @@
 
     open ─▶ each worker of a slot gets the slot's sockets ─▶ ... ─▶ close, before the workers are asked to end
 
-From the close on the workers alone have the sockets: an address is free when the last server there has stopped.
+After the close only the workers have the sockets. An address is free when the last server there has stopped.
 """
 
 from contextlib import ExitStack

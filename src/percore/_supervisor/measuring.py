@@ -1,4 +1,4 @@
-"""What workers measure of their calls, and what the supervisor measures when calls end."""
+"""Takes the figures that workers measure of their calls, and adds those that the supervisor measures when calls end."""
 
 from collections.abc import Callable
 from time import monotonic_ns

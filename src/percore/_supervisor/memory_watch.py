@@ -1,4 +1,4 @@
-"""Samples the memory of workers, and has those replaced that have more than `max_memory_per_worker`."""
+"""Samples the memory of workers, and asks for the replacement of each that has more than `max_memory_per_worker`."""
 
 import asyncio
 import logging

@@ -4,9 +4,9 @@
     worker ◀─ ANSWER_… ── NestedAnswers ◀─ outcome
 
 The pickles pass through as bytes: the supervisor unpickles neither the function and its arguments nor the outcome. There is one
-exception: whether an exception is worth another attempt, its type tells.
+exception: to decide whether a failed call gets another attempt, the supervisor looks at the type of its exception.
 
-How nobody waits for itself: a call with nested calls steps aside, that is, gives its place back, until its last nested call has
+Why no call waits for itself: a call with nested calls steps aside, that is, gives its place back, until its last nested call has
 ended (`percore._scheduler.levels`). A nested call therefore finds a place even where all places were taken by calls that wait. It
 takes no key that its caller, or the caller's caller, holds, and none by which callers would wait for each other
 (`percore._scheduler.key_waits`). And it needs no slot to be accepted: a pickle that finds none waits as

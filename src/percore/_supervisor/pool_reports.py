@@ -1,4 +1,4 @@
-"""What the log says about workers that come and go as they should: how long it took, and what they have done."""
+"""Log messages about workers that start and end in order: how long that took, and how many calls they have done."""
 
 import logging
 from collections.abc import Sequence

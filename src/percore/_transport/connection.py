@@ -1,8 +1,8 @@
 """A connection between the program and a host: frames over one socket, in order, each exactly once, until it breaks.
 
 The loop reads and writes. `beat` may be called from another thread, so that a loop that is blocked for seconds does not look like a
-machine that is gone: it also writes what waits. While more than FULL bytes wait to be written, the connection is full: who sends
-payloads waits for room, so a slow link takes no memory without end.
+machine that is gone: it also writes what waits. While more than FULL bytes wait to be written, the connection is full: senders of
+payloads wait for room, so a slow link takes no memory without end.
 """
 
 import asyncio

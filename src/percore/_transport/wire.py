@@ -1,11 +1,11 @@
-"""Frames between the program and a host: a head, and as many bytes as it says. Pure: whoever has a socket feeds a Decoder.
+"""Frames between the program and a host: a head, and as many bytes as it says. No I/O: the owner of a socket feeds a Decoder.
 
     kind 1 byte │ number 8 bytes │ length 8 bytes │ check of the data 4 bytes │ check of the head 4 bytes │ data
 
 The number is that of a worker, of a parcel or of a question, as the kind says; the data is a marshalled value, the messages of a
 worker as `codec` writes them, or a large payload as it is. Each kind has a limit of its length. A head is checked before anything
-else is read, and the data before it is decoded: damaged data costs no memory, because who sends it is broken. Both checks are
-CRC-32. A large payload has none: it would take as long as a copy, and what unpickles the payload sees whether it is whole.
+else is read, and the data before it is decoded, so damaged data costs no memory. Both checks are CRC-32. A large payload has none:
+it would take as long as a copy, and unpickling shows whether the payload is whole.
 """
 
 import marshal

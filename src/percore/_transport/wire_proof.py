@@ -1,11 +1,11 @@
-"""Both sides of a new connection prove that they know a token of 32 bytes, before either reads anything else of the other. Pure.
+"""Both sides of a new connection prove that they know a token of 32 bytes, before either reads anything else of the other. No I/O.
 
     program → host      MAGIC, a challenge
     host → program      MAGIC, a challenge, the response to the program's
     program → host      the response to the host's
 
 A response is the HMAC-SHA256 of both challenges and the side, with the token as its key: neither side's own response serves as the
-other's, and none is of use in another connection. This keeps out who does not know the token. It is no encryption.
+other's, and none is of use in another connection. This keeps out anyone who does not know the token. It is no encryption.
 """
 
 import hmac

@@ -1,6 +1,6 @@
 """The nested calls of a worker's calls: they ask the supervisor, and take its answers.
 
-How nobody waits for itself: while a call has nested calls that have not ended, it gives its place back to its worker and takes it
+Why no call waits for itself: while a call has nested calls that have not ended, it gives its place back to its worker and takes it
 again before it goes on. A coroutine call gets its last answer only when it has its place. The thread of a plain call that waits
 lets another thread run in its place (`Threads.step_aside`), and goes on once it is among the first `threads` again.
 """

@@ -1,4 +1,4 @@
-"""Traced calls: what a worker does around the functions that it runs if the program traces its calls."""
+"""Traced calls: the spans that a worker opens around the functions it runs, if the program traces its calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

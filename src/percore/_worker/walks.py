@@ -1,4 +1,4 @@
-"""What nested maps and nested streams have in common: results that a coroutine iterates with `async for`, a thread with `for`.
+"""The common part of nested maps and nested streams: results that a coroutine iterates with `async for`, a thread with `for`.
 
 A `Source` tells what is next (`take`), and wakes those who wait when that may have changed. A `Walk` is what the user holds: loops
 around these two. The calls under way refer to the source alone, so that a walk which the user drops is freed, and ends.

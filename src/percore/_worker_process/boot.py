@@ -1,4 +1,4 @@
-"""What a worker process is given for its start. The program imports this, and nothing of what runs in a worker: that takes time."""
+"""The start data of a worker process. The program imports this alone: the import of the other modules of a worker takes time."""
 
 import signal
 from typing import Any, Final, NamedTuple
