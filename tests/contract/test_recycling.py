@@ -15,7 +15,7 @@ from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.replacement import RestartBudget
 from percore._supervisor.limited_worker import LimitedWorker
-from percore._supervisor.pool_worker import Turn
+from percore._supervisor.timing import Turn
 from tests import jobs
 from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, Starts, worker_of

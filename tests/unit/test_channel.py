@@ -16,7 +16,8 @@ from percore._calls.functions import Function
 from percore._common.system import HAS_EVENTFD
 from percore._protocol.messages import Body, BrokenFrame, Kind, Message
 from percore._scheduler.dispatch import Dispatch
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 from percore._transport import doorbell
 from percore._transport.arena import Arena
 from percore._transport.channel import Channel

@@ -23,7 +23,8 @@ from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.key_names import Names
 from percore._scheduler.places import places_for, room_of
 from percore._scheduler.windows import MOST_OF_ONE
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 from percore._transport import codec
 from percore._transport.codec import encode, is_inline
 from percore._transport.doorbell import EventBell

@@ -17,7 +17,8 @@ from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.outcomes import Outcomes
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 
 _unpickled: list[Callable[[], object]] = []
 

@@ -13,7 +13,8 @@ from percore._protocol.messages import DEFINE_TASK, DEFINE_THREAD, FORGET, SHARE
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.places import ROOM_OF_NONE
 from percore._supervisor.limited_worker import LimitedWorker
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 
 NOW = 100.0
 

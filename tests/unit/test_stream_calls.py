@@ -19,8 +19,9 @@ from percore._scheduler.phase import RunnerPhase
 from percore._serialization.exceptions import dump_exception
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.outcomes import Outcomes
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
+from percore._supervisor.timing import Turn
 from percore._transport.codec import pack_values, unpack_values
 from percore._transport.leases import Received
 from tests.waiting import until

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from percore._common.log import report
 from percore._scheduler.blocking import LoopWatch, Step
 from percore._scheduler.lifecycle import State
+from percore._supervisor.timing import LATENESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from percore._protocol.interfaces import Condition
     from percore._supervisor.pool_worker import PoolWorker
 
-_LATENESS: Final = 1.0
-"""Seconds of lateness of a timer from which on this process must have been stopped, or its own loop blocked."""
 _MOST_NAMES: Final = 3
 
 
@@ -67,7 +66,7 @@ class BlockedLoops:
 
     def _look(self) -> None:
         assert self._timer is not None, "the timer has just called this"
-        is_late = self._loop.time() - self._timer.when() >= _LATENESS
+        is_late = self._loop.time() - self._timer.when() >= LATENESS
         self._timer, self.is_armed = None, False
         for gone in self._watches.keys() - set(self._members):
             del self._watches[gone]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
 from percore._scheduler.phase import Phase, PhaseEvent
-from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import DeadlineTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

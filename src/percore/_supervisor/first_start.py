@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from percore._common.worker_errors import StartupFailed, frozen_hint, how
 from percore._serialization.exception_state import text_of
-from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import DeadlineTimer
 
 if TYPE_CHECKING:
     from percore._supervisor.worker_slot import WorkerSlot

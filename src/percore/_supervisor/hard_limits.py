@@ -16,6 +16,7 @@ from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
 from percore._scheduler.deadlines import Deadlines, end_of_pause, grain, rounded_up
 from percore._scheduler.overruns import Overruns, Step, steps, waits
+from percore._supervisor.timing import LATENESS
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from percore._supervisor.retries import Retries
 
 _SOONEST: Final = 0.001
-_LATENESS: Final = 1.0
-"""Seconds of lateness from which on this process must have been stopped. Then the workers probably were, too."""
 
 
 class Owner(Protocol):
@@ -165,7 +164,7 @@ class HardLimits:
             return
         if step is Step.REPLACE:
             self._pool.supersede(member)
-        elif monotonic() - when < _LATENESS:
+        elif monotonic() - when < LATENESS:
             self._pool.kill_one(member, why)
         else:  # give it the time once more in which this process did not run
             when = monotonic() + self._kill_after

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 from percore._scheduler.lifecycle import Deadline, Event, State
-from percore._supervisor.pool_worker import DeadlineTimer, PoolWorker
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import DeadlineTimer
 
 
 class Lifecycles:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._calls.calls import PendingCall
 from percore._protocol.messages import Kind
 from percore._scheduler.places import ROOM_OF_NONE
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from percore._scheduler.dispatch import Dispatch

@@ -33,8 +33,9 @@ from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
 from percore._supervisor.pool_reports import worker_is_ready, workers_are_ready, workers_have_ended
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
+from percore._supervisor.timing import Turn
 from percore._supervisor.worker_reports import WorkerReports
 from percore._supervisor.worker_slot import WorkerSlot
 

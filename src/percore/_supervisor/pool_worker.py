@@ -4,10 +4,8 @@ The pool creates a `PoolWorker` for each worker it starts. Each call in `PoolWor
 worker reports an outcome, hands the call back or dies.
 """
 
-import asyncio
 import sys
 from array import array
-from collections.abc import Callable
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -21,17 +19,17 @@ from percore._scheduler.lifecycle import Deadline, Life, State
 from percore._scheduler.places import ROOM_OF_NONE, places_at_first, places_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from percore._calls.shared_objects import Shares
     from percore._protocol.interfaces import Channel, Worker
     from percore._protocol.messages import Body
     from percore._scheduler.dispatch import Dispatch
+    from percore._supervisor.timing import DeadlineTimer, Turn
 
 
 _LATE: Final = 0.005
 """Seconds after which a worker that has messages but reads none counts as behind. Reading takes far less."""
-
-_LATENESS: Final = 1.0
-"""Seconds of lateness of a timer from which on the loop must have been stopped, or blocked by user code."""
 
 
 class Relatives(Protocol):
@@ -39,52 +37,6 @@ class Relatives(Protocol):
 
     def end(self) -> None:
         """End them, because the call has left the worker."""
-
-
-class Turn:
-    """The time of the current iteration of the loop: read once, then the same until the iteration ends.
-
-    The loop reads the workers' messages between iterations only, so a long iteration must not make workers look silent.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._time: float | None = None
-
-    def time(self) -> float:
-        """Return `loop.time()` as of the first request in this iteration."""
-        if self._time is None:
-            self._time = self.loop.time()
-            self.loop.call_soon(self._end)
-        return self._time
-
-    def _end(self) -> None:
-        self._time = None
-
-
-class DeadlineTimer:
-    """A timer for a deadline after which a worker is killed. Time in which this process itself did not run does not count.
-
-    Calls `callback` once after `seconds`, unless it is cancelled before.
-
-    If the loop runs the timer late, the worker was probably stopped as well, or the loop has not read the worker's messages yet.
-    The timer then starts again with the same time, once.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._callback = callback
-        self._timer = loop.call_later(seconds, self._look)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        if self._loop.time() - self._timer.when() < _LATENESS:
-            self._callback()
-        else:
-            self._timer = self._loop.call_later(self._seconds, self._callback)
 
 
 class PoolWorker:

@@ -1,0 +1,55 @@
+"""The time as the supervisor reads it: that of an iteration of the loop, and timers for deadlines."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+LATENESS: Final = 1.0
+"""Seconds of lateness of a timer from which on this process must have been stopped, or user code has blocked its loop. The workers
+were probably stopped, too."""
+
+
+class Turn:
+    """The time of the current iteration of the loop: read once, then the same until the iteration ends.
+
+    The loop reads the workers' messages between iterations only, so a long iteration must not make workers look silent.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._time: float | None = None
+
+    def time(self) -> float:
+        """Return `loop.time()` as of the first request in this iteration."""
+        if self._time is None:
+            self._time = self.loop.time()
+            self.loop.call_soon(self._end)
+        return self._time
+
+    def _end(self) -> None:
+        self._time = None
+
+
+class DeadlineTimer:
+    """A timer for a deadline after which a worker is killed. Time in which this process itself did not run does not count.
+
+    Calls `callback` once after `seconds`, unless it is cancelled before.
+
+    If the loop runs the timer late, the worker was probably stopped as well, or the loop has not read the worker's messages yet.
+    The timer then starts again with the same time, once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._callback = callback
+        self._timer = loop.call_later(seconds, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() - self._timer.when() < LATENESS:
+            self._callback()
+        else:
+            self._timer = self._loop.call_later(self._seconds, self._callback)
