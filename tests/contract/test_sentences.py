@@ -579,8 +579,8 @@ SENTENCES: Final[dict[str, Use]] = {
     "threaded() takes an iterable, not …": lambda _: threads(5),
     "closing the input %r failed in its thread": input_closes_badly,
     # What cannot be sent
-    "… of … works within one event loop: the other process would get an independent copy…. What the calls of one "
-    "worker are to have in common is made in the lifespan": lambda runner: runner.run(jobs.aecho, asyncio.Lock()),
+    "… of … works within one event loop: the other process would get an independent copy…. To share an object among the "
+    "calls of one worker, make it in the lifespan": lambda runner: runner.run(jobs.aecho, asyncio.Lock()),
     "a memoryview cannot be sent as it is: send pickle.PickleBuffer(view), which arrives as a memoryview without a "
     "copy where it is large, or bytes(view)": lambda runner: runner.run(jobs.aecho, memoryview(b"some")),
     "an open file cannot be sent: send its path, or what is read from it": with_file,

@@ -3,7 +3,7 @@
 All `Function`s of one name share a meter, since a function that travels by value becomes a new `Function` with each call. A meter
 has a tally for each slot of the pool, which outlives the slot's workers. The hot paths change fields directly: `Outcomes`
 increments a tally's `ended`, and the registry of calls counts a meter's `left` down, to note of every n-th call when it was
-accepted. What a worker measures arrives in MEASURED.
+accepted. The measurements of a worker arrive in MEASURED.
 """
 
 from collections.abc import Callable

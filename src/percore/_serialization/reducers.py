@@ -132,7 +132,7 @@ def _refuse(library: str, obj: object) -> NoReturn:
     advice = f"; {_INSTEAD[known[0]]}" if known else ""
     raise TypeError(
         f"{type(obj).__qualname__} of {library} works within one event loop: the other process would get an independent copy"
-        f"{advice}. What the calls of one worker are to have in common is made in the lifespan"
+        f"{advice}. To share an object among the calls of one worker, make it in the lifespan"
     )
 
 

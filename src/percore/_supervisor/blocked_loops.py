@@ -24,7 +24,7 @@ class BlockedLoops:
     """Watches the loops of a runner's workers. A timer runs only while workers have calls."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, members: "Collection[PoolWorker]", after: float | None) -> None:
-        """`after`: how many seconds a worker may read nothing. None: nobody is watched."""
+        """`after`: how many seconds a worker may read nothing. None: no worker is watched."""
         self.is_armed = after is None
         """Whether `arm` has nothing to do. Every call that is sent asks."""
         self.told: set[PoolWorker] = set()
@@ -35,7 +35,7 @@ class BlockedLoops:
         self._watches: dict[PoolWorker, LoopWatch] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.on_rest: Callable[[], None] = lambda: None
-        """Called when nobody is watched any more, so that the next call arms the watch."""
+        """Called when no worker is watched any more, so that the next call arms the watch."""
 
     def arm(self) -> None:
         """Watch the workers for as long as they have calls. To be called with the first call."""
@@ -44,7 +44,7 @@ class BlockedLoops:
         self._timer = self._loop.call_later(self._after / 2, self._look)
 
     def look_members(self) -> None:
-        """Watch nobody if no worker is left. To be called when a worker has ended. The next call arms the watch again."""
+        """Stop the watch if no worker is left. To be called when a worker has ended. The next call arms the watch again."""
         if self._members:
             return
         self._watches.clear()

@@ -47,7 +47,7 @@ class MemoryWatch:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, pool: RenewedPool, engine: Scale, phase: RunnerPhase, limit: int | None
     ) -> None:
-        """`limit`: how many bytes a worker may have. None: nobody is watched."""
+        """`limit`: how many bytes a worker may have. None: no worker is watched."""
         self._loop = loop
         self._pool = pool
         self._engine = engine

@@ -59,8 +59,8 @@ class Links:
         Raises:
             OSError: out of descriptors or address space; nothing is left behind.
         """
-        # Leases may take half of the arena: those of the workers a quarter, and those of workers that drain as much. What a worker
-        # may not lease it copies.
+        # Leases may take half of the arena: those of the workers a quarter, and those of workers that drain as much. A worker
+        # copies the arrays that it may not lease.
         most = self._memory.size // self.layout.slot_size // 2 - self._leased
         layout = self.layout._replace(leases=max(0, min(self.layout.leases, most)))
         link = Link(self._loop, self._memory, layout, self.store, self._closed)

@@ -60,7 +60,7 @@ async def dial(
 
 
 class Door:
-    """Listens until one program has proven the token. Whoever does not is dropped and logged, and so is a second program."""
+    """Listens until one program has proven the token. Other connections are dropped and logged, and so is a second program."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, token: bytes, address: str, certificates: Certificates | None = None

@@ -22,7 +22,7 @@ _FLOCK: Final = "hhqqi"
 
 
 def claim(fd: int) -> None:
-    """Let nobody take the file who does not have it yet. For the program."""
+    """Keep others from taking the file, until it is released. For the program."""
     _lock(fd, fcntl.F_WRLCK, _CLAIM)
 
 

@@ -145,7 +145,7 @@ def state_of(stat: str) -> str:
 
 
 def _cpu_times(pid: int) -> CpuTimes:
-    """Return the times of a process. What the system does not tell counts as 0, so it starves nobody."""
+    """Return the times of a process. A time that the system does not report counts as 0."""
     waited = throttled = 0
     with suppress(ValueError, IndexError):
         waited = int(_text(f"/proc/{pid}/task/{pid}/schedstat").split()[1])
