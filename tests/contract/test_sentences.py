@@ -566,6 +566,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "a stream was never used: iterate it with `async for`": never_streamed,
     "map needs at least one iterable": lambda runner: runner.map(jobs.echo),
     "map needs iterables, not …": lambda runner: runner.map(jobs.echo, 5),
+    "starmap needs the arguments of each call as a tuple, not …": lambda runner: runner.starmap(jobs.echo, [5]).collect(),
     "window must be a whole number, not …": lambda runner: runner.map(jobs.echo, [1], window=1.5),
     "window must be at least 1, not …": lambda runner: runner.map(jobs.echo, [1], window=0),
     "key must be a function of the arguments, such as key=host_of, not …": lambda runner: runner.map(jobs.echo, [1], key=5),

@@ -48,6 +48,17 @@ def check_map(
         raise ValueError(f"window must be at least 1, not {window}")
 
 
+def unpacked(row: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call of `starmap`. Runs user code.
+
+    Raises:
+        TypeError: this is no iterable.
+    """
+    if not hasattr(type(row), "__iter__") and not hasattr(type(row), "__getitem__"):
+        raise TypeError(f"starmap needs the arguments of each call as a tuple, not {row!r}")
+    return tuple(row)
+
+
 class Inputs:
     """One or several sync or async iterables, pulled in step until the shortest ends."""
 

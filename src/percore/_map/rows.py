@@ -9,6 +9,7 @@ from percore._calls.policy import Policy
 from percore._calls.shared_objects import Share
 from percore._common.callables import check_awaited
 from percore._common.errors import as_error
+from percore._common.inputs import unpacked
 from percore._map.progress import Wanted
 from percore._scheduler.batching import Run
 from percore._scheduler.key_names import Name, Names
@@ -101,7 +102,7 @@ class Rows:
 
     def _submit_row(self, number: int, row: Any) -> bool:
         """Turn one row into an item. Return whether it was taken."""
-        args = tuple(row) if self._spec.star else (row,) if self._is_single else row
+        args = unpacked(row) if self._spec.star else (row,) if self._is_single else row
         key = None
         if self._spec.key is not None and (given := self._spec.key(*args)) is not None:
             if type(given) is not str and type(given) is not int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from percore._common.callables import check_awaited
 from percore._common.errors import as_error, shown
-from percore._common.inputs import Inputs
+from percore._common.inputs import Inputs, unpacked
 from percore._protocol.messages import ANSWER_ERROR
 from percore._protocol.nested_calls import NestedRequest
 from percore._worker.families import Family, ItemChild
@@ -164,7 +164,7 @@ class MapSource(Source):
         """Make the call of a row. Runs user code: it computes the key and pickles the arguments."""
         spec, item = self.spec, _Item(self, row)
         try:
-            args = tuple(row) if spec.star else (row,) if self.inputs.is_single else row
+            args = unpacked(row) if spec.star else (row,) if self.inputs.is_single else row
             key = None
             if spec.key is not None:
                 key = spec.key(*args)
