@@ -22,10 +22,19 @@ def pace_of(calls: Iterable[int], *, has_spare: bool = False) -> Pace:
     return pace
 
 
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """What each thread has computed."""
+    readings = {threading.get_native_id(): 0.0}
+    monkeypatch.setattr(module, "computed", readings.__getitem__)
+    monkeypatch.setattr(module, "wants_cpu", lambda _tid: False)
+    return readings
+
+
 def test_the_calls_of_a_new_function_begin_one_at_a_time() -> None:
     pace = Pace(LIMIT, has_spare=False)
     assert [pace.enters(call, 0.0) for call in range(3)] == [True, False, False]
-    pace.ended(0, LONG, 1.0)
+    pace.ended(0, 1.0)
     assert pace.due(LONG) == [1]
     assert pace.due(LONG) == []
     assert pace.enters(3, LONG) is False
@@ -53,7 +62,7 @@ def test_a_call_that_computes_and_then_waits_lets_the_next_one_begin() -> None:
 
 def test_calls_that_have_waited_are_seen_at_their_end() -> None:
     pace = pace_of(range(4))
-    pace.ended(0, LONG, 0.1)
+    pace.ended(0, 0.1)
     assert pace.due(LONG) == [1, 2]
 
 
@@ -61,26 +70,37 @@ def test_calls_that_compute_after_others_have_waited_begin_one_at_a_time_again()
     pace = pace_of(range(12))
     pace.looked(0.0, 1, 0.01)
     assert pace.due(0.01) == [1]
-    pace.ended(0, LONG, 0.5)  # two of them share the GIL
+    pace.ended(0, 0.5)  # two of them share the GIL
     assert pace.due(LONG) == []
-    pace.ended(1, LONG, 1.0)
+    pace.ended(1, 1.0)
     assert pace.due(LONG) == [2]
 
 
 def test_brief_calls_open_their_function_after_some() -> None:
     pace = pace_of(range(40))
     for call in range(15):
-        pace.ended(call, BRIEF / 2, 1.0)
+        pace.ended(call, 1.0, brief=1)
         assert pace.due(0.0) == [call + 1]
-    pace.ended(15, BRIEF / 2, 1.0)
+    pace.ended(15, 1.0, brief=1)
     assert pace.is_open
     assert pace.due(0.0) == list(range(16, 40))
+
+
+def test_a_batch_of_brief_calls_opens_their_function_at_once(readings: dict[int, float]) -> None:
+    pacing = Pacing(LIMIT, has_spare=False)
+    pace = pacing.new()
+    assert [pacing.holds(call, pace) for call in range(4)] == [False, True, True, True]
+    for call, items, due in ((0, 14, [1]), (1, 16, [2, 3])):
+        pacing.began(call)
+        readings[threading.get_native_id()] += 1000  # it has computed all the time
+        assert pacing.ended(call, 14 * BRIEF, items) == due
+    assert pace.is_open
 
 
 def test_a_long_call_among_brief_ones_keeps_their_function_closed() -> None:
     pace = pace_of(range(40))
     for call in range(30):
-        pace.ended(call, LONG if call == 10 else BRIEF / 2, 1.0)
+        pace.ended(call, 1.0, brief=int(call != 10))
         pace.due(0.0)
         assert pace.is_open is (call >= 26)
 
@@ -114,9 +134,9 @@ def test_calls_without_the_gil_run_beside_each_other_while_there_are_cpus() -> N
 def test_calls_that_share_the_gil_begin_one_at_a_time_whatever_cpus_there_are() -> None:
     pace = pace_of(range(5), has_spare=True)
     pace.looked(1.0, 2, 0.01)
-    pace.ended(0, LONG, 0.5)
+    pace.ended(0, 0.5)
     assert pace.due(LONG) == []
-    pace.ended(1, LONG, 1.0)
+    pace.ended(1, 1.0)
     assert pace.due(LONG) == [2]
 
 
@@ -161,17 +181,8 @@ def test_functions_do_not_hold_up_each_other() -> None:
     assert not pacing.holds(2, second)
     assert pacing.holds(3, first)
     pacing.began(2)
-    assert pacing.ended(2, LONG) == []
+    assert pacing.ended(2, LONG, 1) == []
     assert pacing.held == 1
-
-
-@pytest.fixture
-def readings(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """What each thread has computed."""
-    readings = {threading.get_native_id(): 0.0}
-    monkeypatch.setattr(module, "computed", readings.__getitem__)
-    monkeypatch.setattr(module, "wants_cpu", lambda _tid: False)
-    return readings
 
 
 def test_an_open_function_forgets_its_calls(readings: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +198,7 @@ def test_an_open_function_forgets_its_calls(readings: dict[int, float], monkeypa
     assert pacing.look() == [1, 2, 3]
     assert (pacing.held, pacing.paces) == (0, {})
     assert not pacing.holds(4, pace)
-    assert pacing.ended(0, LONG) == []
+    assert pacing.ended(0, LONG, 1) == []
 
 
 def test_the_computing_of_a_thread_counts() -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 BRIEF: Final = 0.001
-"""Seconds below which a call is brief."""
+"""Seconds of computing below which a call, or an item of a batch, is brief."""
 
 _MANY: Final = 16
 """Brief calls in a row after which their function is open. The first files of a folder are often empty."""
@@ -83,17 +83,17 @@ class Pace:
         if call_id in self.held:
             self.held.remove(call_id)
 
-    def ended(self, call_id: int, seconds: float, share: float) -> None:
-        """Note that a call has ended.
+    def ended(self, call_id: int, share: float, *, brief: int = 0) -> None:
+        """Note that a call, or a batch, has ended.
 
         Args:
             call_id: the call.
-            seconds: how long it has run.
-            share: how many seconds of each of these it has computed.
+            share: how many seconds it has computed in each second that it has run.
+            brief: how many brief calls it was; 0: it was not brief.
         """
         running = max(1, len(self.admitted))
         self.admitted.discard(call_id)
-        self._brief = self._brief + 1 if seconds < BRIEF else 0
+        self._brief = self._brief + brief if brief else 0
         if self._brief >= _MANY:
             self.is_open = True
         else:
@@ -180,15 +180,18 @@ class Pacing:
         tid = threading.get_native_id()
         self._readings[call_id] = _Reading(tid, computed(tid), time.perf_counter())
 
-    def ended(self, call_id: int, seconds: float) -> list[int]:
-        """Note that this thread has ended a call. Return the held calls that may begin now."""
+    def ended(self, call_id: int, cpu: float, items: int) -> list[int]:
+        """Note that this thread has ended a call. Return the held calls that may begin now.
+
+        `cpu`: how many seconds it has computed, with all its items if it was a batch.
+        """
         with self._lock:
             reading, pace = self._readings.pop(call_id), self.paces.pop(call_id, None)
             if pace is None:  # it has made nested calls
                 return []
             now = time.perf_counter()
             share = (computed(reading.tid) - reading.computed) / max(1e-9, now - reading.at)
-            pace.ended(call_id, seconds, min(1.0, share))
+            pace.ended(call_id, min(1.0, share), brief=items if cpu < BRIEF * items else 0)
             return self._due(pace, now)
 
     def left(self, call_id: int) -> list[int]:

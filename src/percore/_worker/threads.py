@@ -449,7 +449,7 @@ class Threads:
             now = time.perf_counter()
             wall = now - wall
             if is_paced:
-                self._ended(call_id, wall)
+                self._ended(call_id, cpu, getattr(item, "end", 1))
             elif wall > JOIN_AFTER:
                 self._closes(item, wall, cpu, time.process_time() - process)
             if is_alone and self._begun == begun:
@@ -466,9 +466,9 @@ class Threads:
         assert self.pacing is not None
         self.pacing.began(call_id)
 
-    def _ended(self, call_id: int, seconds: float) -> None:
+    def _ended(self, call_id: int, cpu: float, items: int) -> None:
         assert self.pacing is not None
-        due = self.pacing.ended(call_id, seconds)
+        due = self.pacing.ended(call_id, cpu, max(1, items))
         self._release(due)
         if len(due) > 1 and self.on_due is not None:  # this thread takes one of them
             self.on_due()
