@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._common.system import HAS_MEMFD
+from percore._common.system import HAS_MEMFD, IS_FREE_THREADED
 from percore._transport import memory as module
 from percore._transport.memory import Memory, keep_heap_warm
 
@@ -347,9 +347,19 @@ def test_what_a_reader_has_written_outlives_its_close_where_somebody_looks_at_it
 def test_the_heap_of_malloc_is_warmed_once() -> None:
     """The block of a second time would lie in the heap: glibc would clear it, which takes its pages and milliseconds."""
     keep_heap_warm()
+    assert peak_of(keep_heap_warm) < 1 << 20
+
+
+def test_without_a_gil_the_heap_is_not_warmed() -> None:
+    """The allocator of such a Python would touch the whole block, and keep it."""
+    assert (peak_of(keep_heap_warm.__wrapped__) < 1 << 20) is IS_FREE_THREADED
+
+
+def peak_of(act: Callable[[], None]) -> int:
+    """Return the most bytes that Python's objects take while this runs."""
     tracemalloc.start()
     try:
-        keep_heap_warm()
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        act()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

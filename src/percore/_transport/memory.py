@@ -14,7 +14,7 @@ import sys
 from functools import cache
 from typing import Self
 
-from percore._common.system import HAS_MEMFD
+from percore._common.system import HAS_MEMFD, IS_FREE_THREADED
 
 _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL; required under vm.memfd_noexec=2, unknown (EINVAL) before Linux 6.3
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -96,9 +96,12 @@ def keep_heap_warm() -> None:
     function allocates and frees a block just below the largest size that counts, without touching it. With another malloc it has no
     effect.
 
+    A Python without a GIL has an allocator of its own, which would touch the block and keep it: there it does nothing.
+
     It does so once in a process, since glibc never unlearns it: the second block would lie in the heap, where glibc clears it.
     """
-    bytes(_LESSON)
+    if not IS_FREE_THREADED:
+        bytes(_LESSON)
 
 
 def _sized_file(size: int) -> tuple[int, int]:
