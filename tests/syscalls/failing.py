@@ -137,14 +137,23 @@ def run(stage: str, call: str, error: str, number: int, folder: Path) -> Run:
             process.stdin.flush()
             outcomes = told(process, "stage", stderr)
         finally:
-            tracer.send_signal(signal.SIGINT)  # it lets everybody go
-            tracer.communicate(timeout=30)
+            _let_go(tracer)
         process.stdin.write(b"\n")
         process.stdin.flush()
         end = told(process, "end", stderr)
         status = process.wait(LIMIT)
     hits = len(re.findall(r"\(INJECTED\)", log.read_text())) if log.exists() else 0
     return Run(hits, outcomes, end, status)
+
+
+def _let_go(tracer: "subprocess.Popen[bytes]") -> None:
+    """End strace, which lets everybody go."""
+    tracer.send_signal(signal.SIGINT)
+    try:
+        tracer.communicate(timeout=30)
+    except subprocess.TimeoutExpired:  # it waits for a process that has gone meanwhile
+        tracer.kill()
+        tracer.communicate()
 
 
 def _attached(tracer: "subprocess.Popen[bytes]", count: int) -> None:

@@ -43,7 +43,11 @@ async def count_up(number: int) -> AsyncIterator[int]:
 
 def tell(word: str, value: object) -> None:
     """Say a line to the judge."""
-    os.write(1, f"{word} {json.dumps(value)}\n".encode())
+    line = f"{word} {json.dumps(value)}\n".encode()
+    try:
+        os.write(1, line)
+    except BlockingIOError:  # this one has failed on purpose
+        os.write(1, line)
 
 
 def listen() -> None:
