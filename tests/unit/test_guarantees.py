@@ -1,4 +1,4 @@
-"""docs/explanation/guarantees.md: each promise names the tests that hold it, and these exist."""
+"""What percore promises, and the invariants between its modules: each one names the tests that hold it, and these exist."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise ")]
+PAGE = "".join((ROOT / "docs" / "explanation" / name).read_text(encoding="utf-8") for name in ("guarantees.md", "invariants.md"))
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| promise ", "| invariant "))]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
