@@ -212,7 +212,8 @@ def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterato
         elif isinstance(child, ast.Attribute) and ast.unparse(child) == "percore.__version__":
             pass  # a constant of the package
         elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "percore":
-            yield Import(module, f"percore.{percore._HOMES[child.attr]}", typing_only, child.lineno)
+            home = percore._HOMES.get(child.attr, child.attr)  # else a module, as in `percore.testing`
+            yield Import(module, f"percore.{home}", typing_only, child.lineno)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"{module}, line {child.lineno}: a relative import"
             yield from (Import(module, f"{child.module}.{alias.name}", typing_only, child.lineno) for alias in child.names)
