@@ -4,7 +4,6 @@ import platform
 import sys
 from typing import Any, NamedTuple
 
-import percore
 from percore._protocol.worker_start import WorkerStart
 
 
@@ -52,4 +51,6 @@ class Greeting(NamedTuple):
 
 def greeting(pid: int) -> Greeting:
     """Return what this process has."""
-    return Greeting(f"{sys.implementation.name} {'.'.join(platform.python_version_tuple()[:2])}", percore.__version__, pid)
+    python = f"{sys.implementation.name} {'.'.join(platform.python_version_tuple()[:2])}"
+    # Not by an import: the package's own module names all rooms, and this one stands at the bottom.
+    return Greeting(python, sys.modules["percore"].__version__, pid)
