@@ -19,6 +19,9 @@
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
 #   make test-browser  looks at the dashboard and the flame graph in a headless Chromium, where there is one
 #   make test-ray   workers on a real Ray cluster of two nodes, with Ray in .venvs/ray, in a network of loopback alone
+#   make demo-ray   the polite crawler over the two nodes of a Ray cluster, one of which is killed half-way
+#   make ray-head, ray-stop   a Ray cluster of two nodes in a network of loopback alone, to try by hand
+#   make bench-ray  the benchmarks of workers on a Ray cluster
 #   make lint       ruff and mypy --strict
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
@@ -140,12 +143,30 @@ test-programs: $(VENV)/.percore-programs
 
 # Given by name, too. Ray is large, so it has an environment of its own.
 RAY := .venvs/ray
-.PHONY: test-ray ray-head ray-stop demo-ray
+.PHONY: test-ray ray-head ray-stop demo-ray bench-ray
 
 test-ray:
 	@$(PYTHON) scripts/loopback.py --check || exit 0; \
 	$(MAKE) --no-print-directory VENV=$(RAY) $(RAY)/.percore-ray && \
 	$(PYTHON) scripts/loopback.py $(RAY)/bin/python -m tests.ray.cluster -p no:cacheprovider tests/ray/ray_cluster.py $(PYTEST_ARGS)
+
+demo-ray:
+	@$(PYTHON) scripts/loopback.py --check || exit 0; \
+	$(MAKE) --no-print-directory VENV=$(RAY) $(RAY)/.percore-ray,examples && \
+	$(PYTHON) scripts/loopback.py $(RAY)/bin/python examples/cluster.py
+
+# A cluster to try by hand, in its own network: `make ray-head` says how to run programs there.
+ray-head:
+	@$(PYTHON) scripts/loopback.py --check || exit 0; \
+	$(MAKE) --no-print-directory VENV=$(RAY) $(RAY)/.percore-ray && $(PYTHON) scripts/ray_head.py start $(RAY)/bin/python
+
+ray-stop:
+	@$(PYTHON) scripts/ray_head.py stop
+
+bench-ray:
+	@$(PYTHON) scripts/loopback.py --check || exit 0; \
+	$(MAKE) --no-print-directory VENV=$(RAY) $(RAY)/.percore-ray && \
+	$(PYTHON) scripts/loopback.py $(RAY)/bin/python -m benchmarks $(if $(QUICK),--quick) ray ray_deaths ray_start
 
 package: $(VENV)/.percore-package
 	$(RUN) scripts/package.py $(RUN)

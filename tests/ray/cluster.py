@@ -1,7 +1,7 @@
 """Starts a Ray cluster of two nodes and runs pytest beside it: `python -m tests.ray.cluster ARGUMENTS OF PYTEST`.
 
 The cluster belongs to no test: what Ray starts is neither a child of the tests nor left behind by one. A test asks for another
-node, or for the death of one, by a line on a socket. The variable PERCORE_TEST_RAY has the address, and the socket's descriptor.
+node, or the death of one, by a line on a socket. The variable PERCORE_TEST_RAY has the address, and the socket's descriptor.
 """
 
 import json
@@ -42,9 +42,10 @@ def done(cluster: Cluster, nodes: dict[str, Any], order: str, value: Any) -> Any
         node = cluster.add_node(**value)
         nodes[node.node_id] = node
         return node.node_id
-    node = nodes.pop(value)
-    os.kill(raylet_of(node), signal.SIGKILL)
-    cluster.remove_node(node, allow_graceful=False)
+    if order == "kill":
+        os.kill(raylet_of(nodes[value]), signal.SIGKILL)
+    else:
+        cluster.remove_node(nodes.pop(value), allow_graceful=False)
     return None
 
 

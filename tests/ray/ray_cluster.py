@@ -160,9 +160,10 @@ async def test_a_node_joins_and_its_raylet_dies(log: Log, gate: Gate) -> None:
             (new,) = (one for one in runner.statistics().workers if one.node not in before)
             calls = {runner.submit(jobs.await_, log.path, gate.path, place): place for place in range(NODES * CPUS + 1)}
             await log.take(len(calls))
+            await asyncio.to_thread(order, "kill", joined)  # nobody reaps it, so Ray takes it for alive
+            ended, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await asyncio.to_thread(order, "kill", joined)
-        ended, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.to_thread(order, "remove", joined)
         with pytest.raises(percore.WorkerDied, match="was lost") as caught:
             await ended.pop()
         error = caught.value

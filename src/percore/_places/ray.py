@@ -6,6 +6,7 @@ becomes free: whoever waits for one asks again.
 
 import asyncio
 import os
+import select
 import sys
 import threading
 from collections.abc import Collection
@@ -45,7 +46,7 @@ class Node(NamedTuple):
 
 
 class Keeper:
-    """The actor of a node. Its host ends when this process does."""
+    """The actor of a node. Its host ends when this process or the raylet does, which Ray notices a second later."""
 
     def start(self, address: str, token: bytes) -> int | None:
         """Start the host and return its port. None: it has ended."""
@@ -54,7 +55,17 @@ class Keeper:
         theirs = os.path.dirname(ray.__file__)  # Ray puts its own copies of psutil and others first
         path = [part for part in sys.path if not part.startswith(theirs)]
         self._host, port = start_host(sys.executable, address, token, path, certificates())
+        threading.Thread(target=self._end_with_the_raylet, name=_THREAD, daemon=True).start()
         return port
+
+    def _end_with_the_raylet(self) -> None:
+        with suppress(OSError):  # in a container of its own it has another number
+            raylet = os.pidfd_open(int(os.environ.get("RAY_RAYLET_PID") or os.getppid()))
+            gone = select.poll()
+            gone.register(raylet, select.POLLIN)
+            gone.poll()
+            assert self._host.stdin is not None
+            self._host.stdin.close()
 
 
 class RayPlaces:
