@@ -4,6 +4,7 @@ A test needs this to kill a particular worker, to see that a call has left nothi
 one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
 """
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,21 @@ def channel_of(member: "PoolWorker") -> Any:
 def arena_of(runner: Runner) -> Any:
     """The store of a runner whose workers map it."""
     return runner._supervisor.store
+
+
+def sent_messages(runner: Runner) -> Counter[int]:
+    """How often each message is sent to the workers of now, from now on."""
+    sent: Counter[int] = Counter()
+    for member in members_of(runner):
+        of: Any = member
+        send = of.tell
+
+        def counted(op: int, call_id: int, body: Any, send: Any = send) -> None:
+            sent[op] += 1
+            send(op, call_id, body)
+
+        of.tell = counted
+    return sent
 
 
 def slots_used(runner: Runner) -> int:

@@ -1,8 +1,7 @@
 """One suite for every engine: `make` gives the runners a test asks for, on the engine it is run with."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -10,11 +9,13 @@ import pytest
 from percore import Runner
 from percore._common.system import default_start_method
 from percore._engines.nodes.worker import NodeWorker
-from tests.contract.pipes import Gate, Log
+from tests.contract.pipes import gate, log, other_gate
 from tests.fakes import FakeRunner, FakeWorker
 from tests.hosts import NodesRunner
 from tests.internals import current_member
 from tests.rows import engine_of, engines_for
+
+__all__ = ["gate", "log", "other_gate"]
 
 MakeRunner: TypeAlias = Callable[..., Runner]
 Starts: TypeAlias = Callable[[int], int]
@@ -70,27 +71,6 @@ def starts(request: pytest.FixtureRequest) -> Starts:
     """How many starts of a worker stand for so many: an interpreter takes as long as ten forks, and tells no more each time."""
     spawned = engine_of(request.node) == "spawn"
     return lambda count: -(-count // 3) if spawned else count
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def other_gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "other_gate")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
 
 
 def worker_of(runner: Runner, index: int = 0) -> Any:

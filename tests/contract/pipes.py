@@ -1,12 +1,15 @@
 """Events across processes, without time: named pipes in the test's own folder.
 
 A Gate is shut until it is opened; whoever waits at it (jobs.pass_gate, jobs.apass_gate) then goes on, now and ever after.
-A Log receives lines that calls say (jobs.say), in the order they said them.
+A Log receives lines that calls say (jobs.say), in the order they said them. The fixtures make them: `gate`, `other_gate`, `log`.
 """
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 class _Pipe:
@@ -81,3 +84,24 @@ class Log(_Pipe):
 def _set(waiter: "asyncio.Future[None]") -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def other_gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "other_gate")
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path / "log")
+    yield log
+    log.close()

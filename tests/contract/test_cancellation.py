@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
-from tests.internals import channel_of, members_of, supervisor_of
+from tests.internals import channel_of, members_of, sent_messages, supervisor_of
 
 pytestmark = [
     pytest.mark.differs("uvloop", because="which callback of one iteration comes first is the loop's choice"),
@@ -33,25 +32,10 @@ OPTIONS = pytest.mark.parametrize(
 """What `run` awaits is another kind of call under each."""
 
 
-def _count_messages(runner: percore.Runner) -> Counter[int]:
-    """How often each message is sent to the workers, from now on."""
-    sent: Counter[int] = Counter()
-    for member in members_of(runner):
-        of: Any = member
-        send = of.tell
-
-        def counted(op: int, call_id: int, body: Any, send: Any = send) -> None:
-            sent[op] += 1
-            send(op, call_id, body)
-
-        of.tell = counted
-    return sent
-
-
 @in_processes
 async def test_c2_cancelling_the_future_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
-        sent = _count_messages(runner)
+        sent = sent_messages(runner)
         future = runner.submit(jobs.await_, log.path, gate.path, 1)
         assert await log.next() == "1"
         assert future.cancel()
@@ -64,7 +48,7 @@ async def test_c2_cancelling_the_future_cancels_the_coroutine(make: MakeRunner, 
 
 async def test_cancelling_the_awaiting_task_cancels_the_coroutine(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
-        sent = _count_messages(runner)
+        sent = sent_messages(runner)
         task = asyncio.create_task(runner.run(jobs.await_, log.path, gate.path, 1))
         assert await log.next() == "1"
         task.cancel()
@@ -167,7 +151,7 @@ async def test_c3_a_run_cancelled_in_the_iteration_of_its_outcome_has_ended(
 ) -> None:
     async with make(1) as runner:
         view = runner.options(**options)
-        sent = _count_messages(runner)
+        sent = sent_messages(runner)
         task = asyncio.create_task(view.run(jobs.await_, log.path, gate.path, "first"))
         assert await log.next() == "first"
         (member,) = members_of(runner)
@@ -336,7 +320,7 @@ async def test_c1_a_call_cancelled_before_its_worker_read_it_never_runs(make_rea
 
 async def test_c2_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(concurrency=1) as runner:
-        sent = _count_messages(runner)
+        sent = sent_messages(runner)
         future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
         assert await log.next() == "began"
         future.cancel()
@@ -354,7 +338,7 @@ async def test_c2_cleaning_up_goes_on_and_holds_the_place(make: MakeRunner, log:
 async def test_c6_closing_does_not_cancel_a_second_time(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     runner = make(concurrency=1)
     await runner.start()
-    sent = _count_messages(runner)
+    sent = sent_messages(runner)
     future = runner.submit(jobs.clean_up, log.path, gate.path, other_gate.path)
     assert await log.next() == "began"
     closing = [asyncio.create_task(runner.aclose(grace=0)) for _ in range(2)]
@@ -425,7 +409,7 @@ async def test_c3_what_comes_after_the_cancellation_is_dropped(make: MakeRunner,
 
 async def test_c3_a_call_that_is_done_cannot_be_cancelled(make: MakeRunner) -> None:
     async with make() as runner:
-        sent = _count_messages(runner)
+        sent = sent_messages(runner)
         future = runner.submit(jobs.aecho, 1)
         assert await future == 1
         assert not future.cancel()

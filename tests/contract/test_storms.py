@@ -23,7 +23,7 @@ from tests.contract.conftest import worker_of
 from tests.contract.pipes import Gate
 from tests.counts import times
 from tests.fakes import FakeRunner
-from tests.internals import members_of, supervisor_of
+from tests.internals import sent_messages, supervisor_of
 from tests.sweep import places
 from tests.waiting import until
 
@@ -42,21 +42,6 @@ def make_call(runner: percore.Runner, number: int) -> "tuple[asyncio.Future[Any]
     if number % 8 == 3:
         return runner.submit(jobs.later, number), number
     return runner.submit(jobs.echo if number % 8 == 4 else jobs.aecho, number), number
-
-
-def sent_messages(runner: percore.Runner) -> Counter[int]:
-    """How often each message is sent to the workers of now, from now on."""
-    sent: Counter[int] = Counter()
-    for member in members_of(runner):
-        of: Any = member
-        send = of.tell
-
-        def counted(op: int, call_id: int, body: Any, send: Any = send) -> None:
-            sent[op] += 1
-            send(op, call_id, body)
-
-        of.tell = counted
-    return sent
 
 
 @pytest_asyncio.fixture

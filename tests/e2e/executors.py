@@ -4,33 +4,18 @@ import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from percore import LoopPoolExecutor
 from percore._supervisor.pool_worker import PoolWorker
-from tests.contract.pipes import Gate, Log
+from tests.contract.pipes import Log
 from tests.rows import repeats
 
 CONTEXTS = ("fork", *repeats("forkserver"), "spawn")
 """Contexts of multiprocessing. Its fork server differs from fork and spawn only before a worker runs percore."""
 METHODS = ("percore", *CONTEXTS)
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
 
 
 @pytest.fixture(params=METHODS)

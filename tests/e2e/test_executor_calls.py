@@ -18,8 +18,8 @@ from percore import LoopPoolExecutor
 from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import gate, lines, log
+from tests.contract.pipes import Gate, Log, gate, log
+from tests.e2e.executors import lines
 from tests.internals import is_at_rest
 from tests.waiting import until
 

@@ -19,8 +19,8 @@ from percore import LoopPoolExecutor
 from percore._common.system import default_start_method
 from percore._executor import portal
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import gate, lines, log
+from tests.contract.pipes import Gate, Log, gate, log
+from tests.e2e.executors import lines
 from tests.e2e.family import Family
 from tests.e2e.scripts import output_of, python
 from tests.faults import Program

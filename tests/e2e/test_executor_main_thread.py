@@ -11,8 +11,8 @@ import pytest
 import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import context, gate, lines, log, members_of
+from tests.contract.pipes import Gate, Log, gate, log
+from tests.e2e.executors import context, lines, members_of
 
 __all__ = ["context", "gate", "log"]
 

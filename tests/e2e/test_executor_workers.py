@@ -16,8 +16,8 @@ import pytest
 import percore
 from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
-from tests.contract.pipes import Gate, Log
-from tests.e2e.executors import context, end_helpers, gate, lines, log, members_of, mp_context
+from tests.contract.pipes import Gate, Log, gate, log
+from tests.e2e.executors import context, end_helpers, lines, members_of, mp_context
 from tests.rows import repeats
 
 __all__ = ["context", "gate", "log", "mp_context"]

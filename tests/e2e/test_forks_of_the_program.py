@@ -1,23 +1,17 @@
 """A program that forks while its runner is open: the fork has no runner, and the program's own notices nothing."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contract.pipes import Gate
+from tests.contract.pipes import Gate, gate
 from tests.faults import Program, Watch
 from tests.rows import repeated_rows
 
+__all__ = ["gate"]
+
 HARD = 2.0
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
 
 
 NO_EXIT = pytest.mark.skipif(

@@ -20,25 +20,13 @@ from percore._node.main_source import main_here
 from percore._places.local import LOCAL, LocalPlaces
 from percore._protocol.host_orders import Greeting
 from tests import jobs
-from tests.contract.pipes import Gate, Log
+from tests.contract.pipes import Gate, Log, gate, log
 from tests.e2e.family import Family
 from tests.faults import LIMIT, Program, Watch
 from tests.hosts import InnerPlaces, NodesRunner, _factory, engine_of, host_runner
 from tests.waiting import until
 
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Any:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Any:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
+__all__ = ["gate", "log"]
 
 
 def hosts_of(runner: Runner) -> dict[str, int]:

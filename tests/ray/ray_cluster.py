@@ -18,12 +18,14 @@ import ray
 import percore
 from percore import RayEngine, Runner
 from tests import jobs
-from tests.contract.pipes import Gate, Log
+from tests.contract.pipes import Gate, Log, gate, log
 from tests.faults import LIMIT, Program, Watch
 from tests.ray import ray_jobs
 from tests.ray.cluster import CPUS, NODES, VARIABLE
 from tests.tls import authority, issued, needs_openssl
 from tests.waiting import until
+
+__all__ = ["gate", "log"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,20 +62,6 @@ def connected() -> Iterator[None]:
     ray.init(ADDRESS, configure_logging=False, log_to_driver=False)
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
 
 
 def hosts() -> list[int]:
