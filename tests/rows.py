@@ -14,7 +14,8 @@ A row that repeats most of another one is given as `repeats(value)`: it costs a 
 
 In a further way each test function runs once, whatever its parameters.
 
-`--rows=full` (`make test-full`) runs every row. `--rows=fallbacks` runs the tests that differ in that way alone: for a run
+`--rows=full` (`make test-full`) runs every row. `--rows=threads` (`make test-threads`) runs every test of the contract on threads.
+`--rows=fallbacks` runs the tests that differ in that way alone: for a run
 under PERCORE_WITHOUT. Where there is no fork server, spawned interpreters are the first way.
 """
 
@@ -29,11 +30,12 @@ WAYS: Final = {
     "uvloop": "the program's loop is uvloop: callbacks of descriptors, timers and signals, and their order, are another library's",
     "spawn": "workers are fresh interpreters: how one is launched, what it is given, and how its exit is seen",
     "nodes": "payloads and messages pass a socket: where they lie, who discards them, and when a read or an exit is known here",
+    "threads": "workers are threads of the program: nothing is pickled, a worker ends as its loop does, no thread can be killed",
     "fallbacks": "system calls are missing (PERCORE_WITHOUT): memory, bells, exits and the workers' loop are others",
 }
 """Each way besides the first, and what differs in it."""
 
-CHOICES: Final = ("push", "full", "fallbacks")
+CHOICES: Final = ("push", "full", "fallbacks", "threads")
 
 
 def repeats(*values: object) -> list[ParameterSet]:
@@ -93,10 +95,12 @@ def _has_row(item: pytest.Item, engine: object, rows: str) -> bool:
         return False
     if rows == "full":
         return True
+    if rows == "threads":
+        return engine == "threads"
     if rows == "fallbacks" and not _falls_back(item, engine):
         return False
-    if engine == "nodes":
-        return "nodes" in differing(item) and rows == "push"
+    if engine in {"nodes", "threads"}:
+        return engine in differing(item) and rows == "push"
     return not _is_spawned(engine) or "spawn" in differing(item)
 
 
@@ -105,7 +109,7 @@ def _is_wanted(item: pytest.Item, rows: str) -> bool:
     if not _has_row(item, engine, rows) or item.get_closest_marker("full"):
         return False
     # Without processes the loop is the test's own, and each further way tells the same under any loop.
-    return not ((engine in {"fake", "nodes"} or _is_spawned(engine)) and "uvloop" in item.name)
+    return not ((engine in {"fake", "nodes", "threads"} or _is_spawned(engine)) and "uvloop" in item.name)
 
 
 def _falls_back(item: pytest.Item, engine: object) -> bool:
@@ -118,8 +122,8 @@ def _further_way(item: pytest.Item, rows: str) -> str:
     """The way in which a test runs once: its parameters repeat there what the first way has told of them."""
     if rows == "fallbacks":
         return f"fallbacks of {engine_of(item)}"
-    if engine_of(item) == "nodes":
-        return "nodes"
+    if engine_of(item) in {"nodes", "threads"}:
+        return str(engine_of(item))
     if _is_spawned(engine_of(item)):
         return "spawn"
     is_chosen = "_asyncio_loop_factory" in _parameters(item)  # by tests/conftest.py, and not by a parameter of the test's own

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from percore._common.errors import PayloadTooLarge, PercoreError, RemoteError, RemoteTraceback, RunnerClosed, RunnerFull
     from percore._common.rates import Rate
     from percore._common.worker_errors import RunnerBroken, StartupFailed, WorkerDied
+    from percore._engines.threads.choice import ThreadsEngine
     from percore._executor.executor import LoopPoolExecutor
     from percore._map.map import Map
     from percore._map.threaded import threaded
@@ -70,6 +71,7 @@ __all__ = [
     "StartupFailed",
     "Statistics",
     "Stream",
+    "ThreadsEngine",
     "Usage",
     "WorkerDied",
     "WorkerFunctionStatistics",
@@ -111,6 +113,7 @@ _HOMES = {
     "StartupFailed": "_common.worker_errors",
     "Statistics": "_monitor.statistics",
     "Stream": "_runner.stream",
+    "ThreadsEngine": "_engines.threads.choice",
     "Usage": "_monitor.usage",
     "WorkerDied": "_common.worker_errors",
     "WorkerFunctionStatistics": "_monitor.functions",

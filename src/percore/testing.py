@@ -19,6 +19,7 @@ from percore._common.options import seconds_of
 from percore._testing import simulation
 from percore._testing.engine import FakeEngine, FakeWorker, worker_of_pid
 from percore._testing.simulation import Hangs
+from percore._worker.context import current_context
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import Worker
@@ -90,18 +91,20 @@ def die() -> None:
 
     At the end of a function it loses the result of work that was done: `await save(page); percore.testing.die()`.
 
-    In a coroutine of a FakeRunner it raises CancelledError; in a plain function of a FakeRunner it returns.
+    With a FakeRunner, and with workers that are threads, it raises CancelledError in a coroutine, and returns in a plain function.
 
     Raises:
         RuntimeError: called outside of a call.
     """
-    worker = percore.current_worker()
-    fake = worker_of_pid(worker.pid)
-    if fake is None:
+    found = current_context("current_worker")
+    strike, loop = found.strike, None
+    if fake := worker_of_pid(found.worker.pid):
+        strike, loop = fake.strike, fake.loop
+    if strike is None:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    fake.strike()
-    if asyncio._get_running_loop() is fake.loop:
+    strike()
+    if (running := asyncio._get_running_loop()) is not None and loop in (None, running):
         raise asyncio.CancelledError
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from percore import Runner
+from percore import Runner, ThreadsEngine
 from percore._common.system import default_start_method
 from percore._engines.nodes.worker import NodeWorker
 from tests.contract.pipes import gate, log, other_gate
@@ -21,7 +21,7 @@ MakeRunner: TypeAlias = Callable[..., Runner]
 Starts: TypeAlias = Callable[[int], int]
 
 REAL = ["forkserver", "spawn"] if default_start_method() == "forkserver" else ["spawn"]
-ENGINES = ["fake", *REAL, "nodes"]
+ENGINES = ["fake", *REAL, "nodes", "threads"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -49,6 +49,8 @@ def _maker(engine: str) -> MakeRunner:
             return FakeRunner(workers, **options)  # type: ignore[arg-type]
         if engine == "nodes":
             return NodesRunner(workers, **options)  # type: ignore[arg-type]
+        if engine == "threads":
+            return Runner(workers, engine=ThreadsEngine(), **options)  # type: ignore[arg-type]
         return Runner(workers, start_method=engine, **options)  # type: ignore[arg-type]
 
     return make

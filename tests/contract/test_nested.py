@@ -14,7 +14,10 @@ from tests.fakes import FakeRunner
 from tests.internals import members_of, slots_used
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
+pytestmark = [
+    pytest.mark.differs("nodes", because="the pickles of nested calls are passed on"),
+    pytest.mark.differs("threads", because="objects of nested calls are passed on as they are"),
+]
 
 
 async def test_calls_of_calls_of_calls_never_wait_for_themselves(make: MakeRunner, subtests: pytest.Subtests) -> None:

@@ -844,6 +844,63 @@ SENTENCES: Final[dict[str, Use]] = {
     "its lifespan, and put a load balancer before them": at(
         "tests/e2e/test_nodes.py::test_what_cannot_work_on_nodes_is_refused", "needs workers on this machine"
     ),
+    # Threads
+    **{
+        sentence: at(f"tests/contract/test_threads_engine.py::{test}", needle)
+        for sentence, test, needle in (
+            (
+                'engine="threads": only one thread runs at a time, because …',
+                "test_one_thread_at_a_time_is_said_once",
+                "only one thread runs at a time, because",
+            ),
+            (
+                "an import has turned the GIL on again, so only one thread runs at a time from now on%s",
+                "test_an_import_that_turns_the_gil_on_is_named",
+                "an import has turned the GIL on again",
+            ),
+            (
+                "no thread can be started for the worker: …",
+                "test_without_a_thread_the_start_fails_and_leaves_nothing",
+                "no thread can be started for the worker",
+            ),
+            (
+                "the event loop of worker %d raised",
+                "test_what_a_task_raises_in_a_worker_s_loop_ends_that_worker_alone",
+                "the event loop of worker",
+            ),
+            (
+                "the event loop of a worker raised at its end",
+                "test_what_a_loop_raises_at_its_end_ends_in_the_log",
+                "raised at its end",
+            ),
+            ("the channel of worker %d broke", "test_a_channel_that_breaks_ends_its_worker", "the channel of worker 0 broke"),
+            (
+                'copy must be "never" or "pickle", not …',
+                "test_what_a_thread_cannot_keep_is_refused_in_words",
+                'copy must be "never" or "pickle"',
+            ),
+            (
+                "mp_context starts processes, and engine=… has none: give one of the two",
+                "test_what_a_thread_cannot_keep_is_refused_in_words",
+                "mp_context starts processes",
+            ),
+            (
+                'broken="pool" ends all workers, and those of engine=… cannot be ended: use broken="worker"',
+                "test_what_a_thread_cannot_keep_is_refused_in_words",
+                "cannot be ended",
+            ),
+            (
+                "engine=… is an engine for percore.Runner, not for LoopPoolExecutor",
+                "test_an_engine_that_is_for_runners_alone_is_refused_by_executors",
+                "is an engine for",
+            ),
+            (
+                "a Shared that a thread has got cannot be pickled: pass it to a call of percore.current_runner()",
+                "test_share_gives_the_object_itself_also_after_its_close_to_calls_that_have_it",
+                "cannot be pickled",
+            ),
+        )
+    },
     "percore top cannot show this runner: its page could not be written: %s": at(
         "tests/contract/test_publication.py::test_without_a_descriptor_there_is_no_page_and_calls_go_on", "could not be written"
     ),

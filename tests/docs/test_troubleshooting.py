@@ -76,6 +76,7 @@ INSIDE: Final = {
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
     "in its lifespan, and put a load balancer before them": "likewise",
     "percore top cannot show this runner: its page could not be written: %s": "at DEBUG; `percore top` says what it does not find",
+    "the channel of worker %d broke": "a mistake of percore's own",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }
 """Sentences without an entry that no user meets as such, and why."""

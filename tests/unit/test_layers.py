@@ -48,6 +48,10 @@ ROOMS: dict[str, set[str]] = {
     "_engines.nodes": {
         *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport"),
     },
+    # Workers that are threads of the program: so both halves are here, and the choice that users make.
+    "_engines.threads": {
+        *("_calls", "_common", "_engines.processes", "_monitor", "_protocol", "_serialization", "_transport", "_worker"),
+    },
     # Whoever has the nodes. Each knows how to put a host there, and nothing of what it does. One that is public is a choice of an
     # engine, and may bring certificates. Threads of their own start hosts and ask others: the loop's executor may be full.
     "_places": {"_common", "_engines.nodes", "_monitor", "_transport"},

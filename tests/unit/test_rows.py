@@ -20,6 +20,7 @@ LEAST = {
     "uvloop": {"test_cancellation", "test_closing", "test_deaths", "test_map_ends", "test_timeouts", "test_turns"},
     "spawn": {"test_closing", "test_deaths", "test_inside", "test_lives", "test_logs", "test_recycling", "test_usage"},
     "nodes": {"test_batches", "test_buffers", "test_closing", "test_deaths", "test_payloads", "test_share", "test_statistics"},
+    "threads": {"test_nested"},
     "fallbacks": {
         "test_buffers",
         "test_cancellation",
@@ -50,7 +51,7 @@ def collected(*arguments: str, **variables: str) -> dict[str, Counter[str]]:
     output = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=40, check=True).stdout
     found: dict[str, Counter[str]] = {}
     for path, name in re.findall(r"(\w+)\.py::(.*)", output):
-        engine = next((engine for engine in ("fake", "forkserver", "spawn", "nodes") if engine in name), "none")
+        engine = next((engine for engine in ("fake", "forkserver", "spawn", "nodes", "threads") if engine in name), "none")
         found.setdefault(path, Counter())[f"{engine} uvloop" if "uvloop" in name else engine] += 1
     return found
 
@@ -95,9 +96,11 @@ def test_the_rows_without_the_system_s_calls() -> None:
     assert set(found) - {"none"} == {"fake", "spawn"}
 
 
-@pytest.mark.parametrize("mark", [pytest.mark.differs, pytest.mark.differs("uvloop"), pytest.mark.differs("threads", because="so")])
+@pytest.mark.parametrize(
+    "mark", [pytest.mark.differs, pytest.mark.differs("uvloop"), pytest.mark.differs("greenlets", because="so")]
+)
 def test_a_mark_without_a_way_or_a_reason_is_refused(mark: pytest.MarkDecorator) -> None:
     """The reason stands beside the mark."""
-    text = r'test_it: differs\(\) takes some of uvloop, spawn, nodes, fallbacks, and because="..."'
+    text = r'test_it: differs\(\) takes some of uvloop, spawn, nodes, threads, fallbacks, and because="..."'
     with pytest.raises(pytest.UsageError, match=text):
         rows.differing(cast(pytest.Item, Marked(mark)))

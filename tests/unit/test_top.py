@@ -37,6 +37,7 @@ WORKER: dict[str, Any] = {
     "functions": [
         {"name": "crawl.fetch", "running": 1, "ended": 10, "failed": 1, "run": {"count": 10, "p50": 0.25, "p90": 0.5, "p99": 0.75}}
     ],
+    "given_up": 0,
 }
 FUNCTION: dict[str, Any] = {
     "name": "crawl.fetch",

@@ -8,11 +8,16 @@ the choice, so here they have no type.
 import sys
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from percore._common.system import has_gil
+
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-ENGINES: Final[dict[str, str | None]] = {"processes": None}
-"""The names for `engine=`, each with the public class that it stands for. None: processes, which need no choice."""
+ENGINES: Final[dict[str, str | None]] = {"processes": None, "threads": "ThreadsEngine", "auto": None}
+"""The names for `engine=`, each with the public class that it stands for. None: processes, which need no choice.
+
+"auto" stands for "threads" where threads run at once, else for "processes".
+"""
 
 
 class Maker:
@@ -49,8 +54,20 @@ class EngineChoice:
     def _maker(self) -> Maker:
         raise NotImplementedError
 
+    def _engine_of_executor(self, loop: "AbstractEventLoop", options: Any, settings: Any, given: Any) -> Any:
+        """Return the engine of a LoopPoolExecutor, with its settings and its initializer."""
+        raise NotImplementedError
 
-EngineName: TypeAlias = Literal["processes"]
+    def _check_executor(self) -> None:
+        """Check that a LoopPoolExecutor can have this engine.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        raise ValueError(f"engine={self!r} is an engine for percore.Runner, not for LoopPoolExecutor")
+
+
+EngineName: TypeAlias = Literal["processes", "threads", "auto"]
 AnyEngine: TypeAlias = EngineName | EngineChoice
 
 
@@ -64,11 +81,11 @@ def engine_of(value: object) -> EngineChoice | None:
         return value
     if isinstance(value, type) and issubclass(value, EngineChoice):
         raise TypeError(f"give an object: engine=percore.{value.__name__}(), not engine=percore.{value.__name__}")
-    names = " or ".join(f'"{name}"' for name in ENGINES)
+    names = ", ".join(f'"{name}"' for name in ENGINES)
     if not isinstance(value, str):
         raise TypeError(f"engine must be {names}, or an object such as percore.RayEngine(), not {value!r}")
     if value not in ENGINES:
         raise ValueError(f"engine must be {names}, or an object such as percore.RayEngine(), not {value!r}")
-    home = ENGINES[value]
+    home = ENGINES["threads" if value == "auto" and not has_gil() else value]
     choice: EngineChoice | None = None if home is None else getattr(sys.modules["percore"], home)()
     return choice

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _without = frozenset(filter(None, os.environ.get("PERCORE_WITHOUT", "").replace(" ", "").split(",")))
 _known = frozenset({"memfd", "eventfd", "pidfd", "setsig", "uvloop", "reuseport"})
@@ -50,6 +50,10 @@ HAS_REUSEPORT = "reuseport" not in _without and sys.platform == "linux"
 """Whether the system divides connections among sockets that share a port. macOS has SO_REUSEPORT, and gives all to one of them."""
 IS_FREE_THREADED = "t" in sys.abiflags
 """Whether this is a free-threaded build of Python. The GIL may be enabled all the same."""
+
+
+has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+"""Return whether only one thread of this process runs Python code at a time. An import may change that."""
 
 
 def metrics_wanted() -> bool:

@@ -136,7 +136,10 @@ class WorkerDied(PercoreError, BrokenProcessPool):
             )
         place = "" if node is None else f" on node {node}"
         who = f"the worker{place}" if pid is None else f"worker (pid {pid}{place})"  # None: its process was never started
-        end = f"was killed by percore ({why})" if why else f"died {how(exitcode, detail)}"
+        if why and exitcode is None and detail:  # it could not be killed
+            end = f"was given up by percore ({why}; {detail})"
+        else:
+            end = f"was killed by percore ({why})" if why else f"died {how(exitcode, detail)}"
         super().__init__(f"{who} {end} {began}. {advice}")
 
 

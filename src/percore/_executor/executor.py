@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
 
 import percore  # noqa: TC001  # get_type_hints needs it
 from percore._common.callables import check_plain, is_coroutine_call
+from percore._common.engines import AnyEngine, engine_of
 from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
 from percore._executor.futures import Held, traced_future
 from percore._executor.portal import Portal
@@ -26,8 +27,9 @@ from percore._worker.executor_worker import ThreadStart, run_chunk
 if TYPE_CHECKING:
     import asyncio
 
-    from percore._engines.processes.engine import ProcessEngine
+    from percore._common.engines import EngineChoice
     from percore._executor.worker_process import WorkerProcess
+    from percore._protocol.interfaces import Engine
     from percore._runner.assembly import Assembly
     from percore._supervisor.burials import WorkerObserver
 
@@ -78,6 +80,7 @@ class LoopPoolExecutor(Executor):
         broken: what fails when a worker dies. "worker": the calls that it had begun fail with WorkerDied, and percore replaces it.
             "pool": all calls fail and the executor refuses new ones, as in the standard library. With "pool" a call or result that
             cannot be unpickled breaks the executor as well.
+        engine: where the workers run, as for Runner: None or "processes", "threads", "auto" or percore.ThreadsEngine(...).
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -97,6 +100,7 @@ class LoopPoolExecutor(Executor):
         thread_initargs: tuple[Any, ...] = (),
         lifespan: Lifespan | None = None,
         broken: Broken = "worker",
+        engine: AnyEngine | None = None,
     ) -> None:
         if broken not in get_args(Broken):
             raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
@@ -108,7 +112,10 @@ class LoopPoolExecutor(Executor):
                     raise TypeError(f"{name} must be a callable")
                 check_plain(name, given)
         self._max_workers = _workers(max_workers)
-        if mp_context is None and initargs and _needs_inheritance(initializer, tuple(initargs)):
+        choice = engine_of(engine)
+        if choice is not None:
+            _check_engine(choice, mp_context, broken)
+        elif mp_context is None and initargs and _needs_inheritance(initializer, tuple(initargs)):
             mp_context = multiprocessing.get_context()
         self._mp_context = mp_context
         options = RunnerOptions.checked(
@@ -130,6 +137,7 @@ class LoopPoolExecutor(Executor):
             max_pending=None,
             listen=(),
             blocked_after=None,
+            engine=choice,
         )
         self._tracing = options.tracing
         if max_memory_per_worker is not None:
@@ -368,7 +376,8 @@ class _Setup(NamedTuple):
     max_tasks: int
 
     def warm_up(self) -> None:
-        keep_warm(self.options)
+        if self.options.engine is None:
+            keep_warm(self.options)
 
     def assemble(self, loop: "asyncio.AbstractEventLoop", observer: "WorkerObserver | None") -> "Assembly":
         from percore._runner.assembly import Assembly
@@ -377,7 +386,10 @@ class _Setup(NamedTuple):
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
         return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)
 
-    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: MainInfo, /) -> "ProcessEngine":
+    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: MainInfo, /) -> "Engine":
+        if options.engine is not None:
+            settings = ExecutorSettings(is_pool=False, max_tasks=self.max_tasks, has_main=False, initializer=b"")
+            return cast("Engine", options.engine._engine_of_executor(loop, options, settings, self.given))
         from percore._engines.processes.engine import ProcessEngine
 
         launcher, given = None, None
@@ -407,6 +419,14 @@ def _workers(max_workers: int | None) -> int:
     if max_workers > _MOST_WORKERS:
         raise ValueError(f"max_workers must be at most {_MOST_WORKERS}")
     return max_workers
+
+
+def _check_engine(choice: "EngineChoice", mp_context: BaseContext | None, broken: Broken) -> None:
+    choice._check_executor()
+    if mp_context is not None:
+        raise ValueError(f"mp_context starts processes, and engine={choice!r} has none: give one of the two")
+    if broken == "pool":
+        raise ValueError(f'broken="pool" ends all workers, and those of engine={choice!r} cannot be ended: use broken="worker"')
 
 
 def _max_tasks(given: int | None, context: BaseContext | None) -> int:

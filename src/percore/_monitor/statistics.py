@@ -51,6 +51,7 @@ class WorkerStatistics:
         node: the name of the current worker's node; None without a worker, or where the workers run on the program's own machine.
         functions: one record per function of which calls have begun in this slot, the one that has run longest in all first.
             Empty with PERCORE_METRICS=0.
+        given_up: workers of this slot whose threads were left running, because a thread cannot be killed. 0 for processes.
     """
 
     index: int
@@ -74,6 +75,7 @@ class WorkerStatistics:
     run: Percentiles | None = None
     node: str | None = None
     functions: tuple[WorkerFunctionStatistics, ...] = ()
+    given_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Statistics:
         restarts: replacements started.
         workers: one record per slot, by index.
         functions: one record per function that has begun, in the order of their first calls. Empty with PERCORE_METRICS=0.
+        given_up: workers whose threads were left running, because a thread cannot be killed. 0 for processes.
     """
 
     running: int
@@ -106,6 +109,7 @@ class Statistics:
     restarts: int
     workers: tuple[WorkerStatistics, ...]
     functions: tuple[FunctionStatistics, ...] = ()
+    given_up: int = 0
 
     def __str__(self) -> str:
         if not self.functions:

@@ -162,7 +162,7 @@ class Host:
             worker = self.engine.start(index, generation, lambda end: self._exited(number, end), ())
         except OSError as error:
             why = f"it could not be started: {shown(error)}"
-            self.connection.send(Kind.EXIT, number, packed((*Exit(None, why), None)))
+            self.connection.send(Kind.EXIT, number, packed((None, why, False, None, None)))
         else:
             self._stations[number] = Station(self, number, worker)
 

@@ -146,7 +146,7 @@ class Station:
             fates = [(call_id, *self.worker.fate(call_id)) for call_id in self._calls.values()]
             for start in range(0, len(fates), _FATES):
                 self._send(Kind.FATES, self._number, pack((fates[start : start + _FATES],)))
-            self._send(Kind.EXIT, self._number, pack((*end, self.worker.pid)))
+            self._send(Kind.EXIT, self._number, pack((end.code, end.why, end.place_lost, end.peak, self.worker.pid)))
             self.worker.close()
 
 

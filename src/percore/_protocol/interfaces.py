@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import asyncio
     import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from percore._monitor.usage import Usage
     from percore._protocol.messages import Body, Message, Payload
@@ -207,14 +207,14 @@ class Side(Protocol):
 
 
 class Channel(Side, Protocol):
-    """The supervisor's side of a channel to one worker. Only the loop's thread uses it.
+    """The supervisor's side of a channel to one worker. Only the loop's thread uses it."""
 
-    Attributes:
-        waits_since: while the worker has unread messages, the time (`time.monotonic`) since which it has read nothing; 0 if it has
-            read all. This is no method, because choosing a worker for a call looks at several workers.
-    """
+    @property
+    def waits_since(self) -> float:
+        """While the worker has unread messages, the time (`time.monotonic`) since which it has read nothing; 0 if it has read all.
 
-    waits_since: float
+        Choosing a worker for a call looks at several workers, so an engine may keep it as a plain attribute.
+        """
 
     @property
     def sent(self) -> int:
@@ -226,7 +226,7 @@ class Channel(Side, Protocol):
 
     def open(
         self,
-        on_frame: Callable[[list[Message]], None],
+        on_frame: Callable[[Iterable[Message]], None],
         on_broken: Callable[[BaseException], None],
         on_batch: Callable[[], None],
     ) -> None:
@@ -278,7 +278,7 @@ class WorkerChannel(Side, Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def open(self, on_frame: Callable[[list[Message]], None], on_broken: Callable[[BaseException], None]) -> None:
+    def open(self, on_frame: Callable[[Iterable[Message]], None], on_broken: Callable[[BaseException], None]) -> None:
         """Begin to receive, as `Channel.open`."""
 
     def send_later(self, op: int, call_id: int, body: Body) -> None:
@@ -366,12 +366,14 @@ class Exit(NamedTuple):
         why: more about the end, where the engine knows it, as a clause: "its node was lost".
         place_lost: whether the worker ended because the place where it ran was lost. Such an end is no failed start.
         peak: the most bytes of memory that it had in use at a time, with shared memory; None if unknown.
+        is_given_up: whether the worker still runs user code, because it cannot be killed. Nothing of it arrives any more.
     """
 
     code: int | None
     why: str = ""
     place_lost: bool = False
     peak: int | None = None
+    is_given_up: bool = False
 
 
 class Condition(NamedTuple):

@@ -106,3 +106,8 @@ ONCE_OPS: Final = (ONCE_TASK, ONCE_THREAD)
 
 DEFINE_OPS: Final = (DEFINE_TASK, DEFINE_THREAD)
 """By kind: the op that gives a function its number."""
+
+
+def is_call(op: int) -> bool:
+    """Whether a message to a worker makes a call."""
+    return op > 0 or op in ONCE_OPS or op == BATCH

@@ -93,10 +93,15 @@ class NestedRequest(NamedTuple):
 
 def _is_known(body: tuple[Any, ...]) -> bool:
     types = tuple(map(type, body))
-    is_known = len(types) == len(_KINDS) and all(kind in kinds for kind, kinds in zip(types, _KINDS, strict=True))
+    is_known = len(types) == len(_KINDS) and all(map(_is_of, types, _KINDS))
     if is_known:
         _known.add(types)
     return is_known
+
+
+def _is_of(kind: type, kinds: tuple[type, ...]) -> bool:
+    """Whether a field may have this type. A pickle may be of a class of the engine's own."""
+    return kind in kinds or (bytes in kinds and str not in kinds and issubclass(kind, bytes))
 
 
 def is_plain_key(key: object) -> bool:

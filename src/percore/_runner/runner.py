@@ -112,8 +112,9 @@ class Runner(Verbs):
             replacement gets the sockets of the worker that it replaces, with the connections that wait there. On Linux each worker
             has a TCP socket of its own (SO_REUSEPORT), and the system divides the connections among the workers that are ready.
             Otherwise they share one. A socket of yours is shared, stays open and becomes non-blocking.
-        engine: where the workers run. None or "processes": as processes of this machine. A `percore.RayEngine`: on the nodes of a
-            Ray cluster.
+        engine: where the workers run. None or "processes": as processes of this machine. "threads", or percore.ThreadsEngine(...):
+            as threads of this process, which run at once on free-threaded Python only; nothing is pickled. "auto": as threads where
+            they run at once, else as processes. A `percore.RayEngine`: on the nodes of a Ray cluster.
 
     Raises:
         TypeError, ValueError: an option is invalid.

@@ -84,6 +84,23 @@ def dump_exception(exc: BaseException, new_file: Callable[[], F], *, main_by_val
     return new_file()  # not even a kilobyte fits: `load_exception` recognises an empty file
 
 
+def passed_on(exc: BaseException, *, as_itself: bool = False) -> BaseException:
+    """Return the exception that arrives for `exc` where nothing is pickled: itself, unless a caller must not get its class.
+
+    `as_itself` as for `dump_exception`. Runs no code of the class of `exc` that could raise.
+    """
+    if as_itself:
+        return exc
+    if isinstance(exc, StopIteration | StopAsyncIteration):
+        return _of_stop(exc)
+    if _may_arrive(exc):
+        return exc
+    text = format_traceback(exc)
+    remote = RemoteError(type_name_of(exc), text_of(exc), text)
+    CAUSE.__set__(remote, RemoteTraceback(text))
+    return remote
+
+
 def load_exception(data: bytes | memoryview) -> BaseException:
     """Rebuild the exception from `data`, and put its remote traceback at the end of its `__cause__` chain.
 
@@ -114,15 +131,13 @@ def _encoded(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple
 
 
 def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[int, list[tuple[Any, ...]]]:
-    # An asyncio future does not accept these. They become a RuntimeError, as PEP 479 has it for generators.
     if not as_itself and isinstance(root, StopIteration | StopAsyncIteration):
-        root, stop = RuntimeError(f"the call raised {type(root).__qualname__}"), root
-        root.__cause__ = stop
+        root = _of_stop(root)
     order, index = _collect(root)
     nodes = []
     for exc, members in order:
         payload, why = None, ""
-        if exc is not root or as_itself or (isinstance(exc, Exception) and not isinstance(exc, _NEVER_ITSELF)):
+        if exc is not root or as_itself or _may_arrive(exc):
             payload, why = _payload(exc, members, main_by_value)
         cause = CAUSE.__get__(exc)
         node = _Node(
@@ -136,6 +151,17 @@ def _encode(root: BaseException, main_by_value: bool, as_itself: bool) -> tuple[
         )
         nodes.append(tuple(node))
     return index[id(root)], nodes
+
+
+def _of_stop(stop: StopIteration | StopAsyncIteration) -> RuntimeError:
+    """Return what arrives for an exception that no asyncio future accepts, as PEP 479 has it for generators."""
+    error = RuntimeError(f"the call raised {type(stop).__qualname__}")
+    error.__cause__ = stop
+    return error
+
+
+def _may_arrive(exc: BaseException) -> bool:
+    return isinstance(exc, Exception) and not isinstance(exc, _NEVER_ITSELF)
 
 
 def _collect(root: BaseException) -> tuple[list[_Made], dict[int, int]]:

@@ -44,6 +44,25 @@ class File(Protocol):
     def reset(self) -> None: ...
 
 
+class MemoryFile:
+    """A file in memory."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview | PickleBuffer, /) -> None:
+        """Append `data`."""
+        self.data += memoryview(data).cast("B")
+
+    def contains(self, needle: bytes) -> bool:
+        """Return whether `needle` was written."""
+        return needle in self.data
+
+    def reset(self) -> None:
+        """Forget everything written."""
+        self.data.clear()
+
+
 class Beside(Protocol):
     """A file that stores large buffers beside the pickle."""
 

@@ -22,35 +22,15 @@ from percore._protocol.messages import (
 from percore._scheduler.key_names import Name
 from percore._scheduler.levels import Family
 from percore._serialization.exceptions import dump_exception
-from percore._serialization.pickler import main_info
+from percore._serialization.pickler import MemoryFile, main_info
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.pool_worker import PoolWorker
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-    from pickle import PickleBuffer
 
 _BARE: Final = frozenset({ANSWER_VALUE, ANSWER_ITEMS})
 """The answers whose bodies are no payloads."""
-
-
-class _File:
-    """A file for the pickle of an exception."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: "bytes | bytearray | memoryview | PickleBuffer", /) -> None:
-        """Append `data`."""
-        self.data += memoryview(data).cast("B")
-
-    def contains(self, needle: bytes) -> bool:
-        """Return whether `needle` was written."""
-        return needle in self.data
-
-    def reset(self) -> None:
-        """Forget everything written."""
-        self.data.clear()
 
 
 class Parent(Family):
@@ -265,7 +245,7 @@ class NestedAnswers:
 
     def pickled(self, error: BaseException) -> Payload:
         """Return an exception of this process as an answer."""
-        file = dump_exception(as_error(error, "percore"), _File, main_by_value=bool(main_info().by_value))
+        file = dump_exception(as_error(error, "percore"), MemoryFile, main_by_value=bool(main_info().by_value))
         return self.store.adopt(bytes(file.data))
 
     # Ends

@@ -4,7 +4,7 @@ The pool opens each channel with `Outcomes.receiver`. A call stays its worker's 
 before that, the call ends when the supervisor processes the worker's death.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic, monotonic_ns
 from typing import Any, Final, Protocol
 
@@ -61,7 +61,7 @@ class Outcomes:
         self._calls = calls
         self._further = further
 
-    def receiver(self, member: PoolWorker) -> Callable[[list[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
+    def receiver(self, member: PoolWorker) -> Callable[[Iterable[Message]], None]:  # noqa: C901, PLR0915  # counts the inner function
         """Return the function that the channel calls with the messages of one worker.
 
         It raises for a message that no healthy worker sends. The channel then breaks, and the pool kills the worker.
@@ -98,13 +98,13 @@ class Outcomes:
             tally.ended += count
             count = 0
 
-        def receive(messages: list[Message]) -> None:
+        def receive(messages: Iterable[Message]) -> None:
             try:
                 take(messages)
             finally:
                 flush()
 
-        def take(messages: list[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
+        def take(messages: Iterable[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
             nonlocal counted, count, tally
             for op, call_id, body in messages:
                 # Most outcomes take one of two shorter ways, in which `_value`, `_result` and `_ended` are inlined. On CPython 3.11

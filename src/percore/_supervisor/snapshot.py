@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import Counter
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from percore._calls.meters import Tally
 from percore._common.measuring import merged
+from percore._common.system import has_gil
 from percore._monitor.functions import FunctionStatistics, Percentiles, Pickling, RunningCall, WorkerFunctionStatistics
 from percore._monitor.statistics import Statistics, WorkerStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from percore._calls.calls import PendingCall
     from percore._calls.functions import Function
@@ -33,8 +33,6 @@ _NONE: Final = Tally()
 
 Running: TypeAlias = "Mapping[PoolWorker, list[tuple[int, PendingCall]]]"
 """The calls that run in each worker, with their ids and the oldest first."""
-
-_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 
 class Supervised(Protocol):
@@ -60,7 +58,7 @@ def snapshot(supervisor: Supervised, *, is_here: bool, most: int | None = None) 
     Any thread may call this. `is_here`: whether this is the thread of its loop. `most`: of so many functions at most each worker
     has figures; None: of all.
     """
-    may_look = is_here or _has_gil()
+    may_look = is_here or has_gil()
     in_use = len(supervisor.slots)
     threads = supervisor.options.threads
     running = {member: member.running(threads, may_look=may_look) for member in list(supervisor.members)}
@@ -76,6 +74,7 @@ def snapshot(supervisor: Supervised, *, is_here: bool, most: int | None = None) 
         restarts=sum(worker.restarts for worker in workers),
         workers=workers[:in_use],
         functions=_functions(meters, running),
+        given_up=sum(worker.given_up for worker in workers),
     )
 
 
@@ -176,4 +175,5 @@ def _of_slot(  # one reading
         current=() if member is None else _current(member, running, may_look),
         node=None if member is None else member.worker.node,
         functions=_of_worker(slot.index, members, running, meters, most),
+        given_up=past.given_up,
     )

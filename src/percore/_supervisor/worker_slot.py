@@ -19,12 +19,14 @@ class Past(NamedTuple):
     retried: int = 0
     generation: int = 0
     run_times: Histogram = Histogram()
+    given_up: int = 0
 
     def with_(self, member: PoolWorker) -> "Past":
         """Return these counts with those of another dead worker added."""
-        done, failed, retried, _, run_times = self
+        done, failed, retried, _, run_times, given_up = self
         times = merged([run_times, member.run_times])
-        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation, times)
+        given_up += member.end.is_given_up
+        return Past(done + member.done, failed + member.failed, retried + member.retried, member.generation, times, given_up)
 
 
 class WorkerSlot(Replacement[PoolWorker]):

@@ -59,7 +59,7 @@ class Kind(IntEnum):
     BROKEN = 34  # number: a worker; data: why its channel broke
     CONDITION = 35  # number: a worker; data: a Condition
     FATES = 36  # number: a worker; data: how far some calls have come
-    EXIT = 37  # number: a worker; data: an Exit, and its pid
+    EXIT = 37  # number: a worker; data: code, why, place_lost and peak of an Exit, and its pid
     ANSWER = 38  # number: a question; data: the answer
     REFUSED = 39  # number: 0; data: why the host cannot be used
     PAYLOAD_OF = 40  # number: a worker; data: op and call id of the message whose pickle is the next PAYLOAD

@@ -35,7 +35,7 @@ class CurrentWorker:
 class WorkerContext:
     """A worker as seen by its calls."""
 
-    __slots__ = ("families", "has_value", "shares", "value", "worker")
+    __slots__ = ("families", "has_value", "shares", "strike", "value", "worker")
 
     def __init__(self, worker: CurrentWorker) -> None:
         self.worker = worker
@@ -43,6 +43,8 @@ class WorkerContext:
         """The worker's `WorkerShares`, once it serves."""
         self.families: Any = None
         """The nested calls of the worker's calls: its `Families`, once it serves; None for an executor."""
+        self.strike: Callable[[], None] | None = None
+        """Kills the worker at once, from any thread, where it is no process that could be killed."""
         self.value: Any = None
         self.has_value = False
 

@@ -12,19 +12,36 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from percore._common.errors import PercoreError
 from percore._protocol.messages import ERROR, Body
 from percore._serialization.advice import advise_call, unpicklable
+from percore._serialization.pickler import load
 from percore._worker.answers import Answers, Send, Unpacked, WorkerFunction
 from percore._worker.sampling import Sampler
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import WorkerChannel
+    from percore._protocol.worker_start import Given
 
 logger: Final = logging.getLogger("concurrent.futures")
 """The logger to which the standard library reports a failed initializer."""
+
+
+def initialize(pickled: bytes, given: "Given | None" = None) -> BaseException | None:
+    """Run the initializer of an executor, if it has one. Return the exception that it raised, or None. Runs user code.
+
+    `pickled`: the initializer and its arguments; empty if there is none, or if it is `given`.
+    """
+    try:
+        initializer, initargs = given or (cast("Given", load(pickled)) if pickled else (None, ()))
+        if initializer is not None:
+            initializer(*initargs)
+    except BaseException as error:
+        logger.critical("Exception in initializer:", exc_info=True)
+        return error
+    return None
 
 
 class ThreadInitializerFailed(PercoreError):

@@ -25,7 +25,7 @@ Streams = dict[int, TaskStream | ThreadStream]
 
 
 class Recalls:
-    """Hands back plain calls that have not begun. Only the loop calls the methods."""
+    """Hands back plain calls that have not begun. Only the loop calls the methods, unless their docstring says otherwise."""
 
     def __init__(
         self, channel: "WorkerChannel", threads: Threads, batches: dict[int, WorkerBatch], streams: Streams, mask: int
@@ -63,6 +63,23 @@ class Recalls:
         for call_id, batch in list(self._batches.items()):
             if count := batch.give_up(batch.end):
                 self._channel.send(RETURNED, call_id, count)
+
+    def take_all(self) -> dict[int, int]:
+        """Take back all calls and items that have not begun, and tell nobody. No other begins. Any thread may call this.
+
+        Return how many items of each of these calls have begun: 0 for a call that has not begun.
+        """
+        begun: dict[int, int] = {}
+        for call_id in list(self._threads.waiting):
+            item = self._threads.take_back(call_id)
+            if item is not None:  # else a thread has begun it
+                begun[call_id] = 0
+                if type(item) is WorkerBatch:
+                    self._batches.pop(call_id, None)
+        for call_id, batch in list(self._batches.items()):
+            batch.give_up(batch.end)
+            begun[call_id] = batch.end
+        return begun
 
     def give_rest_back(self, call_id: int) -> None:
         """Hand back the items of a batch that wait behind an item which waits for its nested calls."""

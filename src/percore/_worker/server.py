@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -179,7 +179,7 @@ class Server:
 
     # Messages
 
-    def receive(self, messages: list[Message]) -> None:
+    def receive(self, messages: Iterable[Message]) -> None:
         """Handle the messages of a frame, up to one that ends the channel. Raises for messages that no supervisor sends."""
         channel = self._channel
         for op, call_id, body in messages:
@@ -210,7 +210,7 @@ class Server:
         self._threads.may_begin = self._take_ticket
         self.receive = self._receive_some  # type: ignore[method-assign]
 
-    def _receive_some(self, messages: list[Message]) -> None:
+    def _receive_some(self, messages: Iterable[Message]) -> None:
         """Like `receive`, with a limit on calls."""
         for message in messages:
             op, call_id, body = message
@@ -340,6 +340,10 @@ class Server:
             stream.abandon()
         for task in list(self._tasks.values()):
             task.cancel()
+
+    def take_all(self) -> dict[int, int]:
+        """Take back everything that has not begun, because the worker is given up: as `Recalls.take_all`. From any thread."""
+        return self._recalls.take_all()
 
     def _look_soon(self) -> None:
         self._loop.call_soon(self._look_drained)  # after the flush that ends this iteration

@@ -39,7 +39,7 @@ _TURN: Final = 0.003
 _PLAIN: Final = frozenset({float, bool, type(None)})
 _LARGE_INT: Final = 1 << 63
 _HEAVIEST_INT: Final = 48
-"""Bytes of the largest int that passes as it is, in a message."""
+"""Bytes of the largest int that passes as it is, in a message. A reference takes less."""
 
 
 class _Stream:
@@ -86,7 +86,7 @@ class _Stream:
             return None
         if self._passes(item):
             with self._lock:
-                self._size += _HEAVIEST_INT if kind is int else 4 * len(item)
+                self._size += 4 * len(item) if kind is str or kind is bytes else _HEAVIEST_INT
                 self._values.append(item)
             return None
         payload = self._answers.item(item, self.gauges)

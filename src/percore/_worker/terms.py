@@ -62,7 +62,7 @@ class Variables:
     def context(self, values: "Values | bytes") -> Context:
         """Return a copy of the current context with these values set. Runs user code: imports and unpickling."""
         context = copy_context()
-        loaded: Any = load(values) if type(values) is bytes else values
+        loaded: Any = load(values) if isinstance(values, bytes) else values
         carrier: dict[str, str] = {}
         for number, value in loaded.items():
             if type(number) is str:

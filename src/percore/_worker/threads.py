@@ -29,6 +29,9 @@ turns, which costs nothing under a GIL:
   further calls of the same function begin beside a long one, `pacing` decides.
 - Calls that compute for longer than that lose the GIL while they run in any case. While such calls run, the switch interval is a
   tenth of the usual one: the loop needs the GIL several times to answer one message, and may queue behind every thread each time.
+  In somebody else's process the switch interval is not touched.
+
+Where there is no GIL, both are left out: the loop and the threads run at once.
 """
 
 import sys
@@ -40,6 +43,7 @@ from contextvars import Context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.system import IS_FREE_THREADED, has_gil
 from percore._worker.pacing import Pacing
 
 if TYPE_CHECKING:
@@ -103,6 +107,9 @@ def _raise(error: BaseException) -> None:
 
 class Threads:
     """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
+
+    may_switch_often = True
+    """Whether this pool may shorten the switch interval: the process is the worker's own."""
 
     def __init__(  # noqa: PLR0915  # one state
         self, limit: int, run: Callable[[int, Any], None], context: Context, pacing: Pacing | None = None
@@ -312,9 +319,15 @@ class Threads:
         self._leaving = [thread for thread in self._leaving if thread.is_alive()]
         return bool(self._threads)
 
+    def idents(self) -> list[int]:
+        """Return the identifiers of the threads of the pool and of those beside it. Any thread may call this."""
+        threads = [*self._threads, *list(self._beside.values())]
+        return [thread.ident for thread in threads if thread.ident is not None and thread.is_alive()]
+
     def stop(self) -> None:
         """Tell the threads of the pool to end when no calls are left. They are daemons: the process does not wait for them."""
-        _interval.shorten(self, is_wanted=False)
+        if self.switches_often:
+            _interval.shorten(self, is_wanted=False)
         for _ in self._threads:
             self._ids.put(None)
 
@@ -431,6 +444,10 @@ class Threads:
             free -= 1
 
     def _run_one(self, call_id: int, item: Any) -> None:
+        if IS_FREE_THREADED and not has_gil():
+            self._begun += 1
+            self._run(call_id, item)
+            return
         has_turn = self._takes_turns and self._wait_for_turn()
         self._active[call_id] = None
         self._begun = begun = self._begun + 1
@@ -444,7 +461,7 @@ class Threads:
             self._run(call_id, item)
         finally:
             cpu = time.thread_time() - cpu
-            if self.switches_often is not (cpu > _LONG):
+            if self.switches_often is not (cpu > _LONG) and self.may_switch_often:
                 _interval.shorten(self, is_wanted=cpu > _LONG)
             now = time.perf_counter()
             wall = now - wall
@@ -499,6 +516,8 @@ class Threads:
 
     def give_way(self) -> None:
         """Sleep for a moment so that the loop gets the GIL, at most once per switch interval."""
+        if IS_FREE_THREADED and not has_gil():
+            return
         now = time.perf_counter()
         if now - self._yielded < _YIELD_EVERY:
             return

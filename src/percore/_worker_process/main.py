@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
@@ -25,7 +25,7 @@ from percore._transport.ring import RingWriter
 from percore._transport.worker_side import WorkerEnd
 from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
-from percore._worker.executor_worker import logger as executor_logger
+from percore._worker.executor_worker import initialize
 from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
 from percore._worker_process.boot import STACKS_SIGNAL, Boot
@@ -81,7 +81,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     # Otherwise this may be a fork of the program: a collection would write to all the pages that the two share, and run
     # finalizers of the program's objects.
     gc.freeze()
-    failure = None if executor is None else _initialize(executor.initializer, given)
+    failure = None if executor is None else initialize(executor.initializer, given)
     make_loop: Any = load(boot.loop_factory) if boot.loop_factory else new_loop
     loop: asyncio.AbstractEventLoop = make_loop()
     loop.set_debug(boot.debug)
@@ -98,18 +98,6 @@ def _listening(fd: int) -> socket.socket:
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)  # Python takes any descriptor for one that blocks
     return sock
-
-
-def _initialize(pickled: bytes, given: Given | None) -> BaseException | None:
-    """Run the initializer of an executor, if it has one. Return the exception that it raised, or None. Runs user code."""
-    try:
-        initializer, initargs = given or (cast("Given", load(pickled)) if pickled else (None, ()))
-        if initializer is not None:
-            initializer(*initargs)
-    except BaseException as error:
-        executor_logger.critical("Exception in initializer:", exc_info=True)
-        return error
-    return None
 
 
 def _forward_logs(fd: int, bell: Bell, pipe: int, levels: Levels) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._engines.nodes.store import NodesStore
 from percore._protocol.interfaces import Ticket
-from percore._protocol.messages import BATCH, ONCE_OPS, Body, BrokenFrame, Message, Payload
+from percore._protocol.messages import Body, BrokenFrame, Message, Payload, is_call
 from percore._transport.buffers import has_buffers, places_in
 from percore._transport.codec import decode
 from percore._transport.frames import next_frame
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from percore._engines.nodes.node import Node
 
 _HEAVY: Final = 512
-
-
-def is_call(op: int) -> bool:
-    """Whether a message to a worker makes a call."""
-    return op > 0 or op in ONCE_OPS or op == BATCH
 
 
 class NodeChannel:
