@@ -83,11 +83,17 @@ def engines_for(item: pytest.Item, engines: list[str], rows: str) -> list[str]:
 
 
 def _can_run(item: pytest.Item, engine: object) -> bool:
-    """Whether the engine has what the test is about: on nodes, the program and its workers share no memory."""
-    marks = list(item.iter_markers("local_memory"))
-    if any(not mark.kwargs.get("because") for mark in marks):
-        raise pytest.UsageError(f'{item.nodeid}: local_memory() takes because="..."')
-    return not (marks and engine == "nodes")
+    """Whether the engine has what the test is about.
+
+    On nodes, the program and its workers share no memory. With threads nothing is apart: there is one process.
+    """
+    for name in ("local_memory", "apart"):
+        marks = list(item.iter_markers(name))
+        if any(not mark.kwargs.get("because") for mark in marks):
+            raise pytest.UsageError(f'{item.nodeid}: {name}() takes because="..."')
+        if marks and (engine == "threads" or (engine == "nodes" and name == "local_memory")):
+            return False
+    return True
 
 
 def _has_row(item: pytest.Item, engine: object, rows: str) -> bool:

@@ -9,6 +9,8 @@ import pytest
 from percore import Runner, ThreadsEngine
 from percore._common.system import default_start_method
 from percore._engines.nodes.worker import NodeWorker
+from percore._engines.threads import choice
+from percore._engines.threads.worker import ThreadWorker
 from tests.contract.pipes import gate, log, other_gate
 from tests.fakes import FakeRunner, FakeWorker
 from tests.hosts import NodesRunner
@@ -50,6 +52,7 @@ def _maker(engine: str) -> MakeRunner:
         if engine == "nodes":
             return NodesRunner(workers, **options)  # type: ignore[arg-type]
         if engine == "threads":
+            choice._told = True  # that only one thread runs at a time: test_threads_engine.py tests that it is said
             return Runner(workers, engine=ThreadsEngine(), **options)  # type: ignore[arg-type]
         return Runner(workers, start_method=engine, **options)  # type: ignore[arg-type]
 
@@ -93,6 +96,8 @@ async def threads_ended(worker: Any) -> None:
     await kill_arrived(worker)
     if isinstance(worker, FakeWorker):
         await asyncio.to_thread(worker.core.server.join)
+    elif isinstance(worker, ThreadWorker):
+        await asyncio.to_thread(worker.join)
 
 
 class WorkerLog:

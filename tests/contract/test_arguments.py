@@ -17,7 +17,10 @@ from tests.contract.conftest import MakeRunner
 from tests.internals import supervisor_of
 
 # What is raised is decided before anything is sent: the same under any loop.
-pytestmark = pytest.mark.asyncio_only
+pytestmark = [
+    pytest.mark.apart(because="each side has objects of its own, made by pickling"),
+    pytest.mark.asyncio_only,
+]
 
 
 async def refusal(runner: Runner, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

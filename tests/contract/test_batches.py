@@ -128,6 +128,7 @@ async def test_results_that_are_no_scalars(make: MakeRunner, sixteen: None, shap
 
 
 @pytest.mark.parametrize("what", [jobs.lock, jobs.unreadable])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s3_results_that_cannot_travel_fail_alone(make: MakeRunner, sixteen: None, what: Callable[[int], Any]) -> None:
     async with make() as runner:
         results = await runner.map(partial(jobs.give_at, what, 20), range(COUNT), return_exceptions=True)
@@ -136,6 +137,7 @@ async def test_s3_results_that_cannot_travel_fail_alone(make: MakeRunner, sixtee
         assert runner.statistics().failed == 1
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_items_that_cannot_be_pickled_fail_alone(make: MakeRunner, sixteen: None) -> None:
     items: list[Any] = list(range(COUNT))
     items[20] = jobs.RefusesPickle()
@@ -145,6 +147,7 @@ async def test_s1_items_that_cannot_be_pickled_fail_alone(make: MakeRunner, sixt
         assert results == [place for place in range(COUNT) if place != 20]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s2_items_that_cannot_be_read_fail_alone(make: MakeRunner, sixteen: None) -> None:
     items: list[Any] = list(range(COUNT))
     items[20] = jobs.RefusesUnpickle()

@@ -23,6 +23,7 @@ HELD = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_])
 
 
 @WHERE
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_results_are_by_index(make: MakeRunner, fn: Any) -> None:
     async with make(3) as runner:
         workers = await runner.broadcast(fn)
@@ -100,6 +101,7 @@ async def _give_up(runner: percore.Runner, fn: Any, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["goes on", "is killed", "is closed", "drains"])
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_broadcasts_that_a_stopped_worker_does_not_answer(make: MakeRunner, log: Log, end: str) -> None:
     """A health check that gives up each time: the places of the worker do not run out, and the other workers hear of each."""
     async with make(2, concurrency=2, threads=1, kill_after=0.5) as runner:
@@ -186,6 +188,7 @@ async def test_a_failure_of_a_plain_function_raises(make: MakeRunner) -> None:
             await runner.broadcast(jobs.fail, KeyError("x"))
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_what_cannot_be_pickled_raises(make: MakeRunner) -> None:
     async with make(2) as runner:
         with pytest.raises(ValueError, match="do not pickle me"):

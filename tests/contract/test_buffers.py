@@ -24,6 +24,7 @@ from tests.contract import buffer_jobs as arrays  # noqa: E402
 from tests.internals import channel_of, is_leased, slots_used, supervisor_of  # noqa: E402
 
 pytestmark = [
+    pytest.mark.apart(because="arrays lie in memory that processes share, and each side has arrays of its own"),
     pytest.mark.warm_fork_server(imports="numpy"),
     pytest.mark.differs(
         "fallbacks", because="slots lie in files instead of memfds, and mappings are made in another way", on="fake"

@@ -40,6 +40,7 @@ async def test_submit_gives_a_future_of_this_loop(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("fn", [jobs.append, jobs.aappend])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_arguments_are_those_of_the_moment_of_submit(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         items = [1]
@@ -165,6 +166,7 @@ async def test_callables(make: MakeRunner, subtests: pytest.Subtests) -> None:
                     assert await runner.map(fn, [args[0]] * 3) == [expected] * 3
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_function_changed_between_two_calls_travels_as_it_is_then(make: MakeRunner) -> None:
     adder = jobs.Adder(1)
     async with make() as runner:

@@ -205,6 +205,7 @@ async def test_c3_a_result_that_comes_in_the_iteration_of_the_cancellation_is_no
 
 
 @OPTIONS
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_error_of_a_run_keeps_nobody_s_frames(make: MakeRunner, options: dict[str, Any]) -> None:
     """Else a collection would have to find what the callers' frames hold, in a cycle of the error and its own traceback."""
     async with make(1) as runner:
@@ -223,6 +224,7 @@ async def test_the_error_of_a_run_keeps_nobody_s_frames(make: MakeRunner, option
             gc.enable()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_no_error_keeps_anybody_s_frames(make: MakeRunner, subtests: pytest.Subtests) -> None:
     """As above, for the other verbs."""
     error = jobs.PageError("of its own", 1)

@@ -164,6 +164,7 @@ async def test_x2_a_larger_grace_does_not_loosen_the_first(make: MakeRunner, log
 
 @spawned
 @in_processes
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_x2_cancelled_it_kills_at_once_and_still_reaps(make: MakeRunner, log: Log, gate: Gate) -> None:
     runner = make(2, kill_after=1000, lifespan=functools.partial(jobs.resource, log.path))
     await runner.start()
@@ -304,6 +305,7 @@ async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: 
 
 @spawned
 @in_processes
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_two_runners_live_side_by_side(make: MakeRunner) -> None:
     async with make() as one, make() as other:
         pids = {(await runner.run(jobs.where)).pid for runner in (one, other)}

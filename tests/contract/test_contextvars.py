@@ -131,6 +131,7 @@ async def test_values_of_any_kind(make: MakeRunner, fn: Any, value: Any) -> None
         assert await runner.map(variables.read_for, range(50)) == [(i, value, 1) for i in range(50)]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_value_is_the_call_s_own(make: MakeRunner) -> None:
     async with make(contextvars=VARIABLES) as runner:
         shared = ["x"]
@@ -143,6 +144,7 @@ async def test_a_value_is_the_call_s_own(make: MakeRunner) -> None:
 # What cannot travel
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_error_names_the_variable_that_cannot_be_pickled(make: MakeRunner) -> None:
     async with make(contextvars=VARIABLES) as runner:
         variables.name.set([1])
@@ -153,6 +155,7 @@ async def test_the_error_names_the_variable_that_cannot_be_pickled(make: MakeRun
             assert isinstance(caught.value.__cause__, TypeError)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_value_that_cannot_be_pickled_fails_the_call(make: MakeRunner) -> None:
     async with make(contextvars=VARIABLES) as runner:
         token = variables.name.set(jobs.RefusesPickle())
@@ -171,6 +174,7 @@ async def test_a_value_that_cannot_be_pickled_fails_the_call(make: MakeRunner) -
 
 
 @READS
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_value_that_cannot_be_read_fails_the_call(make: MakeRunner, fn: Any) -> None:
     async with make(contextvars=VARIABLES) as runner:
         variables.name.set(jobs.RefusesUnpickle())
@@ -182,6 +186,7 @@ async def test_a_value_that_cannot_be_read_fails_the_call(make: MakeRunner, fn: 
         assert await runner.run(fn) == ("fine", 0)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_values_that_are_too_large(make: MakeRunner) -> None:
     async with make(contextvars=VARIABLES) as runner:
         variables.name.set([bytes(10_000_000)])

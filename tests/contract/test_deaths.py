@@ -42,6 +42,7 @@ def _worker(runner: percore.Runner, index: int = 0) -> Any:
 
 @spawned
 @in_processes
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_k2_a_started_call_gets_worker_died(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         pid = runner.statistics().workers[0].pid
@@ -167,6 +168,7 @@ async def test_k2_large_arguments_run_again_from_the_same_bytes(make: MakeRunner
             assert type(blocking.exception()) is percore.WorkerDied
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_the_replacement_is_new(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(lifespan=functools.partial(jobs.resource, log.path)) as runner:
         before = await runner.run(jobs.where)
@@ -227,6 +229,7 @@ async def test_k10_all_workers_may_die_at_once(make: MakeRunner, log: Log, gate:
 
 @spawned
 @in_processes
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_k9_sigterm_drains(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1, lifespan=functools.partial(jobs.resource, log.path)) as runner:
         pid = (await runner.run(jobs.where)).pid

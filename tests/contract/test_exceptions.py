@@ -44,6 +44,7 @@ async def test_an_exception_arrives_as_itself(make: MakeRunner, fn: Callable[...
 
 
 @BOTH
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s5_the_remote_traceback_is_its_cause(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         error = await _error(runner, fn, ValueError("bad"))
@@ -55,6 +56,7 @@ async def test_s5_the_remote_traceback_is_its_cause(make: MakeRunner, fn: Callab
 
 
 @pytest.mark.parametrize("fn", [jobs.fail, jobs.afail, jobs.fail_from, jobs.fail_with_group])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_no_frame_of_percore_is_in_a_remote_traceback(
     make: MakeRunner, fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +90,7 @@ async def test_a_breakpoint_in_a_worker_says_which_debugger_works_there(make_rea
     assert "PYTHONBREAKPOINT=remote_pdb.set_trace" in note
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_cause_arrives_and_the_remote_traceback_ends_the_chain(make: MakeRunner) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.fail_from)
@@ -146,6 +149,7 @@ async def test_stop_iteration_is_a_runtime_error(make: MakeRunner, fn: Callable[
 
 
 @pytest.mark.parametrize("kind", [jobs.Unpicklable, jobs.Unreadable])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s5_an_exception_that_does_not_survive_the_trip_is_a_remote_error(make: MakeRunner, kind: type[Exception]) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.fail_with, kind)
@@ -171,6 +175,7 @@ async def test_an_exception_that_is_returned_is_a_value(make: MakeRunner, fn: Ca
 # What cannot be pickled
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_arguments_that_cannot_be_pickled_fail_their_future_alone(make: MakeRunner) -> None:
     async with make() as runner:
         future = runner.submit(jobs.echo, jobs.RefusesPickle())
@@ -180,6 +185,7 @@ async def test_s1_arguments_that_cannot_be_pickled_fail_their_future_alone(make:
         assert runner.statistics().running == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_a_lock_cannot_be_an_argument(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="lock"):
@@ -187,6 +193,7 @@ async def test_s1_a_lock_cannot_be_an_argument(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s2_arguments_that_cannot_be_read_fail_their_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make() as runner:
         error = await _error(runner, fn, jobs.RefusesUnpickle())
@@ -204,6 +211,7 @@ async def test_s2_arguments_that_cannot_be_read_fail_their_call_alone(make: Make
         ("unreadable", "could not be unpickled"),
     ],
 )
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s3_a_result_that_cannot_travel_says_what_to_return(make: MakeRunner, what: str, advice: str) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.give, what)
@@ -211,6 +219,7 @@ async def test_s3_a_result_that_cannot_travel_says_what_to_return(make: MakeRunn
     assert advice in str(error)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_coroutine_as_result_says_to_await_it(make: MakeRunner) -> None:
     async with make() as runner:
         error = await _error(runner, jobs.agive_coroutine)

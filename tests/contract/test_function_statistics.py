@@ -124,6 +124,7 @@ async def test_metrics_can_be_switched_off(make: MakeRunner, monkeypatch: pytest
         assert not isinstance(worker, FakeWorker) or worker.core.server.sampler is None
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_waits_runs_and_payloads_are_measured_for_each_verb(make: MakeRunner) -> None:
     """Also of a result that waits for room: there are 64 slots, and each of these takes one."""
     async with make(threads=2) as runner:

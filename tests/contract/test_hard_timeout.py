@@ -22,6 +22,7 @@ LATE = r"ran for longer than hard_timeout=0\.05 s"
 
 @pytest.mark.parametrize("verb", ["run", "submit", "map"])
 @pytest.mark.parametrize("fn", [jobs.ignore_cancel, jobs.wait])
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_what_does_not_end_is_killed(  # noqa: PLR0917  # fixtures
     make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, caplog: pytest.LogCaptureFixture, fn: Any, verb: str
 ) -> None:
@@ -139,6 +140,7 @@ async def test_it_is_attempted_again(make: MakeRunner, log: Log, gate: Gate, oth
         await threads_ended(worker)
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_a_cancelled_caller_leaves_the_limit_in_force(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(kill_after=SOON) as runner:
         worker, pid = worker_of(runner), (await runner.run(jobs.where)).pid

@@ -20,6 +20,7 @@ in_processes = pytest.mark.differs("fallbacks", because="a worker that starts or
 
 
 @in_fresh_interpreters
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_current_worker(make: MakeRunner) -> None:
     async with make() as runner:
         workers = [await runner.run(jobs.where), await runner.run(jobs.awhere)]
@@ -133,6 +134,7 @@ async def test_a_lifespan_that_is_a_coroutine_function_gets_the_same_sentence(ma
         await make(lifespan=jobs.aecho).start()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_lifespan_that_cannot_travel_fails_the_start_and_leaves_nothing(make: MakeRunner) -> None:
     refusing = jobs.RefusesPickle()
     runner = make(lifespan=lambda: refusing)

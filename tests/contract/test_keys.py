@@ -201,6 +201,7 @@ async def test_waiting_calls_of_a_dead_worker_s_keys_go_on(make: MakeRunner, log
         assert runner.statistics().failed == 2
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_a_key_moves_only_when_none_of_it_runs(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(2, concurrency=1) as runner:
         key = await _key_at(runner, 0)
@@ -267,6 +268,7 @@ async def test_closing_ends_waiting_calls_of_keys(make: MakeRunner, log: Log, ga
 # Recall
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_a_keyed_call_is_not_recalled_while_its_key_runs_there(
     make: MakeRunner, log: Log, gate: Gate, other_gate: Gate
 ) -> None:

@@ -98,6 +98,7 @@ async def _refused(address: str) -> None:
 
 @handed_over
 @without_calls
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_each_worker_serves_on_each_address(make: MakeRunner, tmp_path: Path) -> None:
     with _own() as own:
         unix = f"unix:{tmp_path}/s"

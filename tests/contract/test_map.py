@@ -395,6 +395,7 @@ async def test_pairs_of_item_and_result(make: MakeRunner, fn: Callable[..., Any]
         assert sorted(streamed) == [(i, i) for i in range(50)]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_an_item_of_a_pair_is_the_very_object(make: MakeRunner) -> None:
     items = [["a"], ["b"]]
     async with make() as runner:

@@ -127,12 +127,14 @@ async def test_return_exceptions_puts_errors_at_their_places(make: MakeRunner) -
         assert sorted(type(value).__name__ for value in unordered) == ["TypeError", "int", "int"]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_arguments_that_cannot_be_pickled_are_an_error_at_their_place(make: MakeRunner) -> None:
     async with make() as runner:
         results = await runner.map(jobs.aecho, [1, jobs.RefusesPickle(), 3], return_exceptions=True)
         assert (results[0], type(results[1]), results[2]) == (1, ValueError, 3)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_function_that_cannot_be_pickled_fails_the_map(make: MakeRunner) -> None:
     refusing = jobs.RefusesPickle()
     async with make() as runner:

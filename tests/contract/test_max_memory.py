@@ -19,6 +19,8 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, seats_at_each_change, supervisor_of
 
+pytestmark = pytest.mark.apart(because="a process has memory of its own")
+
 far = pytest.mark.differs("nodes", because="another process knows the memory")
 launches = pytest.mark.differs("spawn", because="the replacement is launched, and the program itself reads its memory")
 

@@ -232,6 +232,7 @@ def test_an_unknown_option_is_refused() -> None:
         Runner(chunksize=5)  # type: ignore[call-arg]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_x4_a_runner_cannot_be_pickled(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(TypeError, match="cannot be pickled"):

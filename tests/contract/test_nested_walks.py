@@ -194,6 +194,7 @@ async def test_a_generator_that_waits_for_its_call_is_closed(
         check_empty(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_errors_of_a_stream(make: MakeRunner) -> None:
     async with make(2) as runner:
         for outer in (walks.astream, walks.stream):
@@ -290,6 +291,7 @@ async def test_a_death_is_retried(make_real: MakeRunner, tmp_path: Path) -> None
             assert await caller.run(walks.with_options, options, walks.die_once, str(tmp_path / str(number))) == "alive"
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_callers_with_retries_leave_room_for_the_arguments_of_their_calls(make: MakeRunner) -> None:
     """They keep their own arguments until they have ended."""
     async with make(concurrency=1, retries=1, max_message=2**36) as runner:  # so there are few slots
@@ -465,6 +467,7 @@ async def test_keys_in_one_order_are_no_cycle(make: MakeRunner, log: Log, gate: 
         check_empty(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_wrong_face(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for fn, text in (

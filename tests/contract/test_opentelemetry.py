@@ -151,6 +151,7 @@ async def test_an_error_without_a_text_stays_as_it_is(make: MakeRunner) -> None:
         assert len(spans) == 10
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_errors_retries_and_cancellation(make: MakeRunner, tmp_path: Path, gate: Gate, log: Log) -> None:
     async with make(lifespan=traced.exporting) as runner:
         for fn in (traced.fail, traced.afail):
@@ -249,6 +250,7 @@ def test_executors_carry_the_context_of_the_submitting_thread() -> None:
     assert {(span.kind, span.status) for span in spans if span.name == "fail"} == {("CLIENT", "ERROR"), ("SERVER", "ERROR")}
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_tracing_that_a_worker_cannot_load_fails_the_start(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __reduce__(self) -> Any:

@@ -10,7 +10,10 @@ from tests import jobs
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 
-pytestmark = pytest.mark.local_memory(because="the start of workers on nodes also tells that they wait for their nodes")
+pytestmark = [
+    pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own"),
+    pytest.mark.local_memory(because="the start of workers on nodes also tells that they wait for their nodes"),
+]
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int) -> list[tuple[int | None, str]]:

@@ -69,6 +69,7 @@ async def test_large_things_of_many_parts(make: MakeRunner) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 @in_processes
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_r2_both_directions_full_of_megabytes(make: MakeRunner, fn: Callable[..., Any]) -> None:
     base = jobs.pattern(1 << 20)
     async with make(threads=2, **FEW_SLOTS) as runner:
@@ -86,6 +87,7 @@ async def test_r2_both_directions_full_of_frames(make: MakeRunner) -> None:
             assert await future == b"%04d" % i + base
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_small_calls_pass_beside_waiting_large_ones(make: MakeRunner) -> None:
     data = jobs.pattern(1 << 20)
     async with make(**FEW_SLOTS) as runner:
@@ -95,6 +97,7 @@ async def test_small_calls_pass_beside_waiting_large_ones(make: MakeRunner) -> N
         assert all(result == data for result in await asyncio.gather(*large))
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_c1_cancelled_large_calls_give_their_slots_back(make: MakeRunner) -> None:
     data = jobs.pattern(1 << 20)
     async with make(concurrency=2, **FEW_SLOTS) as runner:
@@ -147,6 +150,7 @@ async def test_r2_echoes_of_a_megabyte_through_hardly_any_slots(
 # Too large
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_r4_arguments_above_max_message_fail_their_call_alone(make: MakeRunner) -> None:
     async with make(max_message=1 << 20) as runner:
         future = runner.submit(jobs.length, bytes(2 << 20))
@@ -157,6 +161,7 @@ async def test_r4_arguments_above_max_message_fail_their_call_alone(make: MakeRu
 
 
 @pytest.mark.parametrize("fn", [jobs.pattern, jobs.apattern])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_r4_a_result_above_max_message_fails_its_call_alone(make: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make(max_message=1 << 20) as runner:
         with pytest.raises(percore.PayloadTooLarge) as caught:
@@ -166,6 +171,7 @@ async def test_r4_a_result_above_max_message_fails_its_call_alone(make: MakeRunn
         assert runner.statistics().restarts == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_limit_holds_below_the_size_of_a_frame(make: MakeRunner) -> None:
     async with make(max_message=1024) as runner:
         for size in (5000, 50_000, 500_000):
@@ -176,6 +182,7 @@ async def test_the_limit_holds_below_the_size_of_a_frame(make: MakeRunner) -> No
         assert await runner.run(jobs.aecho, (1, 2)) == (1, 2)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_an_exception_above_max_message_tells_so(make: MakeRunner) -> None:
     async with make(max_message=1 << 20) as runner:
         with pytest.raises(percore.PayloadTooLarge):
@@ -183,6 +190,7 @@ async def test_an_exception_above_max_message_tells_so(make: MakeRunner) -> None
         assert await runner.run(jobs.aecho, 1) == 1
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_function_above_max_message_fails_its_call_alone(make: MakeRunner) -> None:
     data = bytes(2 << 20)
     async with make(max_message=1 << 20) as runner:
@@ -193,6 +201,7 @@ async def test_a_function_above_max_message_fails_its_call_alone(make: MakeRunne
         assert await runner.run(jobs.aecho, 1) == 1
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_large_function_travels_with_run_and_with_map(make: MakeRunner) -> None:
     data = jobs.pattern(1 << 20)
     async with make(2, **FEW_SLOTS) as runner:

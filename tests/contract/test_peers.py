@@ -23,6 +23,7 @@ pytestmark = pytest.mark.asyncio_only
 BOTH = pytest.mark.parametrize("fn", [jobs.fail, jobs.afail])
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_peers_3_after_every_bad_payload_a_hundred_good_calls_get_their_own_results(make: MakeRunner) -> None:
     async with make(2) as runner:
         bad = [
@@ -40,6 +41,7 @@ async def test_peers_3_after_every_bad_payload_a_hundred_good_calls_get_their_ow
         assert runner.statistics().restarts == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_peers_4_an_exception_that_cannot_be_read_does_not_hold_up_the_good_calls_beside_it(
     make: MakeRunner, log: Log, gate: Gate
 ) -> None:
@@ -55,6 +57,7 @@ async def test_peers_4_an_exception_that_cannot_be_read_does_not_hold_up_the_goo
 
 
 @pytest.mark.parametrize("fn", [calls.give, calls.agive])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_peers_5_a_result_that_does_not_pickle_is_an_error_and_a_lambda_is_a_result(
     make: MakeRunner, fn: Callable[..., Any]
 ) -> None:
@@ -187,6 +190,7 @@ async def test_peers_13_an_exception_that_is_returned_is_a_result(make: MakeRunn
 
 
 @pytest.mark.parametrize("name", ["add", "aadd"])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_peers_36_a_heavy_object_travels_once_with_a_thousand_calls_of_its_method(
     make: MakeRunner, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -95,6 +95,7 @@ async def test_peers_9_large_results_and_errors_of_workers_that_are_replaced(
 
 @pytest.mark.parametrize("fn", [peer_jobs.give, peer_jobs.agive])
 @pytest.mark.parametrize("how", ["abandoned", "failed"])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_peers_22_results_that_nobody_will_ask_for_are_let_go(make: MakeRunner, fn: Callable[..., Any], how: str) -> None:
     before = peer_jobs.arrived
     async with make() as runner:

@@ -34,6 +34,7 @@ async def test_submit_at_the_bound_raises(make: MakeRunner, log: Log, gate: Gate
         await asyncio.gather(*calls)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_what_never_travels_is_done(make: MakeRunner) -> None:
     async with make(max_pending=1) as runner:
         for _ in range(3):

@@ -33,6 +33,7 @@ def due() -> float | None:
     return found
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_a_page_is_there_from_soon_after_the_start_to_the_end(make: MakeRunner) -> None:
     async with make(2) as runner:
         await until(is_published)

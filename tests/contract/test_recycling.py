@@ -273,6 +273,7 @@ async def test_t3_closing_while_the_replacement_starts(make: MakeRunner, log: Lo
     assert sorted(log.rest()) == ["exit 1", "exit 2"]
 
 
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_keys_move_without_being_in_two_places(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(max_tasks_per_worker=1, concurrency=1) as runner:
         view = runner.options(key="k")

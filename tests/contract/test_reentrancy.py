@@ -252,6 +252,7 @@ async def _nothing_is_left(runner: Runner) -> None:
     assert runner.statistics().restarts == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_calls_from_inside_pickling_reading_and_collecting_work(make: MakeRunner) -> None:
     async with make(2) as runner:
         for place in PLACES:
@@ -327,6 +328,7 @@ async def _open_at_last(make: MakeRunner, **options: Any) -> AsyncIterator[Runne
 
 @pytest.mark.asyncio_only
 @pytest.mark.parametrize("grace", [None, 0])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_closing_while_a_context_variable_is_pickled_refuses_the_call(make: MakeRunner, grace: float | None) -> None:
     async with _open_at_last(make, contextvars=[variable]) as runner:
         variable.set(WhenPickled(1))
@@ -336,6 +338,7 @@ async def test_s6_closing_while_a_context_variable_is_pickled_refuses_the_call(m
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_closing_while_a_context_variable_is_pickled_refuses_a_broadcast(make: MakeRunner) -> None:
     async with _open_at_last(make, contextvars=[variable]) as runner:
         variable.set(WhenPickled(1))
@@ -345,6 +348,7 @@ async def test_s6_closing_while_a_context_variable_is_pickled_refuses_a_broadcas
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_closing_while_the_first_item_is_pickled_ends_the_map(make: MakeRunner) -> None:
     async with _open_at_last(make) as runner:
         _set(lambda: _first_step(runner.aclose()))
@@ -357,6 +361,7 @@ async def test_s6_closing_while_the_first_item_is_pickled_ends_the_map(make: Mak
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_a_map_that_an_item_closes_sends_nothing_more(make: MakeRunner) -> None:
     async with make() as runner:
         for fn, becomes in ((jobs.echo, 0), (jobs.aecho, 0), (jobs.length, calls.LARGE)):
@@ -383,6 +388,7 @@ async def _pickled_until_closed(runner: Runner, fn: Callable[..., Any], becomes:
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_a_map_that_its_function_closes_leaves_nothing(make: MakeRunner) -> None:
     async with make() as runner:
         results = runner.map(FunctionWhenPickled(), range(5))
@@ -397,6 +403,7 @@ async def test_s6_a_map_that_its_function_closes_leaves_nothing(make: MakeRunner
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_a_call_that_its_own_result_cancels_is_cancelled(make: MakeRunner) -> None:
     async with make() as runner:
         for data in (0, calls.LARGE):
@@ -478,6 +485,7 @@ async def test_s6_where_it_is_can_be_asked_while_pickled_read_and_collected(make
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_a_runner_used_where_arguments_are_read_refuses_in_words(make: MakeRunner) -> None:
     async with make() as runner:
         for fn in (jobs.echo, jobs.aecho):
@@ -486,6 +494,7 @@ async def test_s6_a_runner_used_where_arguments_are_read_refuses_in_words(make: 
 
 
 @pytest.mark.asyncio_only
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s6_the_runner_itself_cannot_be_reached_from_what_it_pickles(make: MakeRunner) -> None:
     async with make() as runner:
         for thing in (runner, runner.options(), partial(runner.submit, abs)):

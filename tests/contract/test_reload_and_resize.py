@@ -53,6 +53,7 @@ async def steady_load(runner: Runner, tasks: int = 8) -> AsyncIterator[Callable[
 
 @launches
 @pytest.mark.differs("uvloop", because="exits and messages of old and new workers reach the loop in another order")
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_a_reload_under_load_fails_no_call_and_there_are_always_as_many_ready_workers(make: MakeRunner) -> None:
     async with make(2, concurrency=4, threads=2) as runner:
         async with steady_load(runner) as ended:
@@ -247,6 +248,7 @@ async def test_a_close_ends_a_reload_and_those_that_wait(make: MakeRunner, log: 
 
 
 @launches
+@pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_deaths_during_a_reload(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, retries=9, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"

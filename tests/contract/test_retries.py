@@ -145,6 +145,7 @@ async def test_a_view_s_retries_win_over_the_runner_s(make: MakeRunner, log: Log
 
 
 @pytest.mark.parametrize("items", [[1, 2, 3], [b"x" * 300_000, 2, 3], bytearray(300_000), [bytearray(300_000)]])
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_retry_sends_the_original_bytes(make: MakeRunner, log: Log, gate: Gate, items: Any) -> None:
     async with make() as runner:
         call = runner.options(retries=2).submit(jobs.change_and_wait, log.path, gate.path, items)
@@ -168,6 +169,7 @@ async def test_a_retry_of_a_plain_function_sends_the_original_bytes(make_real: M
         assert slots_used(runner) == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_retry_of_an_error_sends_the_original_bytes(make: MakeRunner) -> None:
     async with make() as runner:
         view = runner.options(retries=3, retry_on=ValueError)

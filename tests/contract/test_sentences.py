@@ -643,7 +643,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore: %s failed: %r": fake(lambda runner: runner.run(leave_task)),
     "%s died %s": dies,
     "… … …. …": dies,
-    "worker %d (pid %s) was asked to end; its replacement starts": asked_to_end,
+    "%s was asked to end; its replacement starts": asked_to_end,
     "the … stopped, and the workers in service go on: …": at(
         "tests/contract/test_reload_and_resize.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
         "the reload stopped, and the workers in service go on: ",
@@ -739,13 +739,13 @@ SENTENCES: Final[dict[str, Use]] = {
     "the event loop was blocked for %s s, and all threads with it, by code that holds the GIL": at(
         "tests/unit/test_loop_watch.py::test_code_that_holds_the_gil_is_reported_afterwards", "all threads with it"
     ),
-    "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s": at(
+    "%s has read nothing for %s s: its event loop is blocked%s": at(
         "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "is blocked while"
     ),
-    "worker %d (pid %s) has read nothing for %s s: %s": at(
+    "%s has read nothing for %s s: %s": at(
         "tests/contract/test_blocked_loops.py::test_a_stopped_worker_is_not_called_blocked", "its process is stopped"
     ),
-    "worker %d (pid %s) goes on, after %s s": at(
+    "%s goes on, after %s s": at(
         "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "goes on, after"
     ),
     "unclosed …; use `async with`, or await aclose()": Program(

@@ -210,6 +210,7 @@ async def _repeat_maps(things: Callable[[range], list[Any]], check: Callable[[ra
         await _over_and_over(runner, some, COUNT // 2)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_a_row_that_does_not_pickle_ends_a_map_and_what_is_behind_it_does_not_run(make: MakeRunner, log: Log) -> None:
     items: list[Any] = [jobs.Place(place) for place in range(300)]
     items[150] = calls.Raises(ValueError)
@@ -228,6 +229,7 @@ async def test_s1_a_row_that_does_not_pickle_ends_a_map_and_what_is_behind_it_do
                 await anext(stream)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_a_cancellation_raised_by_an_item_is_that_items_failure(make: MakeRunner) -> None:
     items = [1, calls.Raises(asyncio.CancelledError), 3]
     async with make() as runner:
@@ -236,6 +238,7 @@ async def test_s1_a_cancellation_raised_by_an_item_is_that_items_failure(make: M
     assert "pickling raised CancelledError" in str(results[1])
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s1_a_class_that_refuses_to_be_pickled_fails_its_future(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     import copyreg
 
@@ -315,6 +318,7 @@ async def test_s2_arguments_that_kill_when_read_are_a_begun_call_of_a_dead_worke
         assert slots_used(runner) == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s2_arguments_of_a_plain_function_that_take_their_time_hold_up_nobody(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, threads=2) as runner:
         future = runner.submit(calls.take, calls.Reads(jobs.wait, log.path, gate.path))
@@ -377,6 +381,7 @@ async def test_s4_results_that_cannot_be_read_are_remote_errors() -> None:
         await _repeat(runner, [(partial(submit, name), _is(*_S4[name])) for name in _S4])
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_s4_a_result_that_cannot_be_read_costs_none_of_the_999_others(make: MakeRunner) -> None:
     async with make(2) as runner:
         for name in set(_S4) - {"is of no module"}:  # with a fake worker it is of this process

@@ -82,6 +82,7 @@ async def test_it_is_built_once_per_worker(make_real: MakeRunner) -> None:
         assert await runner.run(share_jobs.is_same_twice, shared)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_what_fails_to_be_built_fails_the_call_that_asks(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(share_jobs.Unloadable())
@@ -94,6 +95,7 @@ async def test_what_fails_to_be_built_fails_the_call_that_asks(make: MakeRunner)
         await until_free(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_arrays_can_only_be_read(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(np.arange(SIZE))
@@ -142,6 +144,7 @@ async def test_a_recycled_worker_lets_go_of_it(make: MakeRunner) -> None:
 # Its end
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         shared = await runner.share(np.ones(SIZE))
@@ -162,6 +165,7 @@ async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: Make
         await until_free(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_is_freed_when_the_handle_has_gone_and_no_call_uses_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         call = runner.submit(share_jobs.wait_and_sum, log.path, gate.path, await runner.share(np.ones(SIZE)))
@@ -195,6 +199,7 @@ async def test_cancelled_failed_and_withdrawn_calls_let_go_of_it(make: MakeRunne
         await until_free(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_call_with_what_cannot_be_pickled_holds_nothing(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(1)
@@ -205,6 +210,7 @@ async def test_a_call_with_what_cannot_be_pickled_holds_nothing(make: MakeRunner
 
 
 @in_processes
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_retries_and_deaths_keep_it_for_the_next_attempt(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(retries=3) as runner:
         call = runner.submit(share_jobs.wait_and_sum, log.path, gate.path, await runner.share(np.ones(SIZE)))
@@ -217,6 +223,7 @@ async def test_retries_and_deaths_keep_it_for_the_next_attempt(make: MakeRunner,
         await until_free(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_handle_that_a_call_has_left_behind_says_that_it_is_closed(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share({1: 2})
@@ -228,6 +235,7 @@ async def test_a_handle_that_a_call_has_left_behind_says_that_it_is_closed(make:
         await runner.run(share_jobs.let_go)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_what_a_worker_keeps_of_it_stays_as_it_was(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(np.ones(SIZE))
@@ -252,6 +260,7 @@ async def test_what_is_kept_here_outlives_the_runner(make: MakeRunner) -> None:
     shared.close()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_comes_back_as_the_same_handle(make: MakeRunner) -> None:
     async with make() as runner:
         shared = await runner.share(1)
@@ -262,6 +271,7 @@ async def test_it_comes_back_as_the_same_handle(make: MakeRunner) -> None:
 # Misuse
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_travels_in_calls_of_its_runner_alone(make: MakeRunner) -> None:
     async with make() as runner, make() as other:
         shared = await runner.share(1)
@@ -299,6 +309,7 @@ async def test_another_thread_reads_it_and_cannot_close_it(make: MakeRunner) -> 
             await asyncio.to_thread(shared.close)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_share_of_a_closed_runner_and_of_too_much(make: MakeRunner) -> None:
     runner = make(max_message=1 << 20)
     with pytest.raises(percore.RunnerClosed):
@@ -313,6 +324,7 @@ async def test_share_of_a_closed_runner_and_of_too_much(make: MakeRunner) -> Non
         await runner.share(1)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
     async with make(max_message=1 << 36) as runner:
         assert slots_at_all(runner) == 16
@@ -351,6 +363,7 @@ async def test_functions_and_shared_objects_leave_room_for_arguments(make: MakeR
 
 
 @pytest.mark.local_memory(because="it takes all slots of the arena itself")
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_waits_for_a_slot(make: MakeRunner, log: Log, gate: Gate) -> None:
     data = jobs.pattern(1 << 20)
     async with make(max_message=1 << 36, threads=40) as runner:
@@ -369,6 +382,7 @@ async def test_it_waits_for_a_slot(make: MakeRunner, log: Log, gate: Gate) -> No
         assert await runner.run(share_jobs.value_of, shared) == data
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_cancelled_it_keeps_nothing(make: MakeRunner) -> None:
     async with make() as runner:
         for _ in range(5):
@@ -381,6 +395,7 @@ async def test_cancelled_it_keeps_nothing(make: MakeRunner) -> None:
             await until(lambda: not arena(runner).in_use)  # a thread gives it back
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_cancelled_when_it_has_just_been_stored_it_keeps_nothing(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. The object is stored  2. the task is cancelled  3. the task resumes."""
     async with make() as runner:
@@ -411,6 +426,7 @@ class Slow:
         return Slow, self.paths
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_closing_the_runner_ends_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         sharing = asyncio.create_task(runner.share(Slow(log.path, gate.path)))
@@ -420,6 +436,7 @@ async def test_closing_the_runner_ends_it(make: MakeRunner, log: Log, gate: Gate
     gate.open()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_loop_goes_on_while_it_is_pickled(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         sharing = asyncio.create_task(runner.share(Slow(log.path, gate.path)))
@@ -454,6 +471,7 @@ def test_x5_a_fork_numbers_its_objects_otherwise(monkeypatch: pytest.MonkeyPatch
     assert share_jobs.next_number() >> 32 != before >> 32
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_a_pickle_of_it_that_outlives_it_leads_nowhere(make: MakeRunner) -> None:
     # The pickle has the number of the object and no place in memory, where another object may lie by now.
     async with make() as runner:

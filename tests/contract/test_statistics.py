@@ -21,6 +21,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.differs("nodes", because="a message tells when a worker has read on, and nothing tells how far a call is")
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_counters_of_an_idle_runner(make: MakeRunner) -> None:
     async with make(2) as runner:
         snapshot = runner.statistics()
@@ -110,6 +111,7 @@ async def test_a_death_is_counted(make: MakeRunner, log: Log, gate: Gate) -> Non
 
 
 @pytest.mark.local_memory(because="rings count bytes, and another channel may count messages")
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_bytes_grow(make: MakeRunner) -> None:
     async with make() as runner:
         before = runner.statistics().workers[0]

@@ -44,6 +44,7 @@ async def until_error(stream: AsyncIterable[Any]) -> tuple[list[Any], BaseExcept
 # By its generator
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_an_error_comes_at_its_place(make: MakeRunner, subtests: pytest.Subtests) -> None:
     cases: list[tuple[Any, type[BaseException], str]] = [
         (partial(ValueError, "wrong"), ValueError, "^wrong$"),
@@ -72,6 +73,7 @@ async def test_an_error_comes_at_its_place(make: MakeRunner, subtests: pytest.Su
         assert not slots_used(runner)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_an_error_carries_the_workers_traceback(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises(ValueError, match="wrong") as caught:
@@ -79,6 +81,7 @@ async def test_an_error_carries_the_workers_traceback(make: MakeRunner) -> None:
         assert "in failing" in str(caught.value.__cause__)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_arguments_that_cannot_be_pickled_are_named(make: MakeRunner) -> None:
     async with make() as runner:
         with pytest.raises((TypeError, percore.PercoreError), match="the argument 'count'"):
@@ -86,6 +89,7 @@ async def test_arguments_that_cannot_be_pickled_are_named(make: MakeRunner) -> N
         assert await all_of(runner.stream(streams.numbers, 1)) == [0]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_error_of_a_stream_forms_no_cycle_with_it(make: MakeRunner) -> None:
     """The cycle would keep the locals of the consumer alive."""
 
@@ -268,6 +272,7 @@ async def test_one_task_at_a_time_may_wait_for_an_item(make: MakeRunner, log: Lo
         assert await first == 0
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_another_task_may_close_a_stream(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         stream = runner.stream(streams.agated, log.path, gate.path, 3)

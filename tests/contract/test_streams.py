@@ -32,6 +32,7 @@ async def take(stream: percore.Stream[Any], count: int) -> list[Any]:
 # Items
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_items_come_in_order_however_they_travel(make: MakeRunner, subtests: pytest.Subtests) -> None:
     expected = [streams.item(number) for number in range(60)]
     async with make() as runner:
@@ -96,6 +97,7 @@ async def test_what_cannot_be_streamed(make: MakeRunner) -> None:
         runner.stream(streams.numbers, 1)
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_arrays_are_views_of_shared_memory(make: MakeRunner) -> None:
     pytest.importorskip("numpy")
     length = 50_000
@@ -116,6 +118,7 @@ async def test_arrays_are_views_of_shared_memory(make: MakeRunner) -> None:
         kept.clear()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_pickling_happens_when_an_item_is_yielded(make: MakeRunner) -> None:
     pytest.importorskip("numpy")
     async with make() as runner:
@@ -166,6 +169,7 @@ async def test_an_item_is_sent_although_the_next_one_takes_long(make: MakeRunner
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_slow_consumers_hold_up_nothing_but_their_streams(make: MakeRunner) -> None:
     """64 × 16 large items are ready, and there are four slots."""
     async with make(concurrency=80, threads=4, **FEW_SLOTS) as runner:

@@ -86,6 +86,7 @@ async def test_lambdas_and_closures(make: MakeRunner, log: Log) -> None:
         assert log.rest() == ["initialized"]
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_one_that_cannot_be_pickled(make: MakeRunner) -> None:
     refusing = jobs.RefusesPickle()
     runner = make(thread_initializer=lambda: refusing)
@@ -93,6 +94,7 @@ async def test_one_that_cannot_be_pickled(make: MakeRunner) -> None:
         await runner.start()
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_one_that_cannot_be_read_fails_calls(make: MakeRunner) -> None:
     refusing = jobs.RefusesUnpickle()
     async with make(thread_initializer=lambda: refusing) as runner:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from percore._common.engines import EngineChoice
 from percore._engines.threads import choice, gil
 from tests import jobs
 from tests.contract.conftest import worker_of
+from tests.counts import times
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio_only
@@ -568,3 +569,41 @@ def test_an_executor_on_threads() -> None:
 def test_an_engine_that_is_for_runners_alone_is_refused_by_executors() -> None:
     with pytest.raises(ValueError, match="is an engine for"):
         LoopPoolExecutor(1, engine=EngineChoice())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_kills_at_any_moment_lose_no_call_and_run_none_twice() -> None:
+    """While threads switch as often as they can, and workers are killed all the time."""
+    ran: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def note(number: int) -> int:
+        with lock:
+            ran[number] = ran.get(number, 0) + 1
+        return number
+
+    async def anote(number: int) -> int:
+        note(number)
+        if number % 3 == 0:
+            await asyncio.sleep(0)
+        return number
+
+    before, kills, count = sys.getswitchinterval(), 0, times(600, 100_000)
+    sys.setswitchinterval(1e-6)
+    try:
+        async with runner_of(2, threads=2) as runner:
+            calls = [asyncio.ensure_future(runner.run(anote if number % 2 else note, number)) for number in range(count)]
+            mapped = asyncio.ensure_future(runner.map(note, range(count, 2 * count), return_exceptions=True).collect())
+            while not all(call.done() for call in calls):
+                await asyncio.sleep(0)
+                if kills < count // 100:
+                    kills += 1
+                    with suppress(ProcessLookupError):
+                        testing.kill(runner, kills % 2)
+            results = [*await asyncio.gather(*calls, return_exceptions=True), *await mapped]
+    finally:
+        sys.setswitchinterval(before)
+    for number, result in enumerate(results):
+        assert result == number or isinstance(result, WorkerDied), result
+        assert ran.get(number, 0) == 1 or (ran.get(number, 0) == 0 and isinstance(result, WorkerDied)), (number, result)

@@ -56,8 +56,8 @@ SELF_EXPLAINING: Final = {
 """Sentences without an entry: they say which argument is wrong, and what it must be."""
 
 INSIDE: Final = {
-    "worker %d (pid %s) has read nothing for %s s: %s": "each obstacle has an entry",
-    "worker %d (pid %s) goes on, after %s s": "it ends what the message before it says, which has an entry",
+    "%s has read nothing for %s s: %s": "each obstacle has an entry",
+    "%s goes on, after %s s": "it ends what the message before it says, which has an entry",
     "the event loop goes on, after %s s": "likewise",
     "the workers (%d) are ready after %s s": "all is as it should be",
     "%s is ready after %s s, as number %d of its slot": "likewise",

@@ -43,7 +43,7 @@ class Stage:
         self.member = member = PoolWorker(0, 1, dispatch, Turn(loop))
         channel = SimpleNamespace(own={}, is_open=True, send=lambda *_: None)
         member.attach(cast(Any, SimpleNamespace(channel=channel)), cast(Any, SimpleNamespace(held={})))
-        shares, progress = cast(Any, SimpleNamespace(held={}, store=None)), cast(Any, None)
+        shares, progress = cast(Any, SimpleNamespace(held={}, store=SimpleNamespace(has_objects=False))), cast(Any, None)
         calls = CallRegistry(loop, dispatch, shares, RunnerPhase(), progress, {member})
         self._receive: Callable[[list[Message]], None] = Outcomes(calls).receiver(member)
         self.call = call = make(loop)

@@ -74,8 +74,10 @@ class Store(Protocol):
         most_functions: how many functions may have parcels of their own. The pickle of any other is part of each call.
         in_use: how many parcels it keeps.
         heaviest_batch: the weight that the items of a batch may have together.
+        has_objects: whether arguments that pass as they are may be of any size, so that a call lets go of them when it has ended.
     """
 
+    has_objects: bool
     room: int
     most_shared: int
     most_kept: int

@@ -92,23 +92,22 @@ class BlockedLoops:
             member.worker.examine(lambda condition: self._examined(member, watch, condition))
         elif step is Step.TELL_END:
             self.told.discard(member)
-            report(logging.WARNING, "worker %d (pid %s) goes on, after %s s", member.index, member.pid, f"{seconds:.1f}", of=member)
+            report(logging.WARNING, "%s goes on, after %s s", member.name, f"{seconds:.1f}", of=member)
 
     def _examined(self, member: "PoolWorker", watch: LoopWatch, condition: "Condition") -> None:
         now, obstacle = monotonic(), condition.obstacle
         if not watch.examined(now, member.worker.channel.waits_since, obstacle):
             return
         self.told.add(member)
-        index, pid, seconds = member.index, member.pid, f"{watch.silence(now):.1f}"
+        name, seconds = member.name, f"{watch.silence(now):.1f}"
         if obstacle:
-            report(logging.WARNING, "worker %d (pid %s) has read nothing for %s s: %s", index, pid, seconds, obstacle, of=member)
+            report(logging.WARNING, "%s has read nothing for %s s: %s", name, seconds, obstacle, of=member)
             return
         more = _begun(member) + (f". The stacks of its threads:\n{condition.stacks}" if condition.stacks else "")
         report(
             logging.WARNING,
-            "worker %d (pid %s) has read nothing for %s s: its event loop is blocked%s",
-            index,
-            pid,
+            "%s has read nothing for %s s: its event loop is blocked%s",
+            name,
             seconds,
             more,
             of=member,

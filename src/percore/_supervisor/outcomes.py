@@ -83,6 +83,7 @@ class Outcomes:
 
         channel = member.worker.channel
         handlers |= channel.own
+        has_objects = self._calls.store.has_objects
         calls, free, stride, load_of = member.calls, member.free, member.stride, member.load
         left, lowered = self._calls.dispatch.left, self._calls.dispatch.lowered
 
@@ -170,7 +171,9 @@ class Outcomes:
                             counted, count, tally = meter, 1, meter.at(member.index)
                         if call.accepted:
                             measure_wait(member, call)
-                        if type(call.body) is not tuple:  # free the arguments now: the caller may keep the future for long
+                        if (
+                            has_objects or type(call.body) is not tuple
+                        ):  # free the arguments now: the caller may keep the future for long
                             self._calls.release(call)
                         if POINTS:
                             point("supervisor.outcome.delivered")

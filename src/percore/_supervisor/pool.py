@@ -312,7 +312,7 @@ class Pool:
         slot = self.all_slots[member.index]
         decision = slot.asked_to_end(member, self._phase.replaces)
         if decision.act is Act.START:
-            report(logging.INFO, "worker %d (pid %s) was asked to end; its replacement starts", member.index, member.pid, of=member)
+            report(logging.INFO, "%s was asked to end; its replacement starts", member.name, of=member)
         self._carry_out(slot, decision)
 
     # Changes: reload and resize

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from percore._protocol.messages import DRAINING, FAILED, HOLDING, READY, UNREADY, Payload
-from percore._serialization.exception_state import CAUSE, text_of, type_name_of
+from percore._serialization.exception_state import CAUSE, format_traceback, text_of, type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._supervisor.pool_worker import PoolWorker
 
@@ -61,7 +61,12 @@ class WorkerReports:
 
 
 def _text(error: BaseException) -> str:
-    """Return the worker's traceback, which ends the chain of causes. Runs no code of the error's class, if there is one."""
+    """Return the worker's traceback. Runs no code of the error's class, if there is one.
+
+    It ends the chain of causes, unless the error itself has arrived, with the frames of its worker.
+    """
+    if error.__traceback__ is not None:
+        return format_traceback(error)
     last = error
     while (cause := CAUSE.__get__(last)) is not None:  # no cycle: `load_exception` has broken it
         last = cause

@@ -34,6 +34,7 @@ class Arena(SlotWriter):
         self._private: dict[int, bytes] = {}
         self._numbers = count(-1, -1)
         self.passes = codec.is_inline
+        self.has_objects = False
         self.heaviest_batch = codec.HEAVIEST_BATCH
         self.weigh, self.weigh_rows = codec.weigh, codec.weigh_rows
         self.pack_items, self.unpack_values = codec.pack_items, codec.unpack_values

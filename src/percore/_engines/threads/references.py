@@ -141,6 +141,7 @@ class References:
 
     room = most_shared = most_kept = most_functions = _PLENTY
     heaviest_batch = codec.HEAVIEST_BATCH
+    has_objects = True
     lacks_room = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -265,6 +266,8 @@ class References:
 
 class Copies(References):
     """A store whose arguments and results are pickled as between processes. Shared objects are the objects themselves."""
+
+    has_objects = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)

@@ -306,6 +306,10 @@ class ThreadWorker:
         pool = [] if self._core is None else self._core.server.threads.idents()
         return [self._thread.ident or 0, *pool]
 
+    def join(self) -> None:
+        """Wait until all its threads have ended, also those of a worker that was given up. Any thread may call this."""
+        self._thread.join()
+
     def close(self) -> None:
         self.channel.close()
 
