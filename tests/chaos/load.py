@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import percore
+from percore._scheduler.streaming import PATIENCE
 from tests.chaos import calls
 
 LIMIT: Final = 30.0
@@ -220,6 +221,7 @@ class Load:
         options: dict[str, Any] = {"prefetch": decide.choice([1, 4, 16]), "key": decide.choice([None, "stream"])}
         leave = decide.choice(["end", "end", "break", "drop", "cancel"])
         most = decide.randint(1, count) if leave in ("break", "drop") else count + 1
+        pause = decide.choice([0.0, 0.0, 2 * PATIENCE])  # then its generator gives its place back
         taken = 0
         words = "dropped"
         with contextlib.suppress(TimeoutError):
@@ -234,6 +236,8 @@ class Load:
                         words = f"value {calls.answer(uuid)}"
                         if taken == most:
                             break
+                        if pause and taken % 8 == 1:
+                            await asyncio.sleep(pause)
                     else:
                         words = words if taken == count else f"ended after {taken} of {count}"
                     if leave == "break":

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import percore
+import percore._calls.streams
+import percore._supervisor.streams
 from tests import jobs
 from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, worker_of
@@ -287,7 +289,11 @@ async def test_another_task_may_close_a_stream(make: MakeRunner, log: Log, gate:
 # By the runner
 
 
-async def test_a_runner_that_closes_ends_its_streams(make: MakeRunner, log: Log, subtests: pytest.Subtests) -> None:
+async def test_a_runner_that_closes_ends_its_streams(
+    make: MakeRunner, log: Log, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (percore._calls.streams, percore._supervisor.streams):
+        monkeypatch.setattr(module, "PATIENCE", 60.0)  # else a slow machine lets the second stream begin in the place of the first
     for grace in (None, 30, 0):
         for fn in PAIR:
             with subtests.test(fn=fn.__name__, grace=grace):
