@@ -63,6 +63,11 @@ def work(steps: int) -> int:
     return total
 
 
+async def work_in_loop(steps: int) -> int:
+    """The same, in a loop that does nothing else meanwhile."""
+    return work(steps)
+
+
 # Generators
 
 
