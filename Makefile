@@ -3,6 +3,8 @@
 #
 #   make demo       crawl the local site farm, then the same crawl in one plain asyncio process
 #   make test       what every change must pass: each test on the engines and loops where it differs  PYTEST_ARGS="-k ring" for a part
+#   make test-threads  the contract over threads: with this Python, and on python3.14t, where it is built, without a GIL and with one
+#   make demo-threads  the article's program and payloads on processes and on threads, side by side
 #   make test-full  the same on every engine and under every loop, then test-fallbacks: for the night
 #   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
 #   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
@@ -49,7 +51,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo python3.14t test test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -86,6 +88,23 @@ PYTEST := $(if $(CI),scripts/once_more.py,-m pytest)
 test: $(VENV)/.percore-test
 	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
 	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
+
+# The environment of the free-threaded interpreter is .venvs/3.14t. PYTHON_GIL=1 turns its GIL on.
+test-threads: $(VENV)/.percore-test
+	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) --rows=threads tests/contract $(PYTEST_ARGS)
+	@if test -x build/python3.14t/bin/python3; then \
+		$(MAKE) --no-print-directory test-free-threads VENV=.venvs/3.14t PYTHON=build/python3.14t/bin/python3; \
+	else \
+		echo "== python3.14t is not built, and so not tested: make python3.14t"; \
+	fi
+
+.PHONY: test-free-threads
+test-free-threads: $(VENV)/.percore-test
+	PYTHON_GIL=0 $(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=threads tests/contract $(PYTEST_ARGS)
+	PYTHON_GIL=1 $(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=threads tests/contract $(PYTEST_ARGS)
+
+demo-threads: $(VENV)/.percore-test
+	$(RUN) examples/threads.py
 
 # tests/rows.py says which rows `make test` leaves out.
 test-full: $(VENV)/.percore-test

@@ -17,6 +17,8 @@ from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import current_member, members_of, supervisor_of
 
+pytestmark = pytest.mark.differs("threads", because="the lifespan and its tasks belong to a loop beside others in one process")
+
 launches = pytest.mark.differs("spawn", because="a fresh interpreter is launched and ends in another way than a forked worker")
 
 

@@ -20,7 +20,7 @@ LEAST = {
     "uvloop": {"test_cancellation", "test_closing", "test_deaths", "test_map_ends", "test_timeouts", "test_turns"},
     "spawn": {"test_closing", "test_deaths", "test_inside", "test_lives", "test_logs", "test_recycling", "test_usage"},
     "nodes": {"test_batches", "test_buffers", "test_closing", "test_deaths", "test_payloads", "test_share", "test_statistics"},
-    "threads": {"test_nested"},
+    "threads": {"test_closing", "test_deaths", "test_lives", "test_nested", "test_stream_ends"},
     "fallbacks": {
         "test_buffers",
         "test_cancellation",
@@ -82,7 +82,8 @@ def test_the_rows_of_each_run() -> None:
     files = [str(CONTRACT / "test_closing.py"), str(CONTRACT / "test_pending.py")]
     push, full = collected(*files), collected(*files, "--rows=full")
     assert set(push["test_pending"]) - {"none"} == {"fake", "forkserver"}
-    assert set(push["test_closing"]) - {"none", "none uvloop"} == {"fake", "forkserver", "forkserver uvloop", "spawn", "nodes"}
+    ways = {"fake", "forkserver", "forkserver uvloop", "spawn", "nodes", "threads"}
+    assert set(push["test_closing"]) - {"none", "none uvloop"} == ways
     assert push["test_closing"]["spawn"] < full["test_closing"]["spawn"]
     for rows_of in full.values():
         assert rows_of["forkserver"] == rows_of["spawn"] == rows_of["nodes"]
