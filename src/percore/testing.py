@@ -7,24 +7,36 @@ async def test_a_death_is_survived():
 """
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 import percore
 from percore._common.options import seconds_of
 from percore._testing import simulation
-from percore._testing.engine import FakeEngine, FakeWorker, worker_of_pid
+from percore._testing.engine import FakeEngine, FakeWorker
+from percore._testing.faults import Starts, changed_calls, strike_own_worker
 from percore._testing.simulation import Hangs
-from percore._worker.context import current_context
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import Worker
 
-__all__ = ["FakeRunner", "Hangs", "die", "kill", "simulate", "stopped"]
+__all__ = [
+    "FakeRunner",
+    "Hangs",
+    "delayed",
+    "delayed_starts",
+    "die",
+    "failing",
+    "failing_starts",
+    "kill",
+    "losing",
+    "simulate",
+    "stopped",
+]
 
 T = TypeVar("T")
 
@@ -96,16 +108,147 @@ def die() -> None:
     Raises:
         RuntimeError: called outside of a call.
     """
-    found = current_context("current_worker")
-    strike, loop = found.strike, None
-    if fake := worker_of_pid(found.worker.pid):
-        strike, loop = fake.strike, fake.loop
-    if strike is None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    strike_own_worker()
+
+
+def delayed(
+    runner: percore.Runner, fn: Callable[..., Any] | None = None, *, seconds: float, times: int | None = None
+) -> AbstractContextManager[None]:
+    """Let calls wait in their workers before they begin, during the block. The wait counts as a part of the call.
+
+        with percore.testing.delayed(runner, fetch, seconds=0.5):
+
+    A coroutine function sleeps, and holds its place; a plain function blocks its thread. It works with any runner whose workers are
+    on this machine, for all verbs but streams and for calls that begin during the block. Calls from inside calls stay as they
+    are. The figures of the function and its name in errors stay the same.
+
+    Args:
+        runner: the runner, started and not closed. Use it in the thread of its event loop.
+        fn: the function whose calls are changed. None: all functions.
+        seconds: for how long they wait.
+        times: how many attempts are changed, the first ones over all workers; retries are attempts of their own. None: all.
+
+    Raises:
+        RunnerClosed: the runner is not started, or it is closed.
+        TypeError, ValueError: `seconds` or `times` is invalid.
+    """
+    return _changed(runner, fn, times, delay=seconds_of("seconds", seconds))
+
+
+def failing(
+    runner: percore.Runner,
+    fn: Callable[..., Any] | None = None,
+    *,
+    error: BaseException | type[BaseException],
+    times: int | None = None,
+) -> AbstractContextManager[None]:
+    """Let calls raise this error in their workers instead of calling the function, during the block.
+
+        with percore.testing.failing(runner, fetch, error=OSError("no route"), times=2):
+
+    Args:
+        runner, fn, times: as in `delayed`.
+        error: an exception that can be pickled, or its class.
+
+    Raises:
+        RunnerClosed: the runner is not started, or it is closed.
+        TypeError, ValueError: `error` is no exception, or `times` is invalid.
+    """
+    given: object = error
+    if not (isinstance(given, BaseException) or (isinstance(given, type) and issubclass(given, BaseException))):
+        raise TypeError(f"error must be an exception or its class, not {given!r}")
+    return _changed(runner, fn, times, error=error)
+
+
+def losing(runner: percore.Runner, fn: Callable[..., Any] | None = None, *, times: int | None = 1) -> AbstractContextManager[None]:
+    """Let workers die when they have done the work of a call and before its result arrives, during the block.
+
+    The call ends with WorkerDied, or is attempted again if it has retries: the work is then done twice. Other calls that run in
+    that worker end as well.
+
+    Args:
+        runner, fn, times: as in `delayed`, but one attempt is changed by default.
+
+    Raises:
+        RunnerClosed: the runner is not started, or it is closed.
+        TypeError, ValueError: `times` is invalid.
+    """
+    return _changed(runner, fn, times, loses=True)
+
+
+def delayed_starts(runner: percore.Runner, *, seconds: float, times: int | None = None) -> AbstractContextManager[None]:
+    """Let workers start later, during the block, as on a machine that has no room for them yet.
+
+    It works with a started runner, whose replacements it changes, and with a runner that is started in the block.
+
+    Args:
+        runner: the runner, not closed. Use it in the thread of its event loop.
+        seconds: how much later they start. A runner whose workers all wait longer than `start_timeout` fails.
+        times: how many starts are changed. None: all.
+
+    Raises:
+        RunnerClosed: the runner is closed.
+        TypeError, ValueError: `seconds` or `times` is invalid.
+    """
+    return _changed_starts(runner, times, seconds_of("seconds", seconds))
+
+
+def failing_starts(runner: percore.Runner, *, times: int | None = None) -> AbstractContextManager[None]:
+    """Let starts of workers fail, during the block, as where the system refuses another process.
+
+    A runner that is started in the block gets StartupFailed. One that was started before tries again, ever later; after ten
+    failures in a row a slot is given up, and after that of all slots the runner is broken.
+
+    Args:
+        runner, times: as in `delayed_starts`.
+
+    Raises:
+        RunnerClosed: the runner is closed.
+        TypeError, ValueError: `times` is invalid.
+    """
+    return _changed_starts(runner, times, None)
+
+
+_changes: Final[WeakKeyDictionary[percore.Runner, list[Callable[..., Any]]]] = WeakKeyDictionary()
+"""What is changed of calls of each runner, in order."""
+
+
+def _changed(runner: percore.Runner, fn: Callable[..., Any] | None, times: int | None, **plan: Any) -> AbstractContextManager[None]:
+    runner.statistics()  # raises RunnerClosed
+    _check_times(times)
+    return changed_calls(runner._supervisor.functions, _changes.setdefault(runner, []), fn, times, **plan)
+
+
+@contextmanager
+def _changed_starts(runner: percore.Runner, times: int | None, delay: float | None) -> Iterator[None]:
+    _check_times(times)
+    starts = Starts(times, delay)
+    assemble = runner._assemble
+    assembly = runner._assembly
+
+    async def changed(loop: asyncio.AbstractEventLoop, make_engine: Any) -> Any:
+        made = await assemble(loop, make_engine)
+        starts.begin(made.engine, loop)
+        return made
+
+    if assembly is not None:
+        runner.statistics()  # raises RunnerClosed
+        starts.begin(assembly.engine, asyncio.get_running_loop())
+    runner._assemble = changed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner._assemble = assemble  # type: ignore[method-assign]
+        starts.end()
+
+
+def _check_times(times: object) -> None:
+    if times is None:
         return
-    strike()
-    if (running := asyncio._get_running_loop()) is not None and loop in (None, running):
-        raise asyncio.CancelledError
+    if isinstance(times, bool) or not isinstance(times, int):
+        raise TypeError(f"times must be an int or None, not {times!r}")
+    if times < 1:
+        raise ValueError(f"times must be at least 1, not {times}")
 
 
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, deaths: float = 0.0, latency: float = 0.01) -> T:

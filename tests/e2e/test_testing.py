@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -139,3 +141,140 @@ async def test_strikes_that_cannot_hit_are_told() -> None:
             percore.testing.kill(runner)
     with pytest.raises(RuntimeError):
         percore.testing.die()
+
+
+def slow_square(number: int) -> int:
+    return number * number
+
+
+async def aslow_square(number: int) -> int:
+    return number * number
+
+
+def write(path: str) -> str:
+    with open(path, "a") as file:
+        file.write("done")
+    return path
+
+
+async def awrite(path: str) -> str:
+    return write(path)
+
+
+SQUARES = pytest.mark.parametrize("square", [slow_square, aslow_square])
+
+
+@BOTH
+@SQUARES
+async def test_calls_fail_as_often_as_asked(make: MakeRunner, square: Callable[[int], Any]) -> None:
+    async with make(2) as runner:
+        assert await runner.run(square, 3) == 9
+        with percore.testing.failing(runner, square, error=OSError("no route"), times=2):
+            with pytest.raises(OSError, match="no route"):
+                await runner.run(square, 3)
+            assert await runner.run(jobs.echo, 3) == 3  # another function
+            assert await runner.options(retries=1, retry_on=OSError).run(square, 3) == 9
+            assert await runner.map(square, range(20)) == [number * number for number in range(20)]
+        with percore.testing.failing(runner, error=KeyError):
+            outcomes = await runner.map(square, range(5), return_exceptions=True)
+            assert [type(one) for one in outcomes] == [KeyError] * 5
+        assert await runner.map(square, range(3)) == [0, 1, 4]
+        assert await runner.run(square, 3) == 9
+        (figures,) = [one for one in runner.statistics().functions if one.name.endswith(square.__qualname__)]
+        assert figures.name == f"{__name__}.{square.__qualname__}"
+        assert figures.ended == figures.begun == 32
+
+
+@BOTH
+@SQUARES
+async def test_calls_are_delayed(make: MakeRunner, square: Callable[[int], Any]) -> None:
+    async with make(1) as runner:
+        with percore.testing.delayed(runner, square, seconds=0.05):
+            assert await runner.run(square, 4) == 16
+        await until(lambda: runner.statistics().functions[0].run)
+        run = runner.statistics().functions[0].run
+        assert run is not None
+        assert run.p50 > 0.04
+        with percore.testing.delayed(runner, aslow_square, seconds=3600, times=1):
+            with pytest.raises(TimeoutError):
+                await runner.options(timeout=0.01).run(aslow_square, 1)
+            assert await runner.run(aslow_square, 1) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("work", [write, awrite])
+async def test_a_lost_result_is_that_of_work_that_was_done(make: MakeRunner, work: Callable[[str], Any], tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    async with make(1) as runner:
+        with percore.testing.losing(runner, work):
+            assert await runner.options(retries=1).run(work, str(done)) == str(done)
+        with percore.testing.losing(runner, work), pytest.raises(percore.WorkerDied):
+            await runner.run(work, str(done))
+        assert await runner.run(work, str(done)) == str(done)
+    assert done.read_text() == 4 * "done"
+
+
+@BOTH
+async def test_starts_fail_and_come_late(make: MakeRunner) -> None:
+    runner = make(1)
+    with percore.testing.failing_starts(runner), pytest.raises(percore.StartupFailed, match="failed on purpose"):
+        await runner.start()
+    runner = make(1)
+    with percore.testing.delayed_starts(runner, seconds=0.01, times=1):
+        await runner.start()
+    async with asyncio.timeout(40):
+        before = await runner.run(pid)
+        with percore.testing.delayed_starts(runner, seconds=3600):
+            percore.testing.kill(runner)
+            await until(lambda: runner.statistics().workers[0].state == "gone")
+            call = runner.submit(pid)
+        assert await call != before  # the end of the block is the end of the delay
+        with percore.testing.failing_starts(runner, times=1):
+            percore.testing.kill(runner)
+            assert await runner.options(retries=2).run(pid) != before
+        await runner.aclose()
+    with pytest.raises(percore.RunnerClosed), percore.testing.delayed_starts(runner, seconds=1):
+        pass
+
+
+async def test_faults_that_are_none_are_told() -> None:
+    async with FAKE(1) as runner:
+        with pytest.raises(ValueError, match="times must be at least 1"):
+            percore.testing.losing(runner, times=0)
+        with pytest.raises(TypeError, match="times must be an int"):
+            percore.testing.losing(runner, times=True)
+        with pytest.raises(TypeError, match="error must be an exception"):
+            percore.testing.failing(runner, error="no route")  # type: ignore[arg-type]
+    with pytest.raises(percore.RunnerClosed):
+        percore.testing.losing(runner)
+
+
+PLUGGED = """
+import asyncio, percore
+
+async def main():
+    async with percore.Runner(2) as runner:
+        assert await runner.run(asyncio.sleep, 60, "slept") == "slept"
+    assert next(numbers) != 3
+
+numbers = iter(range(1000))
+
+def test_fake(fake_runner):
+    async def run():
+        async with fake_runner as runner:
+            assert await runner.map(abs, [-1]) == [1]
+    asyncio.run(run())
+
+def test_seeds(simulate):
+    simulate(main, seeds=5)
+"""
+
+
+def test_the_plugin_of_pytest(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(PLUGGED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "percore.pytest_plugin", "-p", "no:cacheprovider", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in done.stdout
+    assert "pytest test_it.py::test_seeds --percore-seed=3 runs it alone" in done.stdout
+    alone = subprocess.run([*command, "--percore-seed=3"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in alone.stdout  # the first number is not the fourth

@@ -86,7 +86,9 @@ ROOMS: dict[str, set[str]] = {
     "web": {"_common", "_runner", "_web"},
     # For tests of the user's: workers in the program's own loop. percore never imports it.
     "_testing": {"_calls", "_common", "_monitor", "_protocol", "_runner", "_serialization", "_transport", "_worker"},
-    "testing": {"_common", "_protocol", "_runner", "_testing", "_worker"},
+    "testing": {"_common", "_protocol", "_runner", "_testing"},
+    # A plugin of pytest, which percore does not need. Users name it in their conftest.py; percore never imports it.
+    "pytest_plugin": {"testing"},
     # A program: it uses percore as users do, and reads what the system can do.
     "_cli": {"_common", "_record", "_runner", "_top"},
     # What `python -m percore` runs.

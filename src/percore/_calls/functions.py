@@ -90,6 +90,18 @@ class Functions:
         self.retired: deque[tuple[Function, list[Use]]] = deque()
         """Held functions that no new call will use, each with its calls that were under way when it was retired."""
         self._last = 0
+        self._changes: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = ()
+
+    def change(self, *changes: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """From now on call what these return, one after the other, in place of each function but those of streams.
+
+        For tests of programs: `percore.testing`.
+        """
+        self._changes = changes
+        forgotten = dict(self.known)
+        self.known.clear()  # a known function does not come to `of`
+        self._undefine_forgotten()
+        del forgotten  # as in `_forget_oldest`
 
     def of(self, fn: Callable[..., Any], *, is_stream: bool = False) -> Function:
         """Return the `Function` of `fn`. It is remembered if `fn` is pickled by reference.
@@ -97,6 +109,8 @@ class Functions:
         Raises:
             TypeError: as `is_coroutine_call`, or, for a stream, as `is_async_stream`.
         """
+        for change in () if is_stream else self._changes:
+            fn = change(fn)
         is_class_method = type(fn) is MethodType and isinstance(fn.__self__, type)
         ids = (id(fn.__func__), id(fn.__self__)) if is_class_method else (id(fn),)  # type: ignore[attr-defined]  # of methods
         name = (*ids, _STREAM) if is_stream else ids if is_class_method else id(fn)
