@@ -528,6 +528,7 @@ SENTENCES: Final[dict[str, Use]] = {
         lambda runner: runner.map(jobs.echo, [1], progress=lambda progress: progress.no_such_figure)
     ),
     "%s is ready after %s s, as number %d of its slot": fake(),
+    "%s starts, as number %d of its slot": fake(),
     "%s has ended after %s s; calls done: %d, failed: %d": fake(),
     "the workers have ended after %s s; calls done: %d, failed: %d, retried: %d; workers replaced: %d": fake(),
     "a call does not end in %s; its replacement starts": at(

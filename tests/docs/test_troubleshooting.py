@@ -61,6 +61,7 @@ INSIDE: Final = {
     "the event loop goes on, after %s s": "likewise",
     "the workers (%d) are ready after %s s": "all is as it should be",
     "%s is ready after %s s, as number %d of its slot": "likewise",
+    "%s starts, as number %d of its slot": "likewise",
     "%s has ended after %s s; calls done: %d, failed: %d": "likewise",
     "the workers have ended after %s s; calls done: %d, failed: %d, retried: %d; workers replaced: %d": "likewise",
     "this launcher is closed": "a mistake of percore's own",

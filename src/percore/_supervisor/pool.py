@@ -32,7 +32,7 @@ from percore._supervisor.memory_watch import MemoryWatch
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
-from percore._supervisor.pool_reports import worker_is_ready, workers_are_ready, workers_have_ended
+from percore._supervisor.pool_reports import worker_is_ready, worker_starts, workers_are_ready, workers_have_ended
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
 from percore._supervisor.timing import Turn
@@ -161,6 +161,7 @@ class Pool:
         self.lifecycles.look(member)
         broke, advance = lambda error: self._broke(member, error), self._keeper.advance
         member.worker.channel.open(self._outcomes.receiver(member), broke, advance)
+        worker_starts(member)
 
     def _has_place(self) -> None:
         """Start the workers that wait for a place: the engine may have one again."""

@@ -8,6 +8,11 @@ from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.worker_slot import WorkerSlot
 
 
+def worker_starts(member: PoolWorker) -> None:
+    """Log that a worker starts. Its pid is often not known yet."""
+    report(logging.DEBUG, "%s starts, as number %d of its slot", member.name, member.generation, of=member)
+
+
 def worker_is_ready(member: PoolWorker, seconds: float, *, replaces_dead: bool) -> None:
     """Log that a worker is ready, `seconds` after its start: at INFO if it replaces one that has died, else at DEBUG."""
     level = logging.INFO if replaces_dead else logging.DEBUG
