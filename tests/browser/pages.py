@@ -130,6 +130,36 @@ async def test_a_killed_worker_shows_as_restarted(tab: Tab, url: str, runner: pe
     await tab.until(f"{CELL.format(row=0, column=2)} === 'ready' && {CELL.format(row=0, column=1)} !== '{pid}'")
 
 
+async def test_functions_are_shown_by_worker(tab: Tab, url: str) -> None:
+    await tab.open(url, 1280)
+    await tab.until(FIGURES)
+    await tab.value("document.querySelector('#parts').focus()")
+    await tab.press("Enter", 13, "\r")
+    parts = "[...document.querySelectorAll('#functions tr.part td:first-child')].map(one => one.textContent).sort().join()"
+    await tab.until(f"{parts} === 'worker 0,worker 0,worker 1,worker 1'")
+    ratio, text = await tab.contrast()
+    assert ratio >= 4.5, text
+    save(await tab.picture(), "dashboard-by-worker.png")
+    await tab.press("Enter", 13, "\r")
+    await tab.until("!document.querySelector('#functions tr.part')")
+
+
+async def test_workers_are_grouped_by_node(tab: Tab, url: str) -> None:
+    await tab.open(url, 1280)
+    await tab.until(FIGURES)
+    heads = "[...document.querySelectorAll('#workers tr.node')].map(one => one.textContent.split(',')[0]).join()"
+    await tab.value(
+        "source.close(), show({at: 1, view: {...latest, workers: latest.workers.map((one, at) => ({...one, node: 'ba'[at]}))}})"
+    )
+    assert await tab.value(heads) == "node a: 1 worker,node b: 1 worker"
+    assert await tab.value(CELL.format(row=1, column=0)) == "1"
+    ratio, text = await tab.contrast()
+    assert ratio >= 4.5, text
+    save(await tab.picture(), "dashboard-nodes.png")
+    await tab.value("show({at: 2, view: latest = {...latest, workers: latest.workers.map(one => ({...one, node: ''}))}})")
+    assert await tab.value(heads) == ""
+
+
 async def test_a_blocked_loop_is_red(tab: Tab, url: str, runner: percore.Runner, tmp_path: Path) -> None:
     await tab.open(url, 1280)
     await tab.until(FIGURES)

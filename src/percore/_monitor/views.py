@@ -19,7 +19,7 @@ class Worker:
 
     Attributes:
         runner: the number of its runner in the program, from 1.
-        figures: its WorkerStatistics, by the names of the attributes.
+        figures: its WorkerStatistics, by the names of the attributes, without `functions`: see `Function.workers`.
         node: the name of its node; empty: this machine.
         usage: what the system says of its process; None: nothing, for example because it is on another machine.
         calls: calls that have ended in a second; None: not known yet.
@@ -139,8 +139,9 @@ class Model:
             was = old.get((one["index"], one["generation"]))
             moved = None if was is None else one["bytes_in"] + one["bytes_out"] - was["bytes_in"] - was["bytes_out"]
             done = None if one["index"] not in ended else one["done"] - ended[one["index"]]
+            figures = {name: value for name, value in one.items() if name != "functions"}
             used = None if _node(one) else usage.get(one["pid"])
-            found.append(Worker(number, one, _node(one), used, _rate(done, seconds), _rate(moved, seconds)))
+            found.append(Worker(number, figures, _node(one), used, _rate(done, seconds), _rate(moved, seconds)))
         return found
 
     def _functions(self, page: Page) -> list[Function]:

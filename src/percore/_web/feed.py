@@ -20,6 +20,10 @@ _AGAIN: Final = 100
 """Milliseconds after which the browser asks again."""
 
 
+_MOST_FUNCTIONS: Final = 8
+"""Functions of each worker in a snapshot, those with the most time, so that snapshots stay small."""
+
+
 class Feed:
     """Reads the figures of a runner. Only the thread of the server's event loop may use it."""
 
@@ -56,6 +60,8 @@ class Feed:
             return json.dumps({"at": monotonic(), "interval": self._interval, "view": None})
         now = monotonic()
         page = page_of(statistics, 1, now, now + self._interval)
+        for worker in page["statistics"]["workers"]:
+            del worker["functions"][_MOST_FUNCTIONS:]
         view = await in_thread("percore-dashboard", lambda: self._model.view([page]))
         body: dict[str, Any] = {"at": now, "interval": self._interval, "view": asdict(view)}
         return json.dumps(body, separators=(",", ":"))
