@@ -73,6 +73,8 @@ NOTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "memory": ("memory", {"room": 800 << 20}, "less than 256 MiB for each of 4 workers"),
     "ptrace": ("ptrace", {"ptrace_scope": 1}, "only root can look into workers"),
     "ptrace off": ("ptrace", {"ptrace_scope": 3}, "only nobody can look"),
+    "metrics": ("PERCORE_METRICS", {"variables": {"PERCORE_METRICS": "0"}}, "calls are not measured"),
+    "typo": ("PERCORE_METRIC", {"variables": {"PERCORE_METRIC": "0"}}, "knows no such variable"),
     "variable": ("PERCORE_POINTS", {"variables": {"PERCORE_POINTS": "a=kill"}}, "unset it in production"),
 }
 
@@ -101,7 +103,8 @@ def test_what_is_as_good() -> None:
     assert found("ptrace", ptrace_scope=None).level is Level.OK
     assert found("open files", files=None).value == "no limit"
     assert found("memory", room=None).level is Level.OK
-    assert found("PERCORE_TRACEBACKS", variables={"PERCORE_TRACEBACKS": "full"}).level is Level.OK
+    for name, value in {"PERCORE_TRACEBACKS": "full", "PERCORE_METRICS": "1"}.items():
+        assert found(name, variables={name: value}).level is Level.OK
     assert "there is none" in found("/dev/shm", shm=None).value
     assert found("Python", is_free_threaded=True).value == "CPython 3.12.1, free-threaded"
     assert [finding for finding in judge(replace(GOOD, cpus=64, threads_variable=True)) if "threads" in finding.name] == []

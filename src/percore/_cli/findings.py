@@ -177,10 +177,15 @@ def _ptrace(facts: Facts) -> Finding:
 
 def _variables(facts: Facts) -> Iterator[Finding]:
     for name, value in facts.variables.items():
-        if name == "PERCORE_TRACEBACKS":
-            yield Finding(name, Level.OK, value)
+        if name == "PERCORE_METRICS" and value == "0":
+            advice = "calls are not measured: statistics() has no functions, and percore top and record cannot see the program"
+        elif name in ("PERCORE_WITHOUT", "PERCORE_POINTS"):
+            advice = "this variable is for tests of percore: unset it in production"
+        elif name in ("PERCORE_METRICS", "PERCORE_TRACEBACKS"):
+            advice = ""
         else:
-            yield Finding(name, Level.NOTE, value, "this variable is for tests of percore: unset it in production")
+            advice = "percore knows no such variable"
+        yield Finding(name, Level.NOTE if advice else Level.OK, value, advice)
 
 
 def _size(size: int) -> str:
