@@ -19,7 +19,7 @@ _MOST: Final = 1024
 OTHERS: Final = "(other functions)"
 """The name of the meter of all further functions."""
 
-_OFTEN_NS: Final = 1_000_000
+_OFTEN_NS: Final = 4_000_000
 """Nanoseconds between two calls whose waits are measured below which fewer are measured."""
 
 _MOST_SKIPPED: Final = 256
