@@ -245,24 +245,6 @@ async def keep_asking(service: Service, site: Site, answers: list[Answer], enoug
             enough.set()
 
 
-async def test_a_worker_killed_under_a_stream_is_told_in_its_lines(site: Site, start: Start) -> None:
-    async with start() as service:
-        streaming = asyncio.create_task(service.ask("/stream", *map(site.held, range(10))))
-        await site.arrived(10)
-        victim, other = (await service.statistics())["workers"]
-        with Watch([victim["pid"]]) as watch:
-            watch.kill()
-            await service.says("died")  # the supervisor knows: nothing of the victim's is under way any more
-        site.gate.set()
-        status, body = await streaming
-        lines = [json.loads(line) for line in body.splitlines()]
-        assert (status, sorted(line["url"] for line in lines)) == (200, sorted(map(site.held, range(10))))
-        failed = [line["error"] for line in lines if "error" in line]
-        assert len(failed) == victim["running"] > 0
-        assert all(f"worker (pid {victim['pid']}) died" in error for error in failed)
-        assert {line["worker"] for line in lines if "error" not in line} == {other["pid"]}
-
-
 async def test_above_its_bound_it_refuses(site: Site, start: Start) -> None:
     async with start("--workers", "1", "--max-pending", "2") as service:
         held = [asyncio.create_task(service.ask("/fetch", site.held(number))) for number in range(2)]
