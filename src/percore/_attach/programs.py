@@ -99,7 +99,8 @@ def _paths(pid: int, *, strict: bool = False) -> list[Path]:
 def _program(pid: int) -> Program | None:
     try:
         name = read(pid)[0].get("program", "")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+        # One line: what follows `-c` may have several.
+        command = " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split())
     except (ProgramGone, OSError):
         return None
     return Program(pid, name or command.split(" ")[0], command)
