@@ -48,7 +48,7 @@ def main() -> None:
             program.terminate()
     with open(os.devnull, "w") as nowhere:
         console = Console(width=132, record=True, file=nowhere, force_terminal=True)
-        console.print(draw(view, 132, "calls/s"))
+        console.print(draw(view, 132, "calls/s", by_worker=True))
         picture = console.export_svg(title=f"percore top {program.pid}")
     # Without the fonts of another site: the reader's own will do.
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
