@@ -13,8 +13,8 @@ from percore._common.system import HAS_MEMFD
 from percore._engines.processes import examination
 from percore._engines.processes.examination import Examiner
 from percore._protocol.interfaces import Condition
-from percore._worker_process import stacks_file
-from percore._worker_process.boot import STACKS_SIGNAL
+from percore._worker_process import own_stacks, stacks_file
+from percore._worker_process.boot import ASK_SIGNAL, STACKS_SIGNAL
 
 pytestmark = pytest.mark.skipif(not HAS_MEMFD, reason="the file is a memfd")
 
@@ -28,7 +28,7 @@ class Scene:
 
     def kill(self, signum: int) -> None:
         """As a process of a launcher: what it writes is what the handler in a worker does."""
-        assert signum == STACKS_SIGNAL
+        assert signum == ASK_SIGNAL
         self.write("the blocked one")
 
     def write(self, text: str) -> None:
@@ -47,10 +47,12 @@ class Scene:
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
     found, loop = Scene(), asyncio.get_running_loop()
-    loop.add_signal_handler(STACKS_SIGNAL, found.write, "the sampled one")
+    loop.add_signal_handler(ASK_SIGNAL, found.write, "the sampled one")
+    loop.add_signal_handler(STACKS_SIGNAL, found.write, "by faulthandler")
     yield found
-    loop.remove_signal_handler(STACKS_SIGNAL)
-    signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+    for signum in (ASK_SIGNAL, STACKS_SIGNAL):
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_DFL)
     found.examiner.close()
 
 
@@ -94,6 +96,31 @@ async def test_a_recorder_that_is_killed_keeps_nothing(scene: Scene) -> None:
     os.close(outside)
     assert stacks_file.take_unclaimed(other)
     os.close(other)
+
+
+async def test_faulthandler_is_for_a_worker_that_does_not_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at the frames of threads that run on, and has crashed busy workers."""
+    monkeypatch.setattr("percore._attach.stacks._PATIENCE", 0.01)
+    asyncio.get_running_loop().remove_signal_handler(ASK_SIGNAL)
+    assert await asyncio.to_thread(stacks_of, os.getpid(), 0.002) == "by faulthandler"
+
+
+def test_a_worker_writes_its_stacks_while_somebody_has_the_file() -> None:
+    fd = os.memfd_create("stacks")
+    (own,) = own_stacks.answer(fd)
+    try:
+        os.kill(os.getpid(), ASK_SIGNAL)  # a terminal was resized
+        assert os.fstat(fd).st_size == 0
+        assert stacks_file.take(fd)
+        os.kill(os.getpid(), ASK_SIGNAL)
+        text = os.pread(fd, 1 << 20, 0).decode()
+    finally:
+        signal.signal(ASK_SIGNAL, signal.SIG_DFL)
+        os.close(own)
+        os.close(fd)
+    current = text.split("\n\n")[-1].splitlines()
+    assert current[0].startswith("Current thread 0x")
+    assert current[1].endswith("in test_a_worker_writes_its_stacks_while_somebody_has_the_file")
 
 
 async def test_stacks_that_another_one_reads_for_long_are_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Asks a worker of another program for the stacks of its threads.
 
-Each worker has faulthandler's handler for STACKS_SIGNAL. It is C code, so it also answers while the worker's loop is blocked or
-other C code holds the GIL. It writes to a memfd that all workers of a runner share; the program has it too, to report blocked
-loops. One process at a time uses it (`stacks_file`). Nothing else of the program takes part.
+A worker answers ASK_SIGNAL between two steps of its main thread. If it does not, it is asked by STACKS_SIGNAL, for which it has
+faulthandler's handler: that is C code, so it also answers while other C code holds the GIL. Both write to a memfd that all workers
+of a runner share; the program has it too, to report blocked loops. One process at a time uses it (`stacks_file`). Nothing else of
+the program takes part.
 """
 
 import os
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from percore._worker_process import stacks_file
-from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
+from percore._worker_process.boot import ASK_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 
 _LATEST: Final = 2.0
 """Seconds after which a worker that has written nothing will not write: it is stopped, or gets no CPU."""
+
+_PATIENCE: Final = 1.0
+"""Seconds after which a worker that has not answered is asked by STACKS_SIGNAL."""
 
 _STEP: Final = 0.02
 _MOST: Final = 1 << 20
@@ -70,22 +74,29 @@ def _own(path: Path, step: float) -> Iterator[int]:
 
 def _written(pid: int, fd: int, step: float) -> str:
     before = os.fstat(fd).st_size
-    os.kill(pid, STACKS_SIGNAL)
-    end = time.monotonic() + _LATEST
     size = before
-    while time.monotonic() < end:
-        time.sleep(step)
-        now = os.fstat(fd).st_size
-        if now != size:
-            size = now
-        elif size != before:  # it has written, and writes no more
+    for signum, seconds in ((ASK_SIGNAL, _PATIENCE), (STACKS_SIGNAL, _LATEST)):
+        os.kill(pid, signum)
+        size = _size_after(fd, before, seconds, step)
+        if size != before:
             break
     else:
-        if size == before:
-            raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
+        raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
     # The workers write on at the place where they were, also after the file was emptied: a hole is before it.
     begins = os.lseek(fd, before if size > before else 0, os.SEEK_DATA)
     return os.pread(fd, _MOST, begins).lstrip(b"\0").decode(errors="replace").strip()
+
+
+def _size_after(fd: int, before: int, seconds: float, step: float) -> int:
+    """Return the size of the file when its writer has paused, or after so many seconds."""
+    size, end = before, time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(step)
+        now = os.fstat(fd).st_size
+        if now == size != before:
+            break
+        size = now
+    return size
 
 
 def _file(pid: int) -> Path:

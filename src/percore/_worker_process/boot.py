@@ -8,8 +8,10 @@ from percore._transport.worker_side import Layout
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.log_forwarding import Levels
 
+ASK_SIGNAL: Final = signal.SIGWINCH
+"""The signal that asks a worker for the stacks of its threads (`own_stacks`). A process that has no handler for it ignores it."""
 STACKS_SIGNAL: Final = signal.SIGURG
-"""The signal upon which a worker writes the stacks of its threads. A process that has no handler for it ignores it."""
+"""The signal upon which faulthandler writes them, in a worker that has not answered. Likewise ignored without a handler."""
 STACKS_NAME: Final = "percore-stacks"
 """What /proc shows of the file that it writes them to, so that `percore top` finds it."""
 

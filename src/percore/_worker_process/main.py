@@ -27,7 +27,7 @@ from percore._worker import context as worker_context
 from percore._worker.context import CurrentWorker, WorkerContext
 from percore._worker.executor_worker import initialize
 from percore._worker.worker import WorkerCore
-from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state
+from percore._worker_process import after_fork, main_module, main_thread, multiprocessing_state, own_stacks
 from percore._worker_process.boot import STACKS_SIGNAL, Boot
 from percore._worker_process.log_forwarding import LOG_RING_SIZE, Levels, LogWriter, forward
 from percore._worker_process.title import program_name, set_title
@@ -62,8 +62,12 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     tracker = fds[-1] if boot.has_tracker else None
     *link_fds, log_fd, pipe, stacks_fd = fds if tracker is None else fds[:-1]
     faulthandler.register(STACKS_SIGNAL, stacks_fd)
+    stacks_fds = [stacks_fd, *own_stacks.answer(stacks_fd)]
     reducers.is_worker = True
-    after_fork.withhold([*link_fds[:3], log_fd, *map(socket.socket.fileno, sockets)], [pipe, stacks_fd, *lifelines])
+    after_fork.withhold(
+        [*link_fds[:3], log_fd, *map(socket.socket.fileno, sockets)],
+        [pipe, *stacks_fds, *lifelines],
+    )
     end = WorkerEnd(boot.layout, link_fds)
     _forward_logs(log_fd, end.bell, pipe, boot.levels)  # before any user code runs
     main = MainInfo(*boot.main)

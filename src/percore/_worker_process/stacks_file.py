@@ -17,6 +17,7 @@ from typing import Final
 
 _SET: Final[int | None] = getattr(fcntl, "F_OFD_SETLK", None)
 _GET: Final[int | None] = getattr(fcntl, "F_OFD_GETLK", None)
+HAS_LOCKS: Final = _SET is not None
 _USE, _CLAIM = range(2)
 _FLOCK: Final = "hhqqi"
 
@@ -33,16 +34,25 @@ def take(fd: int) -> bool:
 
 def take_unclaimed(fd: int) -> bool:
     """Take the file if nobody has it and the program does not claim it. Return whether this succeeded. For other processes."""
-    if _GET is None:
-        return True
-    found = fcntl.fcntl(fd, _GET, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, _CLAIM, 1, 0))
-    return struct.unpack_from("h", found)[0] == fcntl.F_UNLCK and take(fd)
+    return not _is_locked(fd, _CLAIM) and take(fd)
+
+
+def is_taken(fd: int) -> bool:
+    """Whether anybody has the file who has opened it by another description than this one."""
+    return _is_locked(fd, _USE)
 
 
 def release(fd: int) -> None:
     """Give the file back, and the claim."""
     for byte in (_USE, _CLAIM):
         _lock(fd, fcntl.F_UNLCK, byte)
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    if _GET is None:
+        return False
+    found = fcntl.fcntl(fd, _GET, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:

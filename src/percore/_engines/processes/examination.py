@@ -1,8 +1,8 @@
 """The examination of a worker process that reads nothing: does it run, and where are its threads?
 
-Each worker has faulthandler's handler for the signal STACKS_SIGNAL. The handler is C code that needs neither the GIL nor the loop.
-It writes the stacks of all threads to a file in memory. All workers of an engine share this file, so one is examined at a time, and
-other programs that read stacks keep out meanwhile (`stacks_file`).
+Each worker answers ASK_SIGNAL between two steps of its main thread, and has faulthandler's handler for STACKS_SIGNAL, which is C
+code that needs neither the GIL nor the loop. Both write the stacks of all threads to a file in memory. All workers of an engine
+share this file, so one is examined at a time, and other programs that read stacks keep out meanwhile (`stacks_file`).
 """
 
 import asyncio
@@ -10,16 +10,21 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from percore._engines.processes.descriptors import anonymous_file, let_go
 from percore._engines.processes.launch import Process
 from percore._protocol.interfaces import Condition
 from percore._worker_process import stacks_file
-from percore._worker_process.boot import STACKS_NAME, STACKS_SIGNAL
+from percore._worker_process.boot import ASK_SIGNAL, STACKS_NAME, STACKS_SIGNAL
+
+if TYPE_CHECKING:
+    import signal
 
 _WINDOW: Final = 0.1
 """Seconds over which a process is watched: the usual period of a cgroup's CPU quota. Writing stacks takes far less."""
+_PATIENCE: Final = 0.4
+"""Seconds after which a process that has not answered is asked by STACKS_SIGNAL: C code holds its GIL or its main thread."""
 _LATEST: Final = 1.0
 """Seconds after which a process that has written no stacks will not write any: its handler was replaced, or it gets no CPU."""
 _TRY_AGAIN: Final = 0.01
@@ -96,18 +101,27 @@ class Examiner:
         os.lseek(self.fd, 0, os.SEEK_SET)  # for the workers too: they share the position
         before = _cpu_times(one.pid)
         started = self._loop.time()
-        one.process.kill(STACKS_SIGNAL)
-        self._timer = self._loop.call_later(_WINDOW, self._look, one, before, started)
+        one.process.kill(ASK_SIGNAL if stacks_file.HAS_LOCKS else STACKS_SIGNAL)
+        further: list[tuple[signal.Signals | None, float]] = [(None, _LATEST)]
+        if stacks_file.HAS_LOCKS:
+            further = [(STACKS_SIGNAL, _LATEST), (None, _PATIENCE)]
+        self._timer = self._loop.call_later(_WINDOW, self._look, one, before, started, further)
 
-    def _look(self, one: _Examination, before: CpuTimes, started: float) -> None:
+    def _look(
+        self, one: _Examination, before: CpuTimes, started: float, further: "list[tuple[signal.Signals | None, float]]"
+    ) -> None:
+        """Tell the findings. `further`: what else to send, and how long to wait then, while there are none; the last one first."""
         if not self._waiting or self._waiting[0] is not one:  # it has ended
             self._begin()
             return
         seconds = self._loop.time() - started
         obstacle = _obstacle(one.pid, before, seconds)
         stacks = os.pread(self.fd, _MOST_BYTES, 0).decode(errors="replace")
-        if not obstacle and not stacks and seconds < _LATEST:
-            self._timer = self._loop.call_later(_LATEST, self._look, one, before, started)
+        if not obstacle and not stacks and further:
+            signum, wait = further.pop()
+            if signum is not None:
+                one.process.kill(signum)
+            self._timer = self._loop.call_later(wait, self._look, one, before, started, further)
             return
         self._waiting.popleft()
         try:
