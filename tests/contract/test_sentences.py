@@ -921,6 +921,18 @@ SENTENCES: Final[dict[str, Use]] = {
     "deaths must be a number of deaths in a second, 0 or more, not …": at(
         "tests/e2e/test_simulate.py::test_wrong_arguments_are_told", "0 or more"
     ),
+    "times must be an int or None, not …": at(
+        "tests/e2e/test_testing.py::test_faults_that_are_none_are_told", "times must be an int"
+    ),
+    "times must be at least 1, not …": at(
+        "tests/e2e/test_testing.py::test_faults_that_are_none_are_told", "times must be at least 1"
+    ),
+    "error must be an exception or its class, not …": at(
+        "tests/e2e/test_testing.py::test_faults_that_are_none_are_told", "error must be an exception"
+    ),
+    "this start failed on purpose, by percore.testing": at(
+        "tests/e2e/test_testing.py::test_starts_fail_and_come_late", "failed on purpose"
+    ),
     "the runner has workers 0 to …, and no worker …": at(
         "tests/e2e/test_testing.py::test_strikes_that_cannot_hit_are_told", "and no worker 3"
     ),
