@@ -153,6 +153,8 @@ GIVES_WAY = {
     "_top.top": ["time.sleep(max(interval or 0.0, _BETWEEN))"],
     # a browser, which shows what it has got
     "_web.feed": ["asyncio.sleep(self._interval)"],
+    # a call that a test delays
+    "_testing.faults": ["time.sleep(self.plan.delay)", "asyncio.sleep(self.plan.delay)"],
     # nobody: under virtual time it is the next death
     "_testing.simulation": ["asyncio.sleep(chance.expovariate(deaths))"],
     # the loop, between two imports
