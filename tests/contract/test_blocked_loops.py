@@ -123,4 +123,5 @@ async def test_nobody_is_watched_without_blocked_after(make: MakeRunner, monkeyp
         loop: Any = asyncio.get_running_loop()
         before = [*loop._scheduled]
         await runner.run(jobs.echo, 1)
-        assert loop._scheduled == before
+        added = [timer for timer in loop._scheduled if timer not in before]
+        assert not [timer for timer in added if "Reclaiming" not in repr(timer)]  # without a GIL that wakes threads

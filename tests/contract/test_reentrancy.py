@@ -436,6 +436,7 @@ class Garbage:
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
+@pytest.mark.apart(because="the threads of the program share its collector, which runs in any of them")
 async def test_s6_garbage_that_calls_percore_at_any_moment(make: MakeRunner) -> None:
     count = times(100, 2000)
     futures: list[asyncio.Future[Any]] = []

@@ -338,6 +338,7 @@ async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
         assert await runner.run(share_jobs.value_of, await runner.share(6)) == 6
 
 
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_functions_and_shared_objects_leave_room_for_arguments(make: MakeRunner) -> None:
     """Whatever the user keeps: large functions of maps, shared objects, closed ones with views, and arguments in workers."""
     async with make(max_message=1 << 36) as runner, contextlib.AsyncExitStack() as stack:

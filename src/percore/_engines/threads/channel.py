@@ -92,7 +92,8 @@ class _Side:
         self.read_at = now = monotonic()
         self.waited = now - self.rung_at
         try:
-            self.on_frame(self._messages())
+            if self.inbox:  # else the peer has only told that it has read
+                self.on_frame(self._messages())
             self._all_read()
         except BaseException as error:
             self._break(error)
