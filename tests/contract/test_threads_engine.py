@@ -108,7 +108,9 @@ async def test_an_exception_is_the_very_one_and_keeps_its_traceback() -> None:
             await runner.run(fails)
         assert caught.value is error
         assert caught.value.__cause__ is None
-        assert "fails" in [entry.name for entry in caught.traceback]
+        inner = [entry for entry in caught.traceback if str(entry.path) == __file__][-1]
+        assert inner.name == "fails"
+        assert not [entry for entry in caught.traceback if "_worker" in str(entry.path)]
         with pytest.raises(RuntimeError, match="StopIteration"):
             await runner.run(jobs.fail, StopIteration)
 

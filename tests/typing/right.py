@@ -191,6 +191,9 @@ async def sockets(own: socket.socket) -> None:
     Runner(max_memory_per_worker=512 * 2**20)
     Runner(engine="processes")
     Runner(engine=None)
+    Runner(engine="auto")
+    Runner(engine=percore.ThreadsEngine(copy="pickle"))
+    percore.LoopPoolExecutor(engine="threads")
     Runner(engine=percore.RayEngine("10.0.0.1:6379", workers_per_node=8, resources={"GPU": 1}, lost_after=5))
     assert_type(percore.current_worker().sockets, tuple[socket.socket, ...])
 

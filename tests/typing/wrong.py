@@ -58,6 +58,7 @@ async def keywords(runner: Runner) -> None:
     Runner(listen=[8080])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     Runner(max_memory_per_worker=0.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Runner(engine=percore.RayEngine)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    percore.ThreadsEngine(copy="deep")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Runner(engine="process")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Runner(listen=8080)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 

@@ -40,8 +40,8 @@ class WorkerStatistics:
         loop_lag: how late the worker's event loop is, in seconds: how long it took to read the last message, or how long it has
             not read it so far. None if there is no worker.
         blocked_for: for how many seconds the worker's event loop has been blocked, once that is at least `blocked_after`; else 0.
-        bytes_in: bytes of the frames sent to the current worker.
-        bytes_out: bytes of the frames received from the current worker.
+        bytes_in: bytes of the frames sent to the current worker; of a worker that is a thread, the number of messages.
+        bytes_out: the same of what was received from it.
         restarts: replacements started in this slot.
         restarts_for_memory: those of them whose reason was `max_memory_per_worker`.
         memory: bytes of memory that the current worker had at the last sample, about a second ago, shared memory left out. None

@@ -27,6 +27,9 @@ _WEIGHT: Final = codec.SMALL
 _PLENTY: Final = 1 << 40
 """Of what has no limit here."""
 
+_OWN: Final = "percore._worker"
+"""The modules whose frames surround the user's in a traceback."""
+
 _PLAIN: Final = frozenset({int, str, bytes, float, bool, type(None), list, dict, tuple, set})
 """Types of results that are surely not awaitable."""
 
@@ -176,7 +179,12 @@ class References:
         return True
 
     def exception(self, error: BaseException, *, as_itself: bool) -> bytes:
-        """Return an exception as it arrives on the other side."""
+        """Return an exception as it arrives on the other side. Its frames are the user's: percore's would keep the arguments."""
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_OWN):
+            frames = frames.tb_next
+        if frames is not None:
+            error.__traceback__ = frames
         return Reference(passed_on(error, as_itself=as_itself))
 
     def received(self, payload: Payload) -> Arrived:
