@@ -1,6 +1,7 @@
 """What nodes do beyond the contract: one is lost, and the others have little room."""
 
 import asyncio
+import tracemalloc
 from time import monotonic
 
 import pytest
@@ -153,3 +154,57 @@ async def test_a_host_that_was_suspended_hears_its_program_or_ends(monkeypatch: 
         resume(200.0)
         await first.ended
         assert await runner.run(jobs.aecho, 2) == 2
+
+
+# A slow link
+
+FOUR_RESULTS = {"max_message": 1 << 34}
+"""A worker has four slots for large results."""
+
+LARGE = 8 << 20
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_a_link_that_takes_nothing_stops_the_worker_and_fills_no_memory() -> None:
+    """Results stay in the worker's slots, of which there are four; those that the sockets have taken are the kernel's."""
+    async with OneNodeRunner(1, concurrency=16, **FOUR_RESULTS) as runner:  # type: ignore[arg-type]
+        (link,) = engine_of(runner).links
+        (host,) = inner_hosts(engine_of(runner))
+        loop = asyncio.get_running_loop()
+        await runner.run(arrays.anumbers, 1, 10)
+        loop.remove_reader(link.connection._sock)
+        tracemalloc.start()
+        calls = [runner.submit(arrays.anumbers, place, LARGE // 8) for place in range(16)]
+        (station,) = host._stations.values()
+        await until(lambda: host.connection.is_full)
+        waiting = len([1 for piece, *_ in host.connection._pieces if len(piece) > LARGE // 2])
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert waiting <= 4
+        assert held < LARGE // 2
+        assert not station.worker.channel._queue
+        loop.add_reader(link.connection._sock, link.connection._readable)
+        assert all(arrays.is_numbers(place, array) for place, array in enumerate(await asyncio.gather(*calls)))
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_a_host_that_reads_nothing_leaves_arguments_in_their_slots(caplog: pytest.LogCaptureFixture) -> None:
+    """What has no slot waits, and can be cancelled. Nobody takes the worker for blocked."""
+    async with OneNodeRunner(1, concurrency=16, blocked_after=0.05, **FOUR_RESULTS) as runner:  # type: ignore[arg-type]
+        (link,) = engine_of(runner).links
+        (host,) = inner_hosts(engine_of(runner))
+        loop = asyncio.get_running_loop()
+        await runner.run(arrays.ause_up, 1, arrays.numbers(1))
+        loop.remove_reader(host.connection._sock)
+        sent = [arrays.numbers(place, LARGE // 8) for place in range(8)]
+        tracemalloc.start()
+        calls = [runner.submit(arrays.ause_up, place, array) for place, array in enumerate(sent)]
+        await until(lambda: link.connection.is_full)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < LARGE // 2
+        calls.pop().cancel()
+        await until(lambda: [text for text in caplog.messages if "nothing for" in text])
+        assert caplog.messages[-1].endswith("the connection to its node is slow")
+        loop.add_reader(host.connection._sock, host.connection._readable)
+        assert all(await asyncio.gather(*calls))

@@ -234,7 +234,26 @@ async def test_a_connection_that_was_full_between_two_writes_has_room_again(
     one.connection.put(Kind.RENEW, 0)
     assert (one.connection.is_full, rooms) == (True, [])
     one.connection.write()
+    await asyncio.sleep(0)
     assert rooms == [False]
+    one.connection.close()
+
+
+async def test_many_that_wait_for_room_get_it_one_after_the_other(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them fills the connection, and the socket takes it at once."""
+    monkeypatch.setattr(connection, "FULL", 10)
+    one = End(pair[0])
+    left = [*range(2000)]
+
+    def on_room() -> None:
+        if left:
+            one.connection.send(Kind.RENEW, left.pop())
+
+    one.connection.on_room = on_room
+    one.connection.send(Kind.RENEW, 0)
+    await until(lambda: not left)
     one.connection.close()
 
 

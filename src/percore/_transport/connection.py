@@ -1,8 +1,12 @@
 """A connection between the program and a host: frames over one socket, in order, each exactly once, until it breaks.
 
 The loop reads and writes. `beat` may be called from another thread, so that a loop that is blocked for seconds does not look like a
-machine that is gone: it also writes what waits. While more than FULL bytes wait to be written, the connection is full: senders of
-payloads wait for room, so a slow link takes no memory without end.
+machine that is gone: it also writes what waits.
+
+A slow link takes no memory without end. Large payloads wait as views of the slots in which they lie, and a slot is free when the
+socket has taken its payload: so those who fill slots wait. Beside that at most the messages of calls under way wait, each of which
+has at most INLINE_LIMIT bytes. While more than FULL bytes wait, the connection is full: what has no slot yet should wait, because
+it can still be withdrawn.
 """
 
 import asyncio
@@ -156,6 +160,12 @@ class Connection:
             tag()
         if self._was_full and not self.is_full:
             self._was_full = False
+            self._loop.call_soon(self._has_room)  # not now: what it sends may fill the connection again, and so on
+
+    def _has_room(self) -> None:
+        if self.is_full:
+            self._was_full = True
+        elif self.is_open:
             self.on_room()
 
     def _write_some(self) -> list[Tag]:
@@ -274,6 +284,7 @@ class Connection:
     def disown(self) -> None:
         """Close this copy in a forked child, whose loop would take the descriptor out of the parent's epoll."""
         self.is_open = False
+        self._lock = threading.Lock()  # the thread that beats may have held the old one at the fork
         self._sock.close()
 
 

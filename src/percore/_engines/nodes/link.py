@@ -1,4 +1,19 @@
-"""The link to one node: the connection to its host, what arrives there, and its loss."""
+"""The link to one node: the connection to its host, what arrives there, and its loss.
+
+Invariants between the program's half (engine, link, channel, worker, store) and the host's (host, station):
+
+- Reading. A station counts the messages that it has passed on, and tells the count when its worker has read all of them (READ). It
+  never exceeds those sent here, and never falls.
+- Ends. Each worker that was started here is told as ended once: by EXIT, its last frame, or because its node is lost. The link is
+  in `NodesEngine.links` as long as its connection is open, so no worker is started on a node that nobody will tell as lost. A frame
+  about a worker that has ended here is a mistake of the host; a frame about one that has ended there is none of the program's, and
+  is dropped.
+- Loss. A frame of which the socket has taken a part may have arrived: whether its calls have begun is unknown. The calls of all
+  other frames have not begun, nor have those sent between the loss and the ends, which follow in the next iteration of the loop.
+- Memory. A slot here is free when its parcel is discarded and no connection sends it; a slot of the node, when it is dropped here
+  (DROP) and no worker there uses it; a worker's slot, when the host's socket has taken its result, whether or not that arrives.
+- Closing. The engine closes when all workers have ended. A loss from then on changes nothing: the host is ended in any case.
+"""
 
 import asyncio
 import pickle
@@ -133,8 +148,10 @@ class NodeLink:
 
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None]) -> NodeWorker:
         """Have the host start a worker."""
+        assert not self.is_lost, "nobody would tell the end of this worker"
         number = next(self._numbers)
-        worker = self.workers[number] = NodeWorker(number, index, self, NodeChannel(number, self, self._store), on_exit)
+        channel = NodeChannel(number, self, self._store)
+        worker = self.workers[number] = NodeWorker(self._loop, number, index, self, channel, on_exit)
         self.send(Kind.START, number, pack((index, generation, levels())))
         return worker
 

@@ -68,7 +68,7 @@ class NodesStore(Arena):
             link.keep(parcel, self.read(parcel), partial(self.give, parcel & SLOT_MASK, parcel >> SLOT_BITS))
 
     def discard(self, payload: Payload) -> None:
-        if type(payload) is int:
+        if type(payload) is int and self._is_ours:  # else this is a fork of the program
             for link in self._carried.pop(payload, ()):
                 link.drop(payload)
         super().discard(payload)

@@ -26,7 +26,15 @@ class NodeWorker:
         is_lost: whether its node was lost: then nobody ever can.
     """
 
-    def __init__(self, number: int, index: int, link: "Node", channel: NodeChannel, on_exit: Callable[[Exit], None]) -> None:
+    def __init__(  # the parts that it connects
+        self,
+        loop: asyncio.AbstractEventLoop,
+        number: int,
+        index: int,
+        link: "Node",
+        channel: NodeChannel,
+        on_exit: Callable[[Exit], None],
+    ) -> None:
         self.number = number
         self.index = index
         self.channel = channel
@@ -37,6 +45,7 @@ class NodeWorker:
         self.examined: list[Callable[[Condition], None]] = []
         self.ended = asyncio.Event()
         self.is_lost = False
+        self._loop = loop
         self._on_exit = on_exit
 
     def ready(self, told: Body) -> None:
@@ -46,6 +55,9 @@ class NodeWorker:
         self.link.send(Kind.KILL, self.number, pack((int(signum),)))
 
     def examine(self, told: Callable[[Condition], None]) -> None:
+        if self.link.is_full:  # the question would wait, too
+            self._loop.call_soon(told, Condition("the connection to its node is slow"))
+            return
         self.examined.append(told)
         self.link.send(Kind.EXAMINE, self.number)
 
