@@ -100,6 +100,9 @@ class Round:
         settings = {name: value for name, value in self._settings.items() if isinstance(value, int | None)}
         story = {"round": self.number, "last": load.last, "hung": hung, "closing": self._closing, "settings": settings}
         del runner, self.runner, load, telling, changing
+        for thread in threading.enumerate():
+            if thread.name == "percore-host":  # it has ended its host, and ends
+                thread.join(LIMIT)
         left = [f"{count} more {thing}" for thing, count in _more(before, _things()).items()]
         left += [f"{slots} slots of the arena"] if slots else []
         return {**story, "left": left, "wrong": self._wrong, "changes": self._changes}

@@ -395,7 +395,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
     def leave(self, seat: Seat, call: Unit) -> None:
         seat.take(call)
-        self.dispatch.lowered()
+        self.dispatch.lowered(seat)
         if call.key is not None:
             self.dispatch.left(call)
         self.forget_served()
@@ -558,7 +558,7 @@ class DispatchMachine(RuleBasedStateMachine):
         self.resting.remove(seat)
         for kind in KINDS:
             seat.load[kind] -= ROOM_OF_NONE
-        self.dispatch.lowered()
+        self.dispatch.lowered(seat)
         self.dispatch.rest(seat, is_resting=False)
 
     def split(self, batch: FakeBatch, begun: int) -> None:
@@ -774,7 +774,7 @@ def sent(dispatch: Dispatch[Unit, Seat], kind: int) -> Iterator[Unit]:
 
 def end(dispatch: Dispatch[Unit, Seat], seat: Seat, call: Unit) -> None:
     seat.take(call)
-    dispatch.lowered()
+    dispatch.lowered(seat)
     if call.key is not None:
         dispatch.left(call)
 
@@ -1555,7 +1555,7 @@ def _hand_out(dispatch: "Dispatch[Unit, Seat]", sent: list[Unit], strike: Strike
         for seat in dispatch.seats:
             for call in list(seat.calls):
                 seat.take(call)
-                dispatch.lowered()
+                dispatch.lowered(seat)
                 if call.key is not None:
                     dispatch.left(call)
 
@@ -1584,3 +1584,42 @@ def test_calls_come_and_go_while_the_waiting_ones_are_read() -> None:
         dispatch.submitted(Call(THREAD, 9))
         dispatch.submitted(Call(THREAD, 9, f"new {len(read)}"))
     assert [call for call in read if call.number < 9] == waiting
+
+
+class Counting(Seat):
+    """A worker that counts how often its load is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "load":
+            Counting.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_among_many_workers_one_that_has_just_ended_a_call_is_found_without_looking_at_all() -> None:
+    """A thousand nodes have thousands of workers, and a call that ends makes room for the next one."""
+    dispatch: Dispatch[Unit, Seat] = Dispatch(100, 4)
+    seats = [Counting(index) for index in range(1000)]
+    for seat in seats:
+        seat.load[TASK] = 50
+        dispatch.seat(seat)
+    call = Call(TASK)
+    assert dispatch.submitted(call) is seats[0]  # by a full comparison
+    Counting.looks = 0
+    for place in (7, 999, 0, 500, 500, 3):
+        seats[place].load[TASK] -= 1
+        dispatch.lowered(seats[place])
+        assert dispatch.submitted(call) is seats[place]
+        seats[place].load[TASK] += 1
+    for place in (8, 9):
+        seats[place].load[TASK] -= 1
+        dispatch.lowered(seats[place])
+    for place in (9, 8):
+        assert dispatch.submitted(call) is seats[place]
+        seats[place].load[TASK] += 1
+    assert Counting.looks < 200
+    dispatch.unseat(seats[5])
+    seats[5].load[TASK] = 0  # it drains
+    dispatch.lowered(seats[5])
+    assert dispatch.submitted(call) is seats[0]

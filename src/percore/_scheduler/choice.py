@@ -40,7 +40,11 @@ class Choice(Generic[S]):
         """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
         whether all workers with that load hold calls of the other kind.
 
-        Sending raises the loads one worker after the other. Until a load is `lowered`, the next choice needs no full comparison."""
+        Sending raises the loads one worker after the other, so the next choice needs no full comparison."""
+        self._lowered: tuple[list[S], list[S]] = ([], [])
+        """By kind: the workers whose load has fallen to the least one since the last full comparison, or above it since then."""
+        self._many: frozenset[S] = frozenset()
+        """The workers, if they are more than a few."""
         self._is_one_behind = False
         """Whether the last full comparison met a worker that had room and unread messages."""
         self._beyond: dict[S, int] = {}
@@ -50,10 +54,21 @@ class Choice(Generic[S]):
         """Return the function that chooses a worker for a call of a kind, as long as the number of workers stays."""
         return self.of_many if len(self._seats) > _FEW else self.of_few
 
-    def lowered(self) -> None:
-        """Note that the load of a worker has fallen."""
-        least = self._least
-        least[0] = least[1] = _NOWHERE
+    def lowered(self, seat: S | None = None) -> None:
+        """Note that the load of a worker has fallen. None: perhaps of several, or the workers have changed."""
+        if seat is None:
+            self._least[0] = self._least[1] = _NOWHERE
+            self._lowered[0].clear()
+            self._lowered[1].clear()
+            self._many = frozenset(self._seats) if len(self._seats) > _FEW else frozenset()
+        elif seat in self._many:  # not one that drains
+            for kind in (0, 1):
+                load, least = seat.load[kind], self._least[kind][0]
+                if load < least:  # then it alone has the least load
+                    self._least[kind] = load, len(self._seats), True
+                    self._lowered[kind][:] = [seat]
+                elif load == least:
+                    self._lowered[kind].append(seat)
 
     def forget(self, seat: S) -> None:
         """Forget a worker that takes no more calls."""
@@ -108,9 +123,14 @@ class Choice(Generic[S]):
         return None if others else blocked
 
     def of_many(self, kind: int) -> S | None:
-        """As `of_few`, but remember the least load and where the next worker with that load may be."""
-        seats = self._seats
+        """As `of_few`, but remember the least load and which workers may have it."""
+        seats, lowered = self._seats, self._lowered[kind]
         least, start, is_shared = self._least[kind]
+        while lowered:
+            seat = lowered[-1]
+            if seat.load[kind] == least and not seat.silence():
+                return seat
+            lowered.pop()
         for index in range(start, len(seats)):
             seat = seats[index]
             if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
@@ -118,6 +138,7 @@ class Choice(Generic[S]):
                     break
                 self._least[kind] = least, index, is_shared
                 return seat
+        lowered.clear()
         best = self.of_few(kind)
         # A worker with unread messages may have a smaller load, and may read again at any moment.
         is_known = best is not None and (not best.load[kind] or not self._is_one_behind)

@@ -69,7 +69,7 @@ class LimitedWorker(PoolWorker):
     def unbegun(self, calls: int) -> None:
         """Uncount the calls that the worker handed back."""
         self._count(-calls)
-        self._lowered()
+        self._lowered(self)
 
     def _count(self, calls: int) -> None:
         was_spent = self.is_spent

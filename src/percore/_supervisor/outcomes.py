@@ -187,7 +187,7 @@ class Outcomes:
                     self._isolate(member, op, call_id, call, error)
                 if not channel.is_open:  # user code, or a message sent because of it, closed the channel
                     return
-            lowered()
+            lowered(member)
 
         return receive
 

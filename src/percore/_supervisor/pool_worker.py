@@ -235,7 +235,7 @@ class PoolWorker:
         """Take calls again after `pause`."""
         self.load[Kind.TASK] -= ROOM_OF_NONE
         self.load[Kind.THREAD] -= ROOM_OF_NONE
-        self._lowered()
+        self._lowered(self)
 
     def shrink(self, items: int) -> None:
         """Note that this many items of a batch have ended or were handed back."""
@@ -278,7 +278,7 @@ class PoolWorker:
         call.member = None
         is_parked = call_id in self.parked
         self.parked.discard(call_id)
-        self._lowered()
+        self._lowered(self)
         if call.key is not None:
             self._left(call)
         call.left()
