@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import tracemalloc
 from collections import deque
@@ -18,6 +19,8 @@ from percore._engines.nodes.worker import NodeWorker
 from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
 from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._transport.connection import Connection
+from percore._transport.wire import limits
 
 if TYPE_CHECKING:
     from benchmarks.results import Sample
@@ -93,20 +96,55 @@ class Cluster:
         return (time.thread_time() - start) / made
 
 
+class Ends:
+    """The two ends of a connection, as the program and a host have one."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            here = socket.create_connection(server.getsockname())
+            there, _ = server.accept()
+        tracemalloc.start()
+        self.here = Connection(loop, here, limits(0), lambda frame: None, lambda why: None)
+        self.memory = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        self.there = Connection(loop, there, limits(0), lambda frame: None, lambda why: None)
+        self._read = asyncio.Event()
+        self.there.on_batch = self._read.set
+
+    async def beat(self, times: int) -> float:
+        """Send beats, each of which the other end reads. Return the seconds of CPU time for each, with the sending."""
+        start = time.process_time()
+        for _ in range(times):
+            self.here.beat()
+            await self._read.wait()
+            self._read.clear()
+        return (time.process_time() - start) / times
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
 @row(rounds=5, seconds=15, warm_ups=0)
 def many_nodes(quick: bool) -> Row:
     """Choosing a worker among those of up to 1,000 nodes of 8 workers, each with 50 of 100 places taken.
 
-    A call ends, and the next one is sent to the best worker: "a decision". The supervisor keeps "memory a worker" for each of them.
+    A call ends, and the next one is sent to the best worker: "a decision". The program keeps "memory a worker" and "memory a node"
+    for them. "a beat" is what a node costs ten times in `lost_after` seconds: one beat sent, and one read.
     """
 
     async def once(nodes: int) -> Sample:
         cluster = Cluster(nodes)
         cluster.begin(CONCURRENCY // 2)
-        return {"a decision": cluster.decide(800 if quick else 8000, Random(nodes)), "memory a worker": cluster.memory}
+        decision = cluster.decide(800 if quick else 8000, Random(nodes))
+        ends = Ends()
+        beat = await ends.beat(200)
+        ends.close()
+        return {"a decision": decision, "a beat": beat, "memory a worker": cluster.memory, "memory a node": ends.memory}
 
     return Row(
         {f"percore, {nodes} nodes": always(partial(once, nodes)) for nodes in NODES},
-        [Target("percore, 1000 nodes", "a decision", "percore, 1 nodes", at_most=5.0)],
-        units={"memory a worker": "{:,.0f} bytes".format},
+        [Target("percore, 1000 nodes", "a decision", "percore, 1 nodes", at_most=8.0, towards=4.0)],
+        units={"memory a worker": "{:,.0f} bytes".format, "memory a node": "{:,.0f} bytes".format},
     )

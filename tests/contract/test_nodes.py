@@ -1,6 +1,7 @@
 """What nodes do beyond the contract: one is lost, and the others have little room."""
 
 import asyncio
+import socket
 import tracemalloc
 from time import monotonic
 
@@ -154,6 +155,30 @@ async def test_a_host_that_was_suspended_hears_its_program_or_ends(monkeypatch: 
         resume(200.0)
         await first.ended
         assert await runner.run(jobs.aecho, 2) == 2
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_a_host_that_cannot_read_usage_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with OneNodeRunner(1) as runner:
+        (host,) = inner_hosts(engine_of(runner))
+
+        async def usage(_: object) -> None:
+            raise OSError("no /proc")
+
+        monkeypatch.setattr(host.engine, "usage", usage)
+        with pytest.raises(RuntimeError, match=r"^node a cannot tell: OSError\('no /proc'\)$"):
+            await runner.usage()
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_a_host_that_is_told_its_end_twice_at_once_ends() -> None:
+    """The program asks for the end, and dies in the same moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        theirs, _ = server.accept()
+        host = hosts.Host(asyncio.get_running_loop(), theirs, 1)
+        host._over("")
+        host._over("it was closed")
+        await host.ended
 
 
 # A slow link

@@ -34,7 +34,7 @@ from percore._transport.wire import Frame, Kind, limits, unpack
 from percore._transport.wire import pack as packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from percore._worker_process.log_forwarding import Levels
 
@@ -75,7 +75,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._levels: Levels = (0, ())
         self._watch: asyncio.TimerHandle | None = None
-        self._is_over = False
+        self._is_over = self._is_ending = False
         self._handlers: dict[int, Callable[[int, Any], None]] = {
             Kind.BEAT: self._beat,
             Kind.MESSAGES: self._messages,
@@ -88,8 +88,8 @@ class Host:
             Kind.EXAMINE: lambda number, _: self._to(number, Station.examine),
             Kind.RENEW: lambda number, _: self.engine.renew(),
             Kind.RESIZE: self._resize,
-            Kind.USAGE: lambda number, data: self._do(self._usage(number, *unpack(data, list))),
-            Kind.MEMORY: lambda number, data: self._do(self._memory(number, *unpack(data, list, int))),
+            Kind.USAGE: lambda number, data: self._do(self._answer(number, self._usage, *unpack(data, list))),
+            Kind.MEMORY: lambda number, data: self._do(self._answer(number, self._memory, *unpack(data, list, int))),
             Kind.END: lambda number, _: self._over(""),
         }
         most = {kind: size for kind, size in limits(0).items() if kind in self._handlers}
@@ -125,7 +125,7 @@ class Host:
             )
             self._engine = ProcessEngine(self._loop, options, main_here(orders.main, orders.source), guest=guest)
         except Exception as error:
-            self.connection.send(Kind.REFUSED, 0, packed((f"{type(error).__name__}: {shown(error)}"[:_TEXT],)))
+            self.connection.send(Kind.REFUSED, 0, packed((shown(error)[:_TEXT],)))
             return
         self.connection.decoder.most |= {int(Kind.KEEP): limits(options.max_message)[Kind.KEEP]}
         self.connection.send(Kind.ANSWER, 0, packed((self._engine.store.room,)))
@@ -227,15 +227,24 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _usage(self, number: int, roles: list[tuple[str, int]]) -> None:
+    async def _answer(self, number: int, read: "Callable[..., Awaitable[list[Any]]]", *about: Any) -> None:
+        """Send what a question asks for, or, as a text, why it cannot be told."""
+        found: list[Any] | str
+        try:
+            found = await read(*about)
+        except Exception as error:
+            found = shown(error)[:_TEXT]
+        self.connection.send(Kind.ANSWER, number, packed((found,)))
+
+    async def _usage(self, roles: list[tuple[str, int]]) -> list[Any]:
         workers = [(role, self._stations[one].worker) for role, one in roles if one in self._stations]
         usage = await self.engine.usage(workers)
-        self.connection.send(Kind.ANSWER, number, packed(([astuple(process) for process in usage.processes],)))
+        return [astuple(process) for process in usage.processes]
 
-    async def _memory(self, number: int, workers: list[int], enough: int) -> None:
+    async def _memory(self, workers: list[int], enough: int) -> list[Any]:
         known = [one for one in workers if one in self._stations]
         sizes = dict(zip(known, await self.engine.memory([self._stations[one].worker for one in known], enough), strict=True))
-        self.connection.send(Kind.ANSWER, number, packed(([sizes.get(one) for one in workers],)))
+        return [sizes.get(one) for one in workers]
 
     # Logs
 
@@ -275,7 +284,8 @@ class Host:
         self._look_ended()
 
     def _look_ended(self) -> None:
-        if self._is_over and not self._stations:
+        if self._is_over and not self._stations and not self._is_ending:
+            self._is_ending = True  # two ends would wait for each other
             self._do(self._end())
 
     async def _end(self) -> None:

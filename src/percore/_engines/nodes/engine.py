@@ -188,7 +188,7 @@ class NodesEngine:
         except TimeoutError:
             return [f"no node could be used within {self._patience:g} s"]
         except Exception as error:
-            return [f"{type(error).__name__}: {shown(error)}"]
+            return [shown(error)]
 
     async def _connect_all(self, placed: list[Place]) -> list[str]:
         try:

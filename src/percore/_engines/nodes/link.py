@@ -180,10 +180,16 @@ class NodeLink:
         self.send(Kind.DROP, parcel)
 
     async def ask(self, kind: Kind, *values: Any) -> list[Any]:
-        """Return the host's answer to a question. Empty: the node was lost."""
+        """Return the host's answer to a question. Empty: the node was lost.
+
+        Raises:
+            RuntimeError: the host cannot tell.
+        """
         number = next(self._numbers)
         self.send(kind, number, pack(values))
         answer = await self._question(number)
+        if answer and isinstance(answer[0], str):
+            raise RuntimeError(f"node {self.node} cannot tell: {answer[0]}")
         return list(answer[0]) if answer else []
 
     # What arrives
