@@ -18,7 +18,8 @@ from percore._engines.nodes.channel import NodeChannel
 from percore._engines.nodes.worker import NodeWorker
 from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
-from percore._supervisor.pool_worker import PoolWorker, Turn
+from percore._supervisor.pool_worker import PoolWorker
+from percore._supervisor.timing import Turn
 from percore._transport.connection import Connection
 from percore._transport.wire import limits
 
