@@ -78,6 +78,7 @@ INSIDE: Final = {
     "percore: a peer at %s was dropped: %s": "no public engine has nodes yet",
     "node %s (%s) was lost: %s": "likewise",
     "no node can be used: %s": "likewise",
+    "node … cannot tell: …": "the text ends with the reason, which the node's system gives",
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
     "in its lifespan, and put a load balancer before them": "likewise",
     "percore top cannot show this runner: its page could not be written: %s": "at DEBUG; `percore top` says what it does not find",
