@@ -76,10 +76,11 @@ def fits(lines: list[str], width: int) -> bool:
     return "top_program.py" in lines[0] and has_memory == (width >= 100) and max(map(len, lines)) <= width
 
 
+@pytest.mark.timeout(120)  # tmux is asked again and again, by a process each time
 def test_every_size_and_the_keys(program: int, tmp_path: Path) -> None:
     with top(tmp_path, program) as pane:
         pane.shows("top_program.py", "USS", "__main__.fetch", "q quit")
-        for width, height in ((40, 20), (80, 24), (300, 60), (40, 4), (150, 40)):
+        for width, height in ((40, 20), (300, 60), (40, 4), (150, 40)):
             pane.resize(width, height)
             until(lambda width=width: fits(pane.shown().splitlines(), width))  # type: ignore[misc]
         pane.press("w")
