@@ -331,3 +331,15 @@ async def test_a_host_drops_a_program_that_is_broken(monkeypatch: pytest.MonkeyP
         assert store.in_use == 0
     assert lost > FRAMES // A_CONVERSATION // 8
     store.close()
+
+
+async def test_no_worker_starts_after_the_end() -> None:
+    loop: Any = Loop(asyncio.get_running_loop())
+    store = NodesStore(loop, Runner(max_message=1 << 20)._options, MainInfo("module", "tests"))
+    sock: Any = Sock()
+    host = Host(loop, sock, 1)
+    engine: Any = Engine(store)
+    host._engine, host.places = engine, 10
+    heard(host.connection, framed(Kind.END, 0) + framed(Kind.START, 1, pack((0, 1, ()))))
+    assert (engine.workers, host.connection.is_open) == ([], False)
+    store.close()

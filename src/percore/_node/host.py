@@ -155,8 +155,8 @@ class Host:
             self._look()
 
     def _start(self, number: int, data: memoryview) -> None:
-        if number in self._stations:
-            raise BrokenFrame("a worker that is there")
+        if number in self._stations or self._is_over:
+            raise BrokenFrame("a worker that is there" if number in self._stations else "a worker after the end")
         index, generation, self._levels = unpack(data, int, int, tuple)
         try:
             worker = self.engine.start(index, generation, lambda end: self._exited(number, end), ())
