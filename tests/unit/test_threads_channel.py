@@ -59,7 +59,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(module, "has_gil", lambda: True)
+    return opened()
+
+
+def opened() -> Pair:
     made = Pair()
     made.loop.turn()
     made.worker_loop.turn()
@@ -83,6 +88,26 @@ def test_one_ring_serves_all_that_comes_before_it_is_read(pair: Pair) -> None:
     assert pair.batches == 1
     pair.channel.send(1, 3, None)
     assert len(pair.worker_loop.due) == 1
+
+
+def test_without_a_gil_an_iteration_rings_at_its_first_message_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_gil", lambda: False)
+    pair = opened()
+    pair.channel.send(1, 0, None)
+    pair.worker_loop.turn()  # at once, in the other thread
+    for number in range(1, 4):
+        pair.channel.send(1, number, None)
+    assert (pair.got, pair.worker_loop.due) == ([0], [])
+    pair.loop.turn()
+    assert len(pair.worker_loop.due) == 1
+    pair.worker_loop.turn()
+    assert pair.got == [0, 1, 2, 3]
+    pair.channel.send(1, 4, None)
+    assert len(pair.worker_loop.due) == 1
+    pair.loop.turn()  # it is rung already
+    assert len(pair.worker_loop.due) == 1
+    pair.worker_loop.turn()
+    assert pair.got == [0, 1, 2, 3, 4]
 
 
 def test_what_comes_while_messages_are_read_is_read_too_and_rings(pair: Pair) -> None:

@@ -21,6 +21,7 @@ from contextvars import Context, copy_context
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.system import has_gil
 from percore._engines.threads.references import Arrived, References, Whole
 from percore._protocol.messages import Body, Message, Payload
 
@@ -150,7 +151,33 @@ class ThreadChannel(_Side):
         self.loop = loop
         self.is_open = True  # for sending: the supervisor opens it soon
         self.peer = WorkerSide(store, self)
-        self.send = _sender(self, self.peer)
+        self.send = _sender(self, self.peer) if has_gil() else self._turn_sender()
+        self._has_rung = False
+        """Whether it has rung the worker in this iteration of its loop."""
+
+    def _turn_sender(self) -> Send:
+        """As `_sender`, for workers that run at once with this thread: they would be rung for nearly each message.
+
+        The first message of an iteration of the loop rings at once, and those after it together, when the iteration ends.
+        """
+        peer, append = self.peer, self.peer.inbox.append
+
+        def send(op: int, call_id: int, body: Body) -> None:
+            if self.is_open:
+                append((op, call_id, body))
+                if not self._has_rung and not peer.rung:
+                    self._has_rung = peer.rung = True
+                    peer.ring()
+                    self.loop.call_soon(self._end_turn)
+
+        return send
+
+    def _end_turn(self) -> None:
+        self._has_rung = False
+        peer = self.peer
+        if peer.inbox and not peer.rung:
+            peer.rung = True
+            peer.ring()
 
     @property
     def sent(self) -> int:
