@@ -70,7 +70,7 @@ class Stage:
             own={}, is_open=True, send=lambda *message: self.sent.append(message), release=self.released.append, load=_received
         )
         member.attach(cast("Any", SimpleNamespace(channel=channel)), cast("Any", SimpleNamespace(held={})))
-        shares = cast("Any", SimpleNamespace(held={}, store=SimpleNamespace(unpack_values=unpack_values)))
+        shares = cast("Any", SimpleNamespace(held={}, store=SimpleNamespace(unpack_values=unpack_values, has_objects=False)))
         calls = CallRegistry(self.loop, dispatch, shares, RunnerPhase(), cast("Any", None), {member})
         self._receive: Any = Outcomes(calls, StreamItems(calls)).receiver(member)
         self.dones = self.rooms = 0

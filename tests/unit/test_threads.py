@@ -28,6 +28,12 @@ def pool(limit: int, run: Run, context: Context | None = None) -> Iterator[Threa
         threads.join()
 
 
+@pytest.fixture(autouse=True)
+def gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of turns and of giving way are those of a Python with a GIL, wherever the tests run."""
+    monkeypatch.setattr(module, "has_gil", lambda: True)
+
+
 def void(_value: object) -> None:
     return
 
