@@ -27,6 +27,7 @@ from benchmarks.peers.ray_cluster import Clusters, host_of, kill_raylet, ray_act
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from benchmarks.harness import Contestant, Round
     from benchmarks.peers import Call
     from benchmarks.results import Sample
 
@@ -128,7 +129,18 @@ def ray_deaths(quick: bool) -> Row:
         Target(THERE, "host", at_most=0.100),
         Target(THERE, "raylet", at_most=0.500),
     ]
-    return Row({THERE: always(percores), PEER: always(rays)}, targets)
+    return Row({THERE: _on_cluster(percores), PEER: _on_cluster(rays)}, targets)
+
+
+def _on_cluster(once: Round) -> Contestant:
+    """A contestant whose rounds have the cluster, which is not started anew for each."""
+
+    @asynccontextmanager
+    async def contestant() -> AsyncIterator[Round]:
+        with Clusters.one():
+            yield once
+
+    return contestant
 
 
 async def _awaited(reference: Any) -> Any:
@@ -177,18 +189,8 @@ def ray_start(quick: bool) -> Row:
     async def on_ray() -> Sample:
         return await once(partial(ray_runner, MANY))
 
-    @asynccontextmanager
-    async def on_cluster() -> AsyncIterator[Any]:
-        with Clusters.one():
-            yield on_ray
-
-    @asynccontextmanager
-    async def of_ray() -> AsyncIterator[Any]:
-        with Clusters.one():
-            yield actors
-
     return Row(
-        {HERE: always(partial(once, partial(percore.Runner, MANY))), THERE: on_cluster, PEER: of_ray},
+        {HERE: always(partial(once, partial(percore.Runner, MANY))), THERE: _on_cluster(on_ray), PEER: _on_cluster(actors)},
         [Target(THERE, "start", at_most=1.5), Target(THERE, "USS a worker", at_most=8 * 2**20)],
         units={"USS a worker": in_mebibytes},
     )
