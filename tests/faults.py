@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -274,6 +275,11 @@ def figures(name: str, values: list[float]) -> str:
     ordered = sorted(value * 1000 for value in values)
     at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99)]
     return f"{name}: n={len(ordered)} p50={at[0]:.1f} p90={at[1]:.1f} p99={at[2]:.1f} max={ordered[-1]:.1f} ms"
+
+
+def complaints(text: str) -> str:
+    """What was said on standard error, without the reports that other programs of the machine had the CPU."""
+    return re.sub(r"percore: worker .*(gets too little CPU time|goes on, after) .*\n", "", text)
 
 
 def count_lines(path: Path) -> int:

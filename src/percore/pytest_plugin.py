@@ -37,7 +37,8 @@ class Simulate(Protocol):
         Args:
             main: a coroutine function without arguments.
             seeds: how many seeds, from 0.
-            deaths, latency: as for `percore.testing.simulate`.
+            deaths: as for `percore.testing.simulate`.
+            latency: as for `percore.testing.simulate`.
         """
 
 

@@ -147,7 +147,9 @@ def failing(
         with percore.testing.failing(runner, fetch, error=OSError("no route"), times=2):
 
     Args:
-        runner, fn, times: as in `delayed`.
+        runner: as in `delayed`.
+        fn: as in `delayed`.
+        times: as in `delayed`.
         error: an exception that can be pickled, or its class.
 
     Raises:
@@ -167,7 +169,9 @@ def losing(runner: percore.Runner, fn: Callable[..., Any] | None = None, *, time
     that worker end as well.
 
     Args:
-        runner, fn, times: as in `delayed`, but one attempt is changed by default.
+        runner: as in `delayed`.
+        fn: as in `delayed`.
+        times: as in `delayed`, but one attempt is changed by default.
 
     Raises:
         RunnerClosed: the runner is not started, or it is closed.
@@ -200,7 +204,8 @@ def failing_starts(runner: percore.Runner, *, times: int | None = None) -> Abstr
     failures in a row a slot is given up, and after that of all slots the runner is broken.
 
     Args:
-        runner, times: as in `delayed_starts`.
+        runner: as in `delayed_starts`.
+        times: as in `delayed_starts`.
 
     Raises:
         RunnerClosed: the runner is closed.

@@ -20,6 +20,7 @@ from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import seats_at_each_change, supervisor_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.own_fork_server
 launches = pytest.mark.differs("spawn", "nodes", because="a successor is launched, and an exit seen, in another way")
@@ -61,7 +62,7 @@ async def test_a_reload_under_load_fails_no_call_and_there_are_always_as_many_re
                 await runner.broadcast(jobs.aecho)
                 before = ended()
                 await runner.reload()
-                assert ended() > before
+                await until(lambda: ended() > before)
                 assert generations(runner) == [2, 2]
                 assert min(seats) >= 2
                 assert len(seats) == 4  # each new worker comes before the old one goes

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.crawling import EXAMPLES, SCRAPE, TIMEOUT, by_path, failures, figure, read_pages, scrape
+from tests.faults import complaints
 from tests.rows import repeats
 
 from farm import Farm  # isort: skip
@@ -122,11 +123,11 @@ def test_ctrl_c_keeps_what_it_has(farm: Farm, mode: Mode, tmp_path: Path) -> Non
             pages = [json.loads(lines.readline()) for _ in range(50)]
             os.killpg(crawler.pid, signal.SIGINT)  # as a terminal does it: to every process of the group
             pages += [json.loads(line) for line in lines]
-        summary, complaints = crawler.communicate(timeout=TIMEOUT)
+        summary, said = crawler.communicate(timeout=TIMEOUT)
     finally:
         crawler.kill()
         crawler.communicate()
-    assert (crawler.returncode, complaints) == (130, "")
+    assert (crawler.returncode, complaints(said)) == (130, "")
     assert "interrupted" in figure(summary, "seconds")[0]
     assert sum(int(figure(summary, name)[0]) for name in ("pages", "redirects", "failed")) == len(pages)
     with pytest.raises(ProcessLookupError):

@@ -31,7 +31,7 @@ class Pane:
 
     def tmux(self, *arguments: str) -> str:
         command = ["tmux", "-S", str(self._socket), "-f", os.devnull, *arguments]
-        environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR")}
+        environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR", "COLUMNS", "LINES")}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     def shown(self) -> str:
