@@ -226,4 +226,5 @@ def test_a_thread_that_is_ready_to_run_is_told_from_one_that_waits() -> None:
     over.set()
     thread.join()
     assert module.wants_cpu(threading.get_native_id())
-    assert not module.wants_cpu(ready[0])  # it has ended
+    while module.wants_cpu(ready[0]):  # its end comes a moment after `join`, and then it wants none any more
+        pass
