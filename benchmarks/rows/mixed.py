@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import io
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -16,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 import percore
-from benchmarks.calls import page, page_async, steps_for
-from benchmarks.contestants import mapping, percore_map, playing, sized
+from benchmarks.calls import page, page_async, same, same_plainly, steps_for
+from benchmarks.contestants import always, await_all, mapping, percore_map, playing, sized
 from benchmarks.figures import Target
 from benchmarks.harness import Row, row
-from benchmarks.machine import Pin
+from benchmarks.machine import Pin, usable_cpus
 from benchmarks.peers import executors
 from benchmarks.peers.split import hand_split
 from benchmarks.plots import Plot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from benchmarks.harness import Contestant
     from benchmarks.peers import OpenMap
@@ -112,6 +113,54 @@ def article_figure(quick: bool) -> Row:
             x="calls at once",
             y="seconds",
             places={str(size): size for size in sizes},
+        ),
+    )
+
+
+@row(rounds=3, seconds=60, warm_ups=0)
+def scaling_kinds(quick: bool) -> Row:
+    """The article's calls, awaited no-ops and a map of tiny calls, on 1 to as many workers as there are CPUs.
+
+    The program's own loop hands out all calls, on one CPU. Calls with work scale until the workers have no CPU left; calls without
+    any scale until that loop is full. So beside the time of a call is the CPU time that the call costs the program's process: its
+    inverse is the greatest number of calls in a second, on however many CPUs.
+    """
+    cpus, steps = usable_cpus(), steps_for(COMPUTING)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= cpus][: 2 if quick else None]
+    part = 20 if quick else 1
+
+    async def awaited(opened: percore.Runner, size: int) -> int:
+        return await await_all([partial(opened.run, same)] * (250 * size), max(1, 40 // part))
+
+    async def article(opened: percore.Runner, size: int) -> int:
+        return len(await opened.map(partial(page_async, steps=steps), range(2000 * size // part), window=CONCURRENCY * size))
+
+    async def tiny(opened: percore.Runner, _: int) -> int:
+        return len(await opened.map(same_plainly, range(1_000_000 // part)))
+
+    def contestant(work: Callable[[percore.Runner, int], Awaitable[int]]) -> Contestant:
+        async def once() -> Sample:
+            sample: dict[str, float] = {}
+            for size in sizes:
+                async with percore.Runner(workers=size, concurrency=CONCURRENCY) as opened:
+                    await await_all([partial(opened.run, same)] * (4 * size), 25)  # all workers have begun
+                    cpu = time.process_time()
+                    start = time.perf_counter()
+                    calls = await work(opened, size)
+                    sample[f"{size}"] = (time.perf_counter() - start) / calls
+                    sample[f"{size}, of it CPU here"] = (time.process_time() - cpu) / calls
+            return sample
+
+        return always(once)
+
+    return Row(
+        {"article": contestant(article), "awaited no-ops": contestant(awaited), "map of tiny calls": contestant(tiny)},
+        plot=Plot(
+            "Calls in a second against workers: calls of 20 ms with 0.8 ms of arithmetic, awaited no-ops, a map of tiny calls",
+            x="workers",
+            y="calls in a second",
+            places={str(size): size for size in range(1, 257)},
+            rates=True,
         ),
     )
 
