@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import percore
 from benchmarks.calls import same, same_plainly, steps_for, work, work_in_loop
 from benchmarks.contestants import always, await_all, by_calls, percore_call, playing, timed
-from benchmarks.figures import Target, in_mebibytes, quantile
+from benchmarks.figures import Target, in_mebibytes, in_times, quantile
 from benchmarks.harness import Row, row
-from benchmarks.machine import cpu_of_all, descendants, uss_of
+from benchmarks.machine import cpu_of_all, descendants, usable_cpus, uss_of
 from benchmarks.peers import WORKERS, executors
 from benchmarks.peers import threads as by_hand
 from benchmarks.peers.interpreters import InterpretersRunner
@@ -109,6 +109,46 @@ def _is_equal_or_same(one: Any, other: Any) -> bool:
 
 def _is_same_or_equal_array(one: Any, other: Any) -> bool:
     return one is other or is_same_array(one, other)
+
+
+@row(rounds=5, seconds=100, warm_ups=0)
+def threads_curve(quick: bool) -> Row:
+    """Calls to 1, 2, 4, ... workers, up to one for each CPU: as threads, as processes, and on loops on threads written by hand.
+
+    "CPU" is a call of 2 ms of arithmetic in a coroutine, by four awaiters a worker, and "speed-up" what that gains over one
+    worker. "no-op" is a call of 500 awaiters that returns its argument, and "dict" one that returns a dict of 10,000 entries, by
+    four awaiters a worker.
+    """
+    steps = steps_for(0.002)
+    answer = work(steps)
+    mapping = {f"{number:b}": number for number in range(10_000)}
+    sizes = [1, 2] if quick else [size for size in (1, 2, 4, 8, 16, 32) if size <= max(2, usable_cpus())]
+    calls = 5 if quick else 25
+
+    async def measured(opening: Callable[[int, Function], Any], size: int) -> Sample:
+        async with opening(size, same) as call, opening(size, work_in_loop) as computes:
+            await await_all([call] * 8 * size, 5)
+            await await_all([computes] * 4 * size, 2, lambda _: steps, lambda _: answer)
+            return {
+                "CPU": await by_calls(await_all([computes] * 4 * size, calls, lambda _: steps, lambda _: answer)),
+                "no-op": await by_calls(await_all([call] * (50 if quick else 500), calls)),
+                "dict": await by_calls(await_all([call] * 4 * size, 5, lambda _: mapping, lambda _: mapping)),
+            }
+
+    async def once(opening: Callable[[int, Function], Any]) -> Sample:
+        by_size = {size: await measured(opening, size) for size in sizes}
+        sample = {f"{metric}, {size}": found[metric] for metric in by_size[1] for size, found in by_size.items()}
+        return sample | {f"speed-up, {size}": sample["CPU, 1"] / sample[f"CPU, {size}"] for size in sizes}
+
+    openings: dict[str, Callable[[int, Function], Any]] = {
+        PROCESSES: lambda size, function: percore_call(function, workers=size),
+        THREADS: lambda size, function: percore_call(function, workers=size, engine="threads"),
+        BY_HAND: by_hand.calling,
+    }
+    return Row(
+        {name: always(partial(once, opening)) for name, opening in openings.items()},
+        units={f"speed-up, {size}": in_times for size in sizes},
+    )
 
 
 @row(rounds=9, seconds=8)
