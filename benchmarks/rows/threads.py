@@ -113,7 +113,7 @@ def _is_same_or_equal_array(one: Any, other: Any) -> bool:
 
 @row(rounds=5, seconds=100, warm_ups=0)
 def threads_curve(quick: bool) -> Row:
-    """Calls to 1, 2, 4, ... workers, up to one for each CPU: as threads, as processes, and on loops on threads written by hand.
+    """Calls to 1, 2, 4, ... workers, up to one for each CPU: threads, processes, and loops on threads by hand.
 
     "CPU" is a call of 2 ms of arithmetic in a coroutine, by four awaiters a worker, and "speed-up" what that gains over one
     worker. "no-op" is a call of 500 awaiters that returns its argument, and "dict" one that returns a dict of 10,000 entries, by
