@@ -20,9 +20,10 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 @contextmanager
-def running() -> Iterator[int]:
+def running(engine: str = "processes") -> Iterator[int]:
     """Run a program that has published its first page, and yield its pid."""
-    with subprocess.Popen([sys.executable, str(PROGRAM)], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-W", "ignore:engine=:RuntimeWarning", str(PROGRAM), engine]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
             until(lambda: process.poll() is not None or process.pid in [one.pid for one in programs()])
             until(lambda: any(one["name"].endswith("fetch") for one in page(process.pid)["functions"]))

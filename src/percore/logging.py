@@ -5,6 +5,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from copy import copy
 from typing import Any, Final, Literal
@@ -23,7 +24,8 @@ class Formatter(logging.Formatter):
 
     Each record gets these attributes, if it does not have them:
 
-    worker: the index of the worker that has logged the record or that the record is about; "-" if there is none.
+    worker: the index of the worker that has logged the record or that the record is about; "-" if there is none. If workers are
+        threads of the program (`engine="threads"`), it is found where a record is formatted in the thread that has logged it.
     pid: the process id of that worker, or of the program.
     origin: "worker 0", or "program".
 
@@ -48,7 +50,7 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record."""
-        worker = getattr(record, "worker", None)
+        worker = vars(record)["worker"] if "worker" in vars(record) else _worker_here()
         shown = copy(record)  # its attributes are for this formatter alone
         shown.worker = "-" if worker is None else worker
         shown.origin = "program" if worker is None else f"worker {worker}"
@@ -57,3 +59,11 @@ class Formatter(logging.Formatter):
         text = super().format(shown)
         record.exc_text = shown.exc_text  # the text of the traceback, which logging keeps for the next formatter
         return text
+
+
+def _worker_here() -> int | None:
+    """Return the index of the worker that this code runs in, if any."""
+    module = sys.modules.get("percore._worker.context")  # where it is not loaded, there is no worker
+    here = None if module is None else module.current()
+    index: int | None = None if here is None else here.worker.index
+    return index

@@ -57,6 +57,23 @@ def test_a_blocking_and_an_awaiting_function_are_found(program: int, tmp_path: P
     assert pids(program) == before
 
 
+@NEEDS_PY_SPY
+def test_threads_are_sampled_from_outside_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with running("threads") as pid:
+        refused = run(pid, "-o", out, "--sampler", "faulthandler")
+        assert (refused.returncode, refused.stdout, out.exists()) == (1, "", False)
+        assert "are threads, which percore record cannot ask" in refused.stderr
+        done = run(pid, "-o", out, "--seconds", "1", "--sampler", "py-spy")
+    if "py-spy cannot sample" in done.stderr:
+        pytest.skip(done.stderr)  # this system lets no process read another one's memory, or py-spy does not know this Python
+    assert (done.returncode, done.stderr) == (0, "")
+    found = profiles(out)
+    assert set(found) == {"worker 0", "worker 1"}
+    assert sum(any(stack[0] == "__main__.compute" for stack in stacks) for stacks in found.values()) == 1
+    assert any(stack == ("__main__.fetch", "(awaiting)") for stacks in found.values() for stack in stacks)
+
+
 def test_a_page_is_written(program: int, tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     assert run(program, "-o", out, "--seconds", "0.5", "--sampler", "faulthandler").returncode == 0

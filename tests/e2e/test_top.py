@@ -55,6 +55,20 @@ def test_one_view_as_text_and_as_json(program: int) -> None:
     assert any(call["name"] == "__main__.block" for worker in view["workers"] for call in worker["figures"]["current"])
 
 
+def test_workers_that_are_threads_have_cpu_of_their_own() -> None:
+    with running("threads") as pid:
+        workers = json.loads(run(pid, "--json").stdout)["workers"]
+    computes = [any(call["name"] == "__main__.compute" for call in one["figures"]["current"]) for one in workers]
+    (busy,), (idle,) = (
+        [one for one, is_busy in zip(workers, computes, strict=True) if is_busy is wanted] for wanted in (True, False)
+    )
+    assert busy["usage"]["cpu"] > idle["usage"]["cpu"]
+    for one in (busy, idle):
+        assert one["figures"]["pid"] is None
+        assert one["usage"]["threads"] == len(one["figures"]["thread_ids"])
+    assert busy["usage"]["threads"] >= 2  # its loop's, and the one that computes
+
+
 def test_what_is_no_program_of_percore_is_told() -> None:
     done = run(max(1, os.getppid()), "--once")
     assert done.returncode == 1

@@ -1,13 +1,16 @@
 """percore.logging.Formatter: one format for the records of the program, of percore and of workers."""
 
+import asyncio
 import logging
 import logging.config
 import os
 import sys
+import warnings
 from typing import Any
 
 import pytest
 
+import percore
 from percore.logging import Formatter
 
 SHOWN = "%(levelname)s %(origin)s %(worker)s %(pid)s %(message)s"
@@ -26,6 +29,19 @@ def test_one_format_fits_every_record() -> None:
     assert shown(record(worker=2, pid=77)) == "INFO worker 2 2 77 fetched 3"
     assert shown(record(worker=2, pid=None, process=88)) == "INFO worker 2 2 88 fetched 3"
     assert shown(record(process=None)) == f"INFO program - {os.getpid()} fetched 3"
+
+
+def test_in_the_thread_of_a_worker_a_record_is_that_worker_s() -> None:
+    async def logged() -> list[str]:
+        return [Formatter("%(origin)s").format(one) for one in (record(), record(worker=None), record(worker=7))]
+
+    async def main() -> list[str]:
+        async with percore.Runner(1, engine="threads") as runner:
+            return await runner.run(logged)
+
+    with warnings.catch_warnings(action="ignore"):
+        assert asyncio.run(main()) == ["worker 0", "program", "worker 7"]
+    assert Formatter("%(origin)s").format(record()) == "program"
 
 
 def test_other_handlers_see_the_record_as_it_was() -> None:

@@ -3,12 +3,16 @@
 import copy
 import io
 import os
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from rich.console import Console
 
+from percore._monitor.usage import ThreadsMeter, ThreadsUsage
 from percore._monitor.views import LATE, Model, Worker
 from percore._top import top
 from percore._top.screen import draw, orders, rate
@@ -219,9 +223,40 @@ def test_of_two_runners_a_worker_is_chosen_by_its_pid(monkeypatch: pytest.Monkey
     assert asked == [(2, 4_000_002)]
 
 
+def test_a_worker_that_is_a_thread_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "recycle", pytest.fail)
+    view = Model(os.getpid()).view([page(1.0, pid=None, thread_ids=[threading.get_native_id()])])
+    assert view.workers[0].usage == ThreadsUsage(None, 1)  # nobody knows for how long it has used how much
+    screen = top._Screen(Console(file=io.StringIO()), Model(os.getpid()), 1.0)
+    screen._pressed("r")
+    for key in "0\n":
+        screen._choose(key, view, cast("Any", None))
+    assert screen._hint == "worker 0 is a thread of the program: percore top can ask and end processes alone"
+
+
 def test_what_is_no_worker_any_more_is_not_ended() -> None:
     (worker,) = Model(os.getpid()).view([page(1.0)]).workers  # the pid is that of this process
     assert top.recycle(worker) == f"worker 0 ({os.getpid()}) has ended already"
+
+
+def test_the_cpu_of_threads_is_that_of_the_last_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = 100.0, {1: 5.0, 2: 1.0, 3: 7.0}
+
+    class Process:
+        def __init__(self, _: int) -> None: ...
+
+        def threads(self) -> list[Any]:
+            return [SimpleNamespace(id=thread, user_time=seconds, system_time=0.0) for thread, seconds in used.items()]
+
+    monkeypatch.setattr(psutil, "Process", Process)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    meter, groups = ThreadsMeter(), [[1, 2], [3], [4]]
+    assert meter.measure(7, groups) == [ThreadsUsage(None, 2), ThreadsUsage(None, 1), None]
+    now, used = now + 2, {1: 6.0, 2: 1.5, 3: 7.0, 4: 9.0}  # a thread that is new has no figure yet
+    assert meter.measure(7, groups) == [ThreadsUsage(75.0, 2), ThreadsUsage(0.0, 1), ThreadsUsage(None, 1)]
+    now, used = now + 0.1, {1: 6.1, 3: 9.0}  # too soon: the readings before those count; and no thread uses more than a CPU
+    shares = [None if one is None else one.cpu for one in meter.measure(7, groups)]
+    assert shares == [pytest.approx(100 * 1.1 / 2.1), pytest.approx(200 / 2.1), None]
 
 
 def test_rates() -> None:

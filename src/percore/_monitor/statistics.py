@@ -52,6 +52,7 @@ class WorkerStatistics:
         functions: one record per function of which calls have begun in this slot, the one that has run longest in all first.
             Empty with PERCORE_METRICS=0.
         given_up: workers of this slot whose threads were left running, because a thread cannot be killed. 0 for processes.
+        thread_ids: the system's ids of the current worker's threads, if it is threads of the program; else empty.
     """
 
     index: int
@@ -76,6 +77,7 @@ class WorkerStatistics:
     node: str | None = None
     functions: tuple[WorkerFunctionStatistics, ...] = ()
     given_up: int = 0
+    thread_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

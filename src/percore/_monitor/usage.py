@@ -6,7 +6,7 @@ The first reading imports psutil, in its thread. `import percore` and the worker
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -47,6 +47,19 @@ class ProcessUsage:
     rss: int
     uss: int | None
     cpu: float
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadsUsage:
+    """What the system says of some threads of one process. Their memory is that of the process.
+
+    Attributes:
+        cpu: CPU use in percent of one CPU, as in ProcessUsage. None if there is no reading before.
+        threads: number of threads.
+    """
+
+    cpu: float | None
     threads: int
 
 
@@ -137,6 +150,37 @@ class UsageMeter:
             return None
 
 
+class ThreadsMeter:
+    """Reads the CPU time of threads of one process, and remembers it for the next reading."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[_Reading, ...]] = {}
+
+    def measure(self, pid: int, groups: Iterable[Sequence[int]]) -> list[ThreadsUsage | None]:
+        """Return the usage of each group of threads, by the system's ids. None: no thread of it runs."""
+        import psutil
+
+        try:
+            used = {one.id: one.user_time + one.system_time for one in psutil.Process(pid).threads()}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            used = {}
+        before, self._before, now = self._before, {}, time.monotonic()
+        shares = {thread: self._share(thread, (seconds, now), before.get(thread)) for thread, seconds in used.items()}
+        return [self._of_group([shares[thread] for thread in threads if thread in shares]) for threads in groups]
+
+    def _share(self, thread: int, latest: _Reading, readings: tuple[_Reading, ...] | None) -> float | None:
+        if readings is None:
+            self._before[thread] = (latest,)
+            return None
+        earlier, self._before[thread] = _compared(readings, latest)
+        return _percent(latest[0] - earlier[0], latest[1] - earlier[1], cpus=1)
+
+    @staticmethod
+    def _of_group(shares: Sequence[float | None]) -> ThreadsUsage | None:
+        known = [share for share in shares if share is not None]
+        return ThreadsUsage(sum(known) if known else None, len(shares)) if shares else None
+
+
 def uss_of(process: "Process") -> int | None:
     """Return the unique set size of a process in bytes; None if the system does not report it, or not to this user."""
     import psutil
@@ -158,9 +202,9 @@ def _compared(readings: tuple[_Reading, ...], latest: _Reading) -> tuple[_Readin
     return readings[0], (readings[0], latest if len(readings) == 1 else last)
 
 
-def _percent(used: float, seconds: float) -> float:
-    """CPU time used within an interval, both in seconds, in percent of one CPU."""
-    # No process can use more than all CPUs. If it seems to, the clock was set, or a counting step fell into a short interval. Then
+def _percent(used: float, seconds: float, cpus: int | None = None) -> float:
+    """CPU time used within an interval, both in seconds, in percent of one CPU. `cpus`: how many it can use; None: all."""
+    # No process can use more than that. If it seems to, the clock was set, or a counting step fell into a short interval. Then
     # assume the shortest interval in which the process can have used that much CPU time.
-    seconds = max(seconds, used / (os.cpu_count() or 1))
+    seconds = max(seconds, used / (cpus or os.cpu_count() or 1))
     return 100 * used / seconds if used > 0 else 0.0

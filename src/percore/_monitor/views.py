@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from percore._monitor.usage import ProcessUsage, UsageMeter
+from percore._monitor.usage import ProcessUsage, ThreadsMeter, ThreadsUsage, UsageMeter
 
 LATE: Final = 2.0
 """Seconds after the time for the next page from which on the program's event loop counts as blocked."""
@@ -21,7 +21,7 @@ class Worker:
         runner: the number of its runner in the program, from 1.
         figures: its WorkerStatistics, by the names of the attributes, without `functions`: see `Function.workers`.
         node: the name of its node; empty: this machine.
-        usage: what the system says of its process; None: nothing, for example because it is on another machine.
+        usage: what the system says of its process, or of its threads; None: nothing, for example because it is on another machine.
         calls: calls that have ended in a second; None: not known yet.
         bytes: bytes sent and received in a second; None: not known yet.
     """
@@ -29,7 +29,7 @@ class Worker:
     runner: int
     figures: dict[str, Any]
     node: str
-    usage: ProcessUsage | None
+    usage: ProcessUsage | ThreadsUsage | None
     calls: float | None
     bytes: float | None
 
@@ -102,6 +102,7 @@ class Model:
 
     pid: int
     _meter: UsageMeter = field(default_factory=UsageMeter)
+    _threads_meter: ThreadsMeter = field(default_factory=ThreadsMeter)
     _before: dict[int, Page] = field(default_factory=dict)
     _shown: dict[int, Page] = field(default_factory=dict)
 
@@ -117,7 +118,8 @@ class Model:
         local = (one for page in pages for one in page["statistics"]["workers"] if not _node(one))
         pids = {one["pid"]: "" for one in local if one["pid"] is not None}
         usage = {one.pid: one for one in self._meter.measure({self.pid: "", **pids}).processes}
-        workers = [one for page in pages for one in self._workers(page, usage)]
+        threads = self._threads(pages)
+        workers = [one for page in pages for one in self._workers(page, usage, threads)]
         rates = [one.calls for one in workers if one.calls is not None]
         return View(
             pid=self.pid,
@@ -130,7 +132,14 @@ class Model:
             functions=[one for page in pages for one in self._functions(page)],
         )
 
-    def _workers(self, page: Page, usage: dict[int, ProcessUsage]) -> list[Worker]:
+    def _threads(self, pages: Sequence[Page]) -> dict[tuple[int, ...], ThreadsUsage | None]:
+        """Return the usage of workers that are threads of the program, by the ids of their threads."""
+        groups = [found for page in pages for one in page["statistics"]["workers"] if (found := _thread_ids(one))]
+        return dict(zip(groups, self._threads_meter.measure(self.pid, groups), strict=True)) if groups else {}
+
+    def _workers(
+        self, page: Page, usage: dict[int, ProcessUsage], threads: dict[tuple[int, ...], ThreadsUsage | None]
+    ) -> list[Worker]:
         number, seconds, before = self._since(page)
         old = {(one["index"], one["generation"]): one for one in before["workers"]} if before else {}
         ended = {one["index"]: one["done"] for one in before["workers"]} if before else {}
@@ -140,7 +149,7 @@ class Model:
             moved = None if was is None else one["bytes_in"] + one["bytes_out"] - was["bytes_in"] - was["bytes_out"]
             done = None if one["index"] not in ended else one["done"] - ended[one["index"]]
             figures = {name: value for name, value in one.items() if name != "functions"}
-            used = None if _node(one) else usage.get(one["pid"])
+            used = None if _node(one) else usage.get(one["pid"]) or threads.get(_thread_ids(one))
             found.append(Worker(number, figures, _node(one), used, _rate(done, seconds), _rate(moved, seconds)))
         return found
 
@@ -182,6 +191,11 @@ class Model:
 def _node(worker: dict[str, Any]) -> str:
     """Return the node of a worker, as its page says. Pages of earlier versions say nothing."""
     return worker.get("node") or ""
+
+
+def _thread_ids(worker: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of a worker's threads, as its page says. Pages of earlier versions say nothing."""
+    return tuple(worker.get("thread_ids", ()))
 
 
 def _of_workers(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -408,6 +408,10 @@ class Worker(Protocol):
     def pid(self) -> int | None:
         """The process id where the worker runs. None: unknown yet, or the worker is no process."""
 
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        """The system's ids of the worker's threads, if they are the program's; else empty. Any thread may read it."""
+
     def ready(self, told: Body) -> None:
         """Note that the worker has reported that it is ready. `told`: the body of the message."""
 

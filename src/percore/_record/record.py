@@ -7,7 +7,7 @@ from pathlib import Path
 from percore._attach.programs import ProgramGone
 from percore._record.output import as_html, as_speedscope
 from percore._record.outside import outside_samplers
-from percore._record.recorder import Recording, Unable, record_from_outside
+from percore._record.recorder import OnlyThreads, Recording, Unable, record_from_outside
 from percore._record.recorder import record as record_with_faulthandler
 
 
@@ -24,6 +24,11 @@ def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) 
         return _failed(f"process {pid} has ended, or it has no runner that can be watched: percore top lists those that can")
     except PermissionError:
         return _failed(f"process {pid} belongs to another user: percore record samples a user's own programs")
+    except OnlyThreads:
+        return _failed(
+            f"the workers of process {pid} are threads, which percore record cannot ask: py-spy (pip install py-spy) can sample "
+            "them, and so can profiling.sampling of Python 3.15, where they know the program's version of Python"
+        )
     except Unable as error:
         return _failed(f"{sampler} cannot sample process {pid}: {error}. --sampler faulthandler needs no permission")
     if not recording.samples:

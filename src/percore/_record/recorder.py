@@ -3,6 +3,7 @@
 Stacks tell which calls run and where. Calls that await have no stack: the program's page names their functions.
 """
 
+import re
 import subprocess
 import tempfile
 import time
@@ -33,11 +34,18 @@ _PATIENCE: Final = 30.0
 _ROUGHLY: Final = 0.05
 """The part of all rounds by which what pages say may differ from what was sampled: the two have not begun at once."""
 
+_PROGRAM: Final = ""
+"""In place of a worker: the program itself, whose threads its workers are."""
+
 Pages = list[dict[str, Any]]
 
 
 class Unable(Exception):
     """A program from outside cannot sample the workers; the text says why."""
+
+
+class OnlyThreads(Exception):
+    """The workers are threads of the program, which write no stacks when they are asked."""
 
 
 @dataclass(slots=True)
@@ -100,8 +108,11 @@ def record(pid: int, seconds: float, rate: float) -> Recording:
     Raises:
         ProgramGone: there is no such program of percore.
         PermissionError: it belongs to another user.
+        OnlyThreads: its workers are threads.
     """
     pages = read(pid)
+    if _threads(pages) and not any(worker["pid"] for _, _, worker in _workers(pages)):
+        raise OnlyThreads
     begun = due = time.monotonic()
     rounds = _Rounds(Recording(pid, pages[0]["program"], "faulthandler", begun))
     try:
@@ -137,6 +148,8 @@ class _Rounds:
         self.settle(pages)
         seen: list[Seen] = []
         for label, _, worker in _workers(pages):
+            if worker["pid"] is None:
+                continue
             try:
                 found = from_faulthandler(stacks_of(worker["pid"], _STEP))
             except NoStacks:
@@ -181,9 +194,11 @@ def record_from_outside(pid: int, seconds: float, rate: float, sampler: Outside)
     recording.names = short_names(one["name"] for page in pages for one in page["statistics"]["functions"])
     with tempfile.TemporaryDirectory(prefix="percore-record-") as folder, ExitStack() as running:
         begun: list[tuple[str, Path, subprocess.Popen[str]]] = []
-        for label, _, worker in _workers(pages):
-            out = Path(folder, str(worker["pid"]))
-            command = sampler.command(worker["pid"], out, seconds, rate)
+        sampled = [(label, int(worker["pid"])) for label, _, worker in _workers(pages) if worker["pid"]]
+        threads = _threads(pages)
+        for label, sampled_pid in [*sampled, *([(_PROGRAM, pid)] if threads else [])]:
+            out = Path(folder, str(sampled_pid))
+            command = sampler.command(sampled_pid, out, seconds, rate)
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
             )
@@ -195,7 +210,9 @@ def record_from_outside(pid: int, seconds: float, rate: float, sampler: Outside)
         if begun and all(failures):
             raise Unable(failures[0])
         read_from = [(label, out) for label, out, _ in begun if out.exists()]
-        seen = [Seen(label, *found) for label, out in read_from for found in sampler.read(out)]
+        threads |= _threads(last)  # a pool has started some meanwhile
+        found = [Seen(label, *found) for label, out in read_from for found in sampler.read(out)]
+        seen = [one for one in (_of_worker(one, threads) for one in found) if one is not None]
     for one in seen:
         recording.samples[one.worker, one.stack] += one.times
         running_calls[one.worker, one.stack[0].name.rpartition(".")[2]] -= one.times
@@ -240,10 +257,25 @@ def _failure(process: "subprocess.Popen[str]") -> str:
     return "" if not process.returncode else (said or [f"exit code {process.returncode}"])[-1].removeprefix("Error: ")
 
 
+def _of_worker(seen: Seen, threads: dict[int, str]) -> Seen | None:
+    """Return what was seen in a thread of the program as seen in its worker; None: the thread belongs to no worker."""
+    if seen.worker != _PROGRAM:
+        return seen
+    number = re.search(r"\d+", seen.thread)
+    label = threads.get(int(number[0])) if number else None
+    return None if label is None else seen._replace(worker=label)
+
+
+def _threads(pages: Pages) -> dict[int, str]:
+    """Return the names of the workers that are threads of the program, by the ids of their threads."""
+    return {thread: label for label, _, worker in _workers(pages) for thread in worker.get("thread_ids", ())}
+
+
 def _workers(pages: Pages) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    """Yield the workers that have a process on this machine, with their names and the times of their pages."""
+    """Yield the workers on this machine that have begun, with their names and the times of their pages."""
     for page in pages:
         runner = f"runner {page['number']}, " if len(pages) > 1 else ""
         for worker in page["statistics"]["workers"]:
-            if worker["pid"] is not None and not worker.get("node"):  # pages of earlier versions say nothing of nodes
+            # Pages of earlier versions say nothing of nodes and threads.
+            if (worker["pid"] is not None or worker.get("thread_ids")) and not worker.get("node"):
                 yield f"{runner}worker {worker['index']}", page["at"], worker

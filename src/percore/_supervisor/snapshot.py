@@ -176,4 +176,5 @@ def _of_slot(  # one reading
         node=None if member is None else member.worker.node,
         functions=_of_worker(slot.index, members, running, meters, most),
         given_up=past.given_up,
+        thread_ids=() if member is None else member.worker.thread_ids,
     )

@@ -77,6 +77,7 @@ class FakeWorker:
     """A worker in the loop of its supervisor, and what its engine sees of it."""
 
     node = None
+    thread_ids = ()
 
     def __init__(
         self, engine: "FakeEngine", start: WorkerStart, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]

@@ -158,9 +158,11 @@ class _Screen:
         if key not in ("\n", "\r"):
             return
         name = "index" if len({one.runner for one in view.workers}) == 1 else "pid"  # runners number their workers alike
-        worker = next((one for one in view.workers if str(one.figures[name]) == self._number and one.figures["pid"]), None)
-        if worker is None:
+        worker = next((one for one in view.workers if str(one.figures[name]) == self._number), None)
+        if worker is None or not (worker.figures["pid"] or worker.figures.get("thread_ids")):
             self._hint = f"there is no worker {self._number or '(no number)'}"
+        elif worker.figures.get("thread_ids"):
+            self._hint = f"worker {self._number} is a thread of the program: percore top can ask and end processes alone"
         elif worker.node:
             self._hint = f"worker {self._number} is on node {worker.node}: percore top can ask and end those of this machine alone"
         elif asked == "s":

@@ -319,10 +319,9 @@ class Threads:
         self._leaving = [thread for thread in self._leaving if thread.is_alive()]
         return bool(self._threads)
 
-    def idents(self) -> list[int]:
-        """Return the identifiers of the threads of the pool and of those beside it. Any thread may call this."""
-        threads = [*self._threads, *list(self._beside.values())]
-        return [thread.ident for thread in threads if thread.ident is not None and thread.is_alive()]
+    def living(self) -> list[threading.Thread]:
+        """Return the threads of the pool, and those beside it, that have begun and not ended. Any thread may call this."""
+        return [thread for thread in [*self._threads, *list(self._beside.values())] if thread.is_alive()]
 
     def stop(self) -> None:
         """Tell the threads of the pool to end when no calls are left. They are daemons: the process does not wait for them."""

@@ -26,6 +26,8 @@ class NodeWorker:
         is_lost: whether its node was lost: then nobody ever can.
     """
 
+    thread_ids = ()
+
     def __init__(  # the parts that it connects
         self,
         loop: asyncio.AbstractEventLoop,

@@ -55,6 +55,7 @@ class ProcessWorker:
     """A worker in a process of its own."""
 
     node = None
+    thread_ids = ()
 
     def __init__(self, link: Link, logs: LogReceiver, process: Process, examiner: Examiner) -> None:
         self.channel = link.channel

@@ -298,13 +298,16 @@ class ThreadWorker:
     def examine(self, told: Callable[[Condition], None]) -> None:
         def examined() -> None:
             if not self._is_over:
-                told(Condition(stacks=stacks_of(self._idents())))
+                told(Condition(stacks=stacks_of(thread.ident for thread in self._threads() if thread.ident is not None)))
 
         self._engine.loop.call_soon(examined)
 
-    def _idents(self) -> list[int]:
-        pool = [] if self._core is None else self._core.server.threads.idents()
-        return [self._thread.ident or 0, *pool]
+    def _threads(self) -> list[threading.Thread]:
+        return [self._thread, *([] if self._core is None else self._core.server.threads.living())]
+
+    @property
+    def thread_ids(self) -> tuple[int, ...]:
+        return tuple(thread.native_id for thread in self._threads() if thread.native_id is not None)
 
     def join(self) -> None:
         """Wait until all its threads have ended, also those of a worker that was given up. Any thread may call this."""
