@@ -56,7 +56,9 @@ def test_no_window_holds_more_however_late_calls_begin(rate: Rate, seed: int) ->
                 starts.append(call.starts)
                 bucket.began(call.starts + decide.choice([0.0, 1e-4 * interval]))
         if decide.random() < 0.3:
-            bucket.opened(now - decide.choice([0.0, 1.0]) * interval * decide.random(), now)
+            bucket.opened(now)
+        if decide.random() < 0.3:
+            bucket.shut(now, len(sent))
         for _ in range(min(decide.choice([0, 1, 1000]), bucket.free(now, len(sent)))):
             begins = now + decide.choice([0.0, 0.5, 5.0]) * interval * decide.random()
             sent.append(Sent(begins, begins + decide.choice([0.0, 2.0]) * interval * decide.random()))
@@ -96,9 +98,8 @@ def test_all_of_the_allowance_is_used(burst: int, late: float) -> None:
         starts += (free := bucket.free(now, 0))
         if free:
             bucket.began(now, free)
-        due = bucket.due(now, 0)
-        now = due + late * decide.random()
-        bucket.opened(due, now)
+        now = bucket.shut(now, 0) + late * decide.random()
+        bucket.opened(now)
     assert (0.98 if late else 0.998) * 10_000 <= starts <= 10_000 + 100
 
 
@@ -116,8 +117,8 @@ def test_only_waiting_calls_make_up_for_lateness() -> None:
     """A key that was idle begins no more than its burst."""
     bucket = Bucket(Rate(100, per=1))
     bucket.began(0.0)
-    due = bucket.due(0.0, 0)
-    bucket.opened(due, due + 0.05)
+    due = bucket.shut(0.0, 0)
+    bucket.opened(due + 0.05)
     assert bucket.free(due + 0.05, 0) == 6
     bucket.began(due + 0.05, 6)
     assert bucket.free(due + 0.05, 0) == 0
@@ -125,14 +126,30 @@ def test_only_waiting_calls_make_up_for_lateness() -> None:
         assert bucket.free(time, 0) == 1
         bucket.began(time)
         assert bucket.free(time, 0) == 0
-    bucket.opened(bucket.due(5.0, 0), 9.0)
+    bucket.shut(5.0, 0)
+    bucket.opened(9.0)
     assert bucket.free(9.0, 0) == 11, "no more than LATENESS, however late"
+
+
+def test_a_call_that_has_not_begun_takes_one_token_and_not_two() -> None:
+    """A worker needs longer to begin a call than the next one has to wait: the token of the first is not taken once more."""
+    bucket = Bucket(Rate(100, per=1))
+    assert bucket.free(0.0, 0) == 1
+    due = bucket.shut(0.0, 1)
+    assert due == pytest.approx(0.01), "if the first begins now"
+    bucket.opened(due)
+    assert bucket.free(due, 1) == 1
+    assert bucket.free(due, 2) == 0
+    bucket.began(due)  # the first
+    assert bucket.free(due, 1) == 0
+    assert bucket.due(due, 1) == pytest.approx(0.02)
 
 
 def test_after_a_pause_there_is_nothing_to_make_up_for() -> None:
     bucket = Bucket(Rate(100, per=1, burst=2))
     bucket.paused_until = 30.0
-    bucket.opened(bucket.due(0.0, 0), 30.0)
+    bucket.shut(0.0, 0)
+    bucket.opened(30.0)
     assert bucket.free(30.0, 0) == 2
 
 
@@ -196,3 +213,12 @@ def test_a_key_needs_little_memory_however_many_starts_its_window_holds() -> Non
         bucket.began(EARLIER + number * 0.17)
     assert len(bucket._log) <= 1100
     assert bucket.free(EARLIER + 20_000 * 0.17, 0) == 10**6 - 20_000
+
+
+def test_calls_that_waited_for_one_rate_may_go_by_another() -> None:
+    bucket = Bucket(Rate(2, per=1e6, burst=2))
+    bucket.began(0.0, 2)
+    bucket.shut(0.0, 0)
+    bucket.change(Rate(3, per=1e6, burst=3), 0.0)
+    bucket.opened(0.0)
+    assert bucket.free(0.0, 0) == 1

@@ -2,6 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import ceil
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from percore._protocol.interfaces import UNBEGUN, Fate
 from percore._scheduler.dispatch import Dispatch
 from percore._supervisor import rates as module
 from percore._supervisor.rates import Rates
+from tests.marks import most_within
 
 SECOND = Rate(1, per=1)
 
@@ -82,13 +87,14 @@ class Member:
         self.parked: set[int] = set()
         self.begun: dict[Call, float] = {}
         self._clock = clock
+        self._numbers = count(1)
         self.sees = True
 
     def silence(self) -> int:
         return 0
 
     def send(self, call: Call) -> None:
-        call.call_id = len(self.calls) + 1
+        call.call_id = next(self._numbers)
         self.calls[call.call_id] = call
         self.load[call.kind] += 1
 
@@ -368,3 +374,68 @@ def test_what_was_made_up_for_is_no_burst_later(shell: Shell) -> None:
     shell.clock.advance(10.0)
     later = [shell.submit("k", fast) for _ in range(10)]
     assert shell.sent[10:] == later[:1]
+
+
+class Busy(Clock):
+    """A loop whose timers end at whole milliseconds, and the workers' messages, in the order of their times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def at(self, when: float, callback: Callable[[], object]) -> None:
+        heappush(self._events, (when, next(self._numbers), callback))
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(ceil((self.now + seconds) * 1000) / 1000, callback)
+        self.at(timer.when, lambda: timer.is_cancelled or timer.callback())  # type: ignore[func-returns-value]
+        return timer
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.at(self.now, callback)
+
+    def run_until(self, end: float) -> None:
+        while self._events and self._events[0][0] < end:
+            when, _, callback = heappop(self._events)
+            self.now = max(self.now, when)
+            callback()
+
+
+class Using(Shell):
+    """A supervisor whose worker begins each call some milliseconds after it was sent, and reports its end as late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rate: Rate, milliseconds: float) -> None:
+        super().__init__(monkeypatch)
+        self.starts: list[int] = []
+        self._rate = rate
+        self._late = milliseconds / 1000
+        self._chance = Random(rate.n)
+        self.clock: Busy = Busy()
+        self.member._clock = self.clock
+        self.rates._loop = self.clock  # type: ignore[assignment]
+
+    def _send(self, call: Call, member: Member) -> None:
+        super()._send(call, member)
+        self.clock.at(self.clock.now + self._late * (0.5 + self._chance.random()), lambda: self._begun(call))
+
+    def _begun(self, call: Call) -> None:
+        self.begin(call)
+        self.starts.append(round(self.clock.now * 1e9))
+        self.clock.at(self.clock.now + self._late, lambda: self._ended(call))
+
+    def _ended(self, call: Call) -> None:
+        self.end(call)
+        self.submit("k", self._rate)
+
+
+@pytest.mark.parametrize(("n", "milliseconds"), [(1, 3.0), (10, 3.0), (100, 3.0), (1000, 0.2), (1000, 3.0), (10_000, 3.0)])
+def test_a_key_that_always_has_calls_uses_its_rate(monkeypatch: pytest.MonkeyPatch, n: int, milliseconds: float) -> None:
+    """Though workers begin calls later than the next one may go, and the loop's timers have coarse ticks."""
+    shell = Using(monkeypatch, Rate(n, per=1), milliseconds)
+    for _ in range(n):
+        shell.submit("k", shell._rate)
+    seconds = 1.2 if n > 1000 else max(2, 20 // n)
+    shell.clock.run_until(1000.0 + seconds)
+    assert len(shell.starts) >= 0.98 * n * seconds
+    assert most_within(shell.starts, 1.0) <= n

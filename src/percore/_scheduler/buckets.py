@@ -43,7 +43,7 @@ class _Starts:
 class Bucket:
     """The starts of one key."""
 
-    __slots__ = ("_behind_until", "_counted", "_full_at", "_interval", "_log", "paused_until", "rate")
+    __slots__ = ("_base", "_behind_until", "_counted", "_due", "_full_at", "_interval", "_log", "_reserved", "paused_until", "rate")
 
     def __init__(self, rate: Rate | None) -> None:
         """None: no limit, except a pause."""
@@ -53,6 +53,10 @@ class Bucket:
         """When the bucket will be full, if nothing begins until then."""
         self._behind_until = -inf
         """Until when it may make up for calls that begin late."""
+        self._base = self._due = -inf
+        """When it was last `shut`: from when on its tokens count, and when the first waiting call was due."""
+        self._reserved = 0
+        """The held calls then. Their tokens are part of the time until `_due`."""
         self._log: deque[_Starts] = deque()
         """The starts of the last `per` seconds."""
         self._counted = 0
@@ -63,9 +67,19 @@ class Bucket:
         self.rate = rate
         self._interval = 0.0 if rate is None else max(rate.per / rate.n, _SHORTEST)
 
-    def opened(self, due: float, now: float) -> None:
-        """Note that calls waited which were `due` at that time, and may begin now."""
-        self._full_at = max(self._full_at, due)
+    def shut(self, now: float, held: int) -> float:
+        """Note that calls wait from now on, until `opened`. Return when the first one is `due`."""
+        self._base = max(self._full_at, now - self._credit(now))
+        self._reserved = held
+        self._due = self.due(now, held)
+        return self._due
+
+    def opened(self, now: float) -> None:
+        """Note that waiting calls may begin now: from the time at which they were due, the bucket gets tokens beyond its burst.
+
+        The tokens of calls that were held when they began to wait are still theirs: such a call takes one when it begins.
+        """
+        self._full_at = max(self._full_at, min(max(self._base, self._due - self._reserved * self._interval), now))
         self._behind_until = now + 2 * LATENESS
 
     def _credit(self, at: float) -> float:

@@ -122,8 +122,7 @@ class Gate:
         """Open the gate, which is shut."""
         self.is_shut = False
         self.look()  # first: `due` was the earliest time, as long as their starts were not known
-        now = monotonic()
-        self.bucket.opened(min(self.due, now), now)
+        self.bucket.opened(monotonic())
 
     def settle(self, now: float) -> None:
         """Enter the calls that have ended into the bucket."""
@@ -207,7 +206,7 @@ class Rates:
         now, bucket = monotonic(), gate.bucket
         gate.settle(now)
         free = bucket.free(now, len(gate.held))
-        if free < _PLENTY and gate.held:
+        if free <= 0 and gate.held:
             gate.look()
             free = bucket.free(now, len(gate.held))
         if free > 0:
@@ -216,7 +215,7 @@ class Rates:
             gate.passes = most // 4 if most >= _PLENTY else 1
             return True
         gate.is_shut = True
-        gate.due = bucket.due(now, len(gate.held))
+        gate.due = bucket.shut(now, len(gate.held))
         self._wake_at(gate)
         return False
 
