@@ -47,8 +47,8 @@ class FakeRunner(percore.Runner):
     Functions, arguments and results are pickled and sent as between processes, coroutine functions run in tasks, and plain
     functions on threads. Patches and mocks of modules, breakpoints and coverage thus reach what calls do. What differs:
 
-    - `loop_factory`, `start_method` and `max_memory_per_worker` have no effect: there is one loop and one memory. A coroutine
-      function that blocks its loop blocks the program.
+    - `loop_factory`, `start_method`, `max_memory_per_worker` and `harden` have no effect: there is one loop, one memory and one
+      process. A coroutine function that blocks its loop blocks the program.
     - A worker that dies (`kill`, `die`) cancels its coroutines. A plain function runs on in its thread until it returns.
     - A call that ends its process, for example by `os._exit`, ends the program.
 

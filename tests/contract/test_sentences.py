@@ -457,6 +457,13 @@ SENTENCES: Final[dict[str, Use]] = {
     "no module that a worker can import has …: make it at the top level of a module, such as `user = "
     "ContextVar('user')`, and pass that one": fake(contextvars=[contextvars.ContextVar("nowhere")]),
     "give the function itself: lifespan=open_session, not lifespan=open_session()": options(lifespan=session()),
+    "harden must be True or False, not …": options(harden=1),
+    "harden=True needs Linux, and a Python that has ctypes": at(
+        "tests/unit/test_options.py::test_hardening_is_a_switch_and_needs_the_system", "harden=True needs Linux"
+    ),
+    "harden=True: the system refuses prctl(…), errno …": at(
+        "tests/unit/test_options.py::test_a_system_that_refuses_prctl_is_named", "the system refuses prctl"
+    ),
     'start_method must be "forkserver" or "spawn", not ……': options(start_method="fork"),
     "engine must be …, or an object such as percore.RayEngine(), not …": options(engine="process"),
     "give an object: engine=percore.…(), not engine=percore.…": options(engine=EngineChoice),
@@ -844,6 +851,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own in "
     "its lifespan, and put a load balancer before them": at(
         "tests/e2e/test_nodes.py::test_what_cannot_work_on_nodes_is_refused", "needs workers on this machine"
+    ),
+    "harden=True closes processes of this machine, and not those that run hosts on other nodes: leave it out, and let each node "
+    "run programs of one user alone": at(
+        "tests/e2e/test_nodes.py::test_what_cannot_work_on_nodes_is_refused", "harden=True closes"
     ),
     # Threads
     **{

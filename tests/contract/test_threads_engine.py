@@ -502,6 +502,7 @@ def test_what_a_thread_cannot_keep_is_refused_in_words() -> None:
         "start_method says how processes are started": {"start_method": "spawn"},
         "max_message limits what is pickled": {"max_message": 10_000},
         "max_memory_per_worker needs processes": {"max_memory_per_worker": 1 << 30},
+        "harden=True closes the processes of workers": {"harden": True},
     }
     for text, given in cases.items():
         with pytest.raises(ValueError, match=text):

@@ -197,6 +197,8 @@ async def test_a_host_that_does_not_start_is_told() -> None:
 async def test_what_cannot_work_on_nodes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"listen=\.\.\. needs workers on this machine"):
         await NodesRunner(1, listen=["127.0.0.1:0"]).start()
+    with pytest.raises(ValueError, match="harden=True closes processes of this machine"):
+        await NodesRunner(1, harden=True).start()
 
 
 # No node

@@ -189,6 +189,8 @@ async def sockets(own: socket.socket) -> None:
         assert_type(runner.addresses, tuple[str, ...])
     Runner(listen=("unix:/run/app.sock",))
     Runner(max_memory_per_worker=512 * 2**20)
+    Runner(harden=True)
+    percore.LoopPoolExecutor(harden=True)
     Runner(engine="processes")
     Runner(engine=None)
     Runner(engine="auto")

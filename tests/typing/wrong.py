@@ -56,6 +56,7 @@ async def keywords(runner: Runner) -> None:
     await runner.map(fetch, ["u"], [1], key=len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
     Runner(max_workers=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Runner(listen=[8080])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    Runner(harden="yes")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Runner(max_memory_per_worker=0.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Runner(engine=percore.RayEngine)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     percore.ThreadsEngine(copy="deep")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from percore._common import hardening
 from percore._common import options as _options
 from percore._common.addresses import InternetAddress
 from percore._common.engines import EngineChoice
@@ -40,6 +41,7 @@ GOOD: dict[str, Any] = {
     "blocked_after": 1.0,
     "listen": (),
     "engine": None,
+    "harden": False,
 }
 BOUNDS = ["max_tasks_per_worker", "per_key", "max_pending"]
 NUMBERS = ["workers", "concurrency", "threads", "max_message", "retries", *BOUNDS]
@@ -92,6 +94,7 @@ def test_what_the_user_gives_is_kept() -> None:
         max_pending=1000,
         blocked_after=2,
         listen=["127.0.0.1:0"],
+        harden=True,
     )
     assert given == RunnerOptions(
         workers=3,
@@ -112,7 +115,26 @@ def test_what_the_user_gives_is_kept() -> None:
         max_pending=1000,
         blocked_after=2.0,
         listen=(InternetAddress(socket.AF_INET, ("127.0.0.1", 0)),),
+        harden=True,
     )
+
+
+def test_hardening_is_a_switch_and_needs_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options().harden is False
+    for value in (1, "yes", None):
+        with pytest.raises(TypeError, match="harden must be True or False, not"):
+            options(harden=value)
+    monkeypatch.setattr(hardening, "can_close", lambda: False)
+    assert options(harden=False).harden is False
+    with pytest.raises(ValueError, match="harden=True needs Linux, and a Python that has ctypes"):
+        options(harden=True)
+
+
+def test_a_system_that_refuses_prctl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardening, "_prctl", lambda: lambda *_: -1)
+    with pytest.raises(OSError, match=r"harden=True: the system refuses prctl\(PR_SET_DUMPABLE\), errno \d+"):
+        hardening.close_program()
+    assert not hardening.Closed.is_program
 
 
 def test_a_limit_of_memory_is_a_number_of_bytes(subtests: pytest.Subtests) -> None:

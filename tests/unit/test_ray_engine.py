@@ -51,6 +51,8 @@ def test_an_engine_is_validated_when_it_is_made(subtests: pytest.Subtests) -> No
     assert repr(RayEngine("10.0.0.1:6379")) == "percore.RayEngine('10.0.0.1:6379')"
     with pytest.raises(ValueError, match=r"^listen=\.\.\. needs workers on this machine"):
         Runner(engine=RayEngine(), listen=["127.0.0.1:0"])
+    with pytest.raises(ValueError, match=r"^harden=True closes processes of this machine"):
+        Runner(engine=RayEngine(), harden=True)
 
 
 def test_workers_are_dealt_to_nodes_in_turn() -> None:

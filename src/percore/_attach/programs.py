@@ -23,6 +23,15 @@ class ProgramGone(Exception):
     """The program has ended, or it has no runner any more."""
 
 
+def why_refused(pid: int) -> str:
+    """Return why the system does not let this user look into a process."""
+    with suppress(OSError, StopIteration, ValueError):
+        users = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Uid:"))
+        if int(users.split()[1]) == os.getuid():  # the kernel gives its folder in /proc to root
+            return "is closed to all but root, as percore.Runner(harden=True) does"
+    return "belongs to another user"
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A process with runners.
@@ -49,7 +58,7 @@ def read(pid: int) -> list[dict[str, Any]]:
 
     Raises:
         ProgramGone: it has none.
-        PermissionError: it belongs to another user.
+        PermissionError: it belongs to another user, or is closed to all but root.
     """
     pages = []
     for path in _paths(pid, strict=True):
@@ -90,9 +99,14 @@ def _paths(pid: int, *, strict: bool = False) -> list[Path]:
             raise
         return []
     for name in names:
-        with suppress(OSError):
+        try:
             if os.readlink(folder / name) in _LINKS:
                 found.append(folder / name)
+        except PermissionError:  # root without its capabilities may list them
+            if strict:
+                raise
+        except OSError:
+            pass
     return found
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from percore._attach.programs import why_refused
 from percore._worker_process import stacks_file
 from percore._worker_process.boot import ASK_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 
@@ -41,8 +42,10 @@ def stacks_of(pid: int, step: float = _STEP) -> str:
     try:
         with _own(_file(pid), step) as fd:
             return _written(pid, fd, step)
+    except PermissionError as error:
+        raise NoStacks(f"process {pid} {why_refused(pid)}") from error
     except OSError as error:
-        raise NoStacks(f"process {pid} has ended, or belongs to another user") from error
+        raise NoStacks(f"process {pid} has ended") from error
 
 
 def forget_stacks(pid: int) -> None:
@@ -101,9 +104,13 @@ def _size_after(fd: int, before: int, seconds: float, step: float) -> int:
 
 def _file(pid: int) -> Path:
     folder = Path(f"/proc/{pid}/fd")
-    with suppress(OSError):
+    try:
         for name in os.listdir(folder):
-            with suppress(OSError):
+            with suppress(FileNotFoundError):
                 if os.readlink(folder / name).startswith(f"/memfd:{STACKS_NAME}"):
                     return folder / name
+    except PermissionError as error:
+        raise NoStacks(f"process {pid} {why_refused(pid)}") from error
+    except OSError:
+        pass
     raise NoStacks(f"process {pid} is no worker of percore that this user may ask, or it has ended")

@@ -13,6 +13,7 @@ from functools import wraps
 from socket import socket
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
+from percore._common import hardening
 from percore._common.addresses import Address, Listen, listen_of
 from percore._common.callables import check_plain
 from percore._common.engines import AnyEngine, EngineChoice, engine_of
@@ -187,6 +188,14 @@ def _memory(value: object) -> int:
     return value
 
 
+def _harden(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"harden must be True or False, not {value!r}")
+    if value and not hardening.can_close():
+        raise ValueError("harden=True needs Linux, and a Python that has ctypes")
+    return value
+
+
 def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
     if isinstance(values, ContextVar):
         raise TypeError(f"contextvars must be a list, such as contextvars=[{values.name}], not one ContextVar")
@@ -245,6 +254,7 @@ class RunnerOptions:
     listen: tuple[Address | socket, ...]
     engine: EngineChoice | None = None
     """None: processes."""
+    harden: bool = False
     is_counted: bool = False
     """Whether `workers` was left open: the number is that of the CPUs."""
     tracing: Tracing | None = field(default_factory=lambda: Installed.tracing)
@@ -273,6 +283,7 @@ class RunnerOptions:
         blocked_after: float | None,
         listen: Listen,
         engine: AnyEngine | None = None,
+        harden: bool = False,
     ) -> "RunnerOptions":
         """Return the validated options of a user, with defaults filled in.
 
@@ -288,6 +299,7 @@ class RunnerOptions:
                     "max_message": max_message,
                     "max_memory_per_worker": max_memory_per_worker,
                     "listen": listen,
+                    "harden": harden,
                 }
             )
         cpus = usable_cpus()
@@ -329,5 +341,6 @@ class RunnerOptions:
             blocked_after=None if blocked_after is None else seconds_of("blocked_after", blocked_after),
             listen=listen_of(listen),
             engine=choice,
+            harden=_harden(harden),
             is_counted=workers is None,
         )

@@ -81,6 +81,8 @@ class LoopPoolExecutor(Executor):
             "pool": all calls fail and the executor refuses new ones, as in the standard library. With "pool" a call or result that
             cannot be unpickled breaks the executor as well.
         engine: where the workers run, as for Runner: None or "processes", "threads", "auto" or percore.ThreadsEngine(...).
+        harden: whether to close the workers and this program to other processes of the same user, as for Runner. The program is
+            closed when the workers start, by the first call.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -101,6 +103,7 @@ class LoopPoolExecutor(Executor):
         lifespan: Lifespan | None = None,
         broken: Broken = "worker",
         engine: AnyEngine | None = None,
+        harden: bool = False,
     ) -> None:
         if broken not in get_args(Broken):
             raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
@@ -138,6 +141,7 @@ class LoopPoolExecutor(Executor):
             listen=(),
             blocked_after=None,
             engine=choice,
+            harden=harden,
         )
         self._tracing = options.tracing
         if max_memory_per_worker is not None:

@@ -5,6 +5,7 @@ stays when the process ends.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable
 from typing import Final
@@ -26,6 +27,8 @@ def memory_of(pid: int, enough: int) -> int | None:
         return size or None  # a process that has ended and was not reaped has none
     except FileNotFoundError:
         return _by_psutil(pid)
+    except PermissionError:  # its mappings are closed to this user (`harden=True`), and its sums are open to all
+        return _by_sums(pid)
     except OSError:  # the process has ended, or may not be inspected
         return None
 
@@ -49,6 +52,14 @@ def own_bytes(smaps: Iterable[str]) -> int:
 def _lines(path: str) -> list[str]:
     with open(path, errors="surrogateescape") as file:
         return file.readlines()
+
+
+def _by_sums(pid: int) -> int | None:
+    """Return the anonymous memory of a process, with the pages that it shares with the process which has forked it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _, resident, shared, *_ = map(int, _lines(f"/proc/{pid}/statm")[0].split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE") or None
+    return None
 
 
 def _by_psutil(pid: int) -> int | None:

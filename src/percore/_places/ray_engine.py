@@ -8,7 +8,7 @@ from typing import Any, Final
 from percore._common.engines import EngineChoice, Maker
 from percore._common.options import MOST_WORKERS, RunnerOptions, seconds_of, whole
 from percore._common.worker_errors import StartupFailed
-from percore._engines.nodes.engine import LOST_AFTER, NO_SOCKETS, NodesEngine
+from percore._engines.nodes.engine import LOST_AFTER, NO_HARDENING, NO_SOCKETS, NodesEngine
 from percore._engines.nodes.places import NoPlace
 from percore._places.ray import RayPlaces, Wanted
 from percore._places.ray_connection import RayConnection
@@ -77,6 +77,8 @@ class RayEngine(EngineChoice):
     def _check(self, given: dict[str, Any]) -> None:
         if given["listen"]:
             raise ValueError(NO_SOCKETS)
+        if given["harden"]:
+            raise ValueError(NO_HARDENING)
 
     def _maker(self) -> "RayMaker":
         return RayMaker(RayConnection(self._address, self._namespace), self._wanted, self._address, self._lost_after)

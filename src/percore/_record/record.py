@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from percore._attach.programs import ProgramGone
+from percore._attach.programs import ProgramGone, why_refused
 from percore._record.output import as_html, as_speedscope
 from percore._record.outside import outside_samplers
 from percore._record.recorder import OnlyThreads, Recording, Unable, record_from_outside
@@ -23,7 +23,7 @@ def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) 
     except ProgramGone:
         return _failed(f"process {pid} has ended, or it has no runner that can be watched: percore top lists those that can")
     except PermissionError:
-        return _failed(f"process {pid} belongs to another user: percore record samples a user's own programs")
+        return _failed(f"process {pid} {why_refused(pid)}: percore record samples what the system shows to this user")
     except OnlyThreads:
         return _failed(
             f"the workers of process {pid} are threads, which percore record cannot ask: py-spy (pip install py-spy) can sample "

@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from percore._common.hardening import close_program
+
 if TYPE_CHECKING:
     from percore._common.options import RunnerOptions
     from percore._engines.processes.fork_server_launcher import ForkServerLauncher
@@ -27,7 +29,13 @@ MODULES: Final = (
 
 
 def warm_up(options: RunnerOptions) -> ForkServerLauncher | None:
-    """Begin to start the fork server and return a reference to it, which the caller closes. None if the options need none."""
+    """Begin to start the fork server and return a reference to it, which the caller closes. None if the options need none.
+
+    Raises:
+        OSError: the options ask to harden this program, and the system refuses it.
+    """
+    if options.harden:
+        close_program()  # first of all: its fork server is closed then, and so are all forks of that
     if options.start_method != "forkserver":
         return None
     from percore._engines.processes.fork_server_launcher import ForkServerLauncher
@@ -38,7 +46,13 @@ def warm_up(options: RunnerOptions) -> ForkServerLauncher | None:
 
 
 def keep_warm(options: RunnerOptions) -> None:
-    """As `warm_up`, and keep the fork server until `cool_down`, for the executors that this program opens later."""
+    """As `warm_up`, and keep the fork server until `cool_down`, for the executors that this program opens later.
+
+    Raises:
+        OSError: as in `warm_up`.
+    """
+    if options.harden:
+        close_program()
     if options.start_method == "forkserver":
         from percore._engines.processes.fork_servers import servers
         from percore._engines.processes.launch import ENTRY

@@ -115,6 +115,9 @@ class Runner(Verbs):
         engine: where the workers run. None or "processes": as processes of this machine. "threads", or percore.ThreadsEngine(...):
             as threads of this process, which run at once on free-threaded Python only; nothing is pickled. "auto": as threads where
             they run at once, else as processes. A `percore.RayEngine`: on the nodes of a Ray cluster.
+        harden: whether to close the workers and this program, for the rest of its life, to other processes of the same user: only
+            root can trace them, read their memory or environment, or watch them by `percore top`, `percore record`, py-spy and gdb,
+            and they leave no core dumps. Programs that calls start get no further rights, so sudo does not work in them.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -146,6 +149,7 @@ class Runner(Verbs):
         blocked_after: float | None = 1.0,
         listen: Listen = (),
         engine: AnyEngine | None = None,
+        harden: bool = False,
     ) -> None:
         self._options = RunnerOptions.checked(
             workers=workers,
@@ -167,6 +171,7 @@ class Runner(Verbs):
             blocked_after=blocked_after,
             listen=listen,
             engine=engine,
+            harden=harden,
         )
         if self._options.contextvars:
             from percore._calls.context_variables import references

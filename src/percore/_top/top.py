@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from percore._attach.programs import ProgramGone, programs, read
+from percore._attach.programs import ProgramGone, programs, read, why_refused
 from percore._attach.stacks import NoStacks, is_worker, stacks_of
 from percore._monitor.views import Model, View, Worker
 from percore._top.keyboard import key_within, single_keys
@@ -40,7 +40,7 @@ def top(pid: int | None, *, interval: float, once: bool, as_json: bool, by_worke
     except ProgramGone:
         return _gone(pid)
     except PermissionError:
-        return _failed(f"process {pid} belongs to another user: percore top shows a user's own programs")
+        return _failed(f"process {pid} {why_refused(pid)}: percore top shows what the system shows to this user")
     return 0
 
 
@@ -52,7 +52,7 @@ def _list(console: Console, *, as_json: bool) -> int:
     if not found:
         return _failed(
             "no program of this user runs a percore runner that can be watched: none runs, it has PERCORE_METRICS=0, its first "
-            "half second is not over, or its system has no memfd"
+            "half second is not over, or its system has no memfd; or it has Runner(harden=True), and only root sees it"
         )
     for one in found:
         console.print(Text(printable(f"{one.pid:>8}  {one.name}  {one.command}"), overflow="ellipsis", no_wrap=True))

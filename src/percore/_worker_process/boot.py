@@ -33,3 +33,5 @@ class Boot(NamedTuple):
     """Whether there is a descriptor of the program's multiprocessing resource tracker."""
     sockets: int = 0
     """How many of the last descriptors are the sockets on which the worker serves."""
+    harden: bool = False
+    """Whether the process closes itself to others of its user, and renounces further rights."""

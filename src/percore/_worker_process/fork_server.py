@@ -29,6 +29,7 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from percore._common.fault_points import POINTS, point
+from percore._common.hardening import close_process
 from percore._common.system import HAS_SETSIG, uvloop_wanted
 from percore._worker_process.title import set_title
 from percore._worker_process.world import (
@@ -171,10 +172,11 @@ class ForkServer:
             child.report.close()
 
 
-def main(data: tuple[list[str], list[str], str, list[str]]) -> None:
+def main(data: tuple[list[str], list[str], str, list[str], bool]) -> None:
     """Run the fork server. Called first there: `python -c BOOT data ctl supervisor lifeline`.
 
-    `data`: the search path, the modules of percore to import, the name of the program, and its modules to import.
+    `data`: the search path, the modules of percore to import, the name of the program, its modules to import, and whether it is
+    closed to others.
     """
     ctl, supervisor, lifeline = map(int, sys.argv[2:])
     for fd in (ctl, supervisor, lifeline):
@@ -185,7 +187,9 @@ def main(data: tuple[list[str], list[str], str, list[str]]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored (inherited through exec), all exit codes would be lost
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
-    _, modules, program, of_program = data
+    _, modules, program, of_program, is_closed = data
+    if is_closed:
+        close_process()
     kept = _preload(modules, of_program)
     set_title("fork server", program, "percore-server")
     birth = ForkServer(ctl, supervisor, may_have_threads=bool(of_program) or not HAS_SETSIG).serve()

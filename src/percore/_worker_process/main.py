@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from percore._common import hardening
 from percore._common.fault_points import POINTS, point, this_is_worker
 from percore._common.system import new_loop
 from percore._protocol.worker_start import Given
@@ -53,6 +54,9 @@ def run(boot: bytes, fds: Sequence[int], given: Given | None = None) -> NoReturn
 
 
 def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
+    if boot.harden:  # before any thread starts, and before any data of the user is here
+        hardening.close_process()
+        hardening.renounce_privileges()
     this_is_worker(boot.start.index, boot.start.generation)
     set_title(f"worker {boot.start.index}", program_name(), f"percore-w{boot.start.index}")
     if POINTS:

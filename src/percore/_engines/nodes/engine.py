@@ -43,6 +43,10 @@ NO_SOCKETS: Final = (
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of "
     "its own in its lifespan, and put a load balancer before them"
 )
+NO_HARDENING: Final = (
+    "harden=True closes processes of this machine, and not those that run hosts on other nodes: leave it out, and let "
+    "each node run programs of one user alone"
+)
 _END: Final = 5.0
 """Seconds that a host has for its end, once its workers have ended."""
 _PAUSE: Final = 1.0
@@ -81,6 +85,8 @@ class NodesEngine:
         """
         if options.listen:
             raise ValueError(NO_SOCKETS)
+        if options.harden:
+            raise ValueError(NO_HARDENING)
         self.store = NodesStore(loop, options, main)
         self._loop = loop
         self._places = places

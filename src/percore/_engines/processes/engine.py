@@ -142,7 +142,7 @@ class ProcessEngine:
                 start, debug = start_of(options, self.store, executor_settings), loop.get_debug()
             else:
                 start, loop_factory, debug, *_ = guest
-            self._boot = Boot(start, links.layout, debug, main.as_tuple(), loop_factory)
+            self._boot = Boot(start, links.layout, debug, main.as_tuple(), loop_factory, harden=options.harden)
             self._launcher = _launcher(options) if launcher is None else launcher
             undo.pop_all()
         self._passes_on = executor_settings is None or not executor_settings.has_main

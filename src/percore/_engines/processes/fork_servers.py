@@ -20,6 +20,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from percore._common.hardening import Closed
 from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
 from percore._engines.processes.launch import exit_code, open_child, search_path, start_python
@@ -63,7 +64,7 @@ class ForkServerProcess:
             given.append(read_end)
             kept.append(self._lifeline)
             fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
-            data = (search_path(), [preload], program_name(), _preloads_of_program())
+            data = (search_path(), [preload], program_name(), _preloads_of_program(), Closed.is_program)
             self.pid = start_python(_MAIN, data, fds, stdout=False)
             self.pidfd = open_child(self.pid)
         except BaseException:
@@ -295,7 +296,8 @@ def fingerprint() -> tuple[object, ...]:
         cgroup = b""  # no /proc: the cgroup is unknown
     limits = tuple(map(resource.getrlimit, _LIMITS))
     variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
-    return os.getresuid(), os.getresgid(), tuple(os.getgroups()), limits, cgroup, variables, tuple(_preloads_of_program())
+    user = os.getresuid(), os.getresgid(), tuple(os.getgroups())
+    return user, limits, cgroup, variables, tuple(_preloads_of_program()), Closed.is_program
 
 
 def _preloads_of_program() -> list[str]:

@@ -22,8 +22,12 @@ _REFUSED: Final = {
         'max_memory_per_worker needs processes: the workers of engine="threads" share the memory of the program. Use '
         'engine="processes", or leave it out'
     ),
+    "harden": (
+        'harden=True closes the processes of workers, and the workers of engine="threads" are threads of this one: use '
+        'engine="processes", or leave it out'
+    ),
 }
-_DEFAULTS: Final[dict[str, object]] = {"start_method": None, "max_message": 2**30, "max_memory_per_worker": None}
+_DEFAULTS: Final[dict[str, object]] = {"start_method": None, "max_message": 2**30, "max_memory_per_worker": None, "harden": False}
 
 
 class ThreadsEngine(EngineChoice):
