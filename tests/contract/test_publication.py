@@ -9,8 +9,10 @@ import pytest
 from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
 from percore._monitor.page import PageFile
+from percore._monitor.views import Model
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.hosts import NodesRunner, engine_of, inner_hosts
 from tests.internals import current_member
 from tests.waiting import until
 
@@ -95,3 +97,18 @@ async def test_switched_off_there_is_no_page(make: MakeRunner, monkeypatch: pyte
 async def test_runners_have_a_page_each(make: MakeRunner) -> None:
     async with make(1), make(1):
         await until(lambda: is_published() and len(read(os.getpid())) == 2)
+
+
+@pytest.mark.warm_fork_server(imports="numpy")
+async def test_the_page_has_what_workers_on_nodes_use(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("percore._supervisor.usage_elsewhere._EVERY", 0.0)
+    with caplog.at_level(logging.DEBUG, "percore"):
+        async with NodesRunner(2) as runner:
+            await until(lambda: is_published() and len(read(os.getpid())[0]["elsewhere"]) >= 4)  # also without calls
+            view = Model(os.getpid()).view(read(os.getpid()))
+            assert [(one.node, getattr(one.usage, "rss", 0) > 2**20) for one in view.workers] == [("a", True), ("b", True)]
+            for host in inner_hosts(engine_of(runner)):
+                monkeypatch.setattr(host.engine, "usage", None)
+            await until(lambda: "cannot show what workers on nodes use" in caplog.text)
+            assert await runner.run(jobs.aecho, 1) == 1
+    assert caplog.text.count("cannot show what workers on nodes use") == 1

@@ -916,6 +916,9 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore top cannot show this runner: its page could not be written: %s": at(
         "tests/contract/test_publication.py::test_without_a_descriptor_there_is_no_page_and_calls_go_on", "could not be written"
     ),
+    "percore top cannot show what workers on nodes use: %s": at(
+        "tests/contract/test_publication.py::test_the_page_has_what_workers_on_nodes_use",
+    ),
     "a number of seconds from 0.1 to 3600, not …": at(
         "tests/e2e/test_top.py::test_an_interval_that_is_none_is_refused", "a number of seconds from 0.1 to 3600"
     ),

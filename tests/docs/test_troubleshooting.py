@@ -82,6 +82,7 @@ INSIDE: Final = {
     "listen=... needs workers on this machine: other nodes cannot have its sockets. Let each worker open a server of its own "
     "in its lifespan, and put a load balancer before them": "likewise",
     "percore top cannot show this runner: its page could not be written: %s": "at DEBUG; `percore top` says what it does not find",
+    "percore top cannot show what workers on nodes use: %s": "at DEBUG; calls go on, and the columns are empty",
     "the channel of worker %d broke": "a mistake of percore's own",
     "… raised …": "the first part has an entry: `retry_on or backoff`",
 }

@@ -162,6 +162,17 @@ def test_workers_are_grouped_by_node() -> None:
     assert "this machine" in text(on_nodes("a", None), 132)
 
 
+def test_what_a_worker_on_a_node_uses_is_what_the_page_says() -> None:
+    one = page(1.0, node="a")
+    used = {"pid": os.getpid(), "rss": 7 << 20, "uss": None, "cpu": 50.0, "threads": 3}
+    one["elsewhere"] = [{**used, "role": "host a"}, {**used, "role": "worker 0", "rss": 9 << 20}]
+    (worker,) = Model(os.getpid()).view([one]).workers
+    assert worker.usage is not None
+    assert (worker.usage.cpu, getattr(worker.usage, "rss", 0)) == (50.0, 9 << 20)
+    one["elsewhere"][1]["pid"] = 1  # that of a worker before it
+    assert Model(os.getpid()).view([one]).workers[0].usage is None
+
+
 def test_what_runs_on_another_node_is_not_asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "recycle", lambda _: pytest.fail("a process of this machine with the same pid would be asked to end"))
     screen = top._Screen(Console(file=io.StringIO()), Model(os.getpid()), 1.0)

@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from percore._monitor.statistics import Statistics
+    from percore._monitor.usage import ProcessUsage
 
 PAGE_NAME: Final = "percore-page"
 """The name of the memfd, as /proc shows it after `/memfd:`."""
@@ -37,11 +40,14 @@ class NoPage(Exception):
     """What was read is no page, or one that is being written."""
 
 
-def page_of(statistics: "Statistics", number: int, at: float, due: float | None) -> dict[str, Any]:
+def page_of(
+    statistics: "Statistics", number: int, at: float, due: float | None, elsewhere: "Sequence[ProcessUsage]" = ()
+) -> dict[str, Any]:
     """Return the object of a page.
 
     `number`: that of the runner in this program, from 1. `at` and `due`: the times of this page and of the next one, as
     `time.monotonic()`; None: the runner is at rest.
+    `elsewhere`: what processes on other machines use; those who read the page look at the processes of this one themselves.
     """
     return {
         "pid": os.getpid(),
@@ -50,6 +56,7 @@ def page_of(statistics: "Statistics", number: int, at: float, due: float | None)
         "at": at,
         "due": due,
         "statistics": _plain(statistics),
+        "elsewhere": _plain(tuple(elsewhere)),
     }
 
 

@@ -38,7 +38,8 @@ class ProcessUsage:
             does not report it.
         cpu: CPU use in percent of one CPU. 100.0 means one CPU all the time; several threads together can use more. It is the
             average since the runner's latest `usage()` that is at least one second old, or since the process was started if there
-            is none. (The system counts CPU time in steps, often of 10 ms, so a shorter interval would be inaccurate.)
+            is none. (The system counts CPU time in steps, often of 10 ms, so a shorter interval would be inaccurate.) On a node it
+            is the average of the last seconds, if the runner is busy.
         threads: number of threads.
     """
 

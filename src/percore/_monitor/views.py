@@ -21,7 +21,7 @@ class Worker:
         runner: the number of its runner in the program, from 1.
         figures: its WorkerStatistics, by the names of the attributes, without `functions`: see `Function.workers`.
         node: the name of its node; empty: this machine.
-        usage: what the system says of its process, or of its threads; None: nothing, for example because it is on another machine.
+        usage: what the system says of its process, or of its threads; None: nothing.
         calls: calls that have ended in a second; None: not known yet.
         bytes: bytes sent and received in a second; None: not known yet.
     """
@@ -144,12 +144,13 @@ class Model:
         old = {(one["index"], one["generation"]): one for one in before["workers"]} if before else {}
         ended = {one["index"]: one["done"] for one in before["workers"]} if before else {}
         found = []
+        elsewhere = {(one["role"], one["pid"]): ProcessUsage(**one) for one in page.get("elsewhere", ())}
         for one in page["statistics"]["workers"]:
             was = old.get((one["index"], one["generation"]))
             moved = None if was is None else one["bytes_in"] + one["bytes_out"] - was["bytes_in"] - was["bytes_out"]
             done = None if one["index"] not in ended else one["done"] - ended[one["index"]]
             figures = {name: value for name, value in one.items() if name != "functions"}
-            used = None if _node(one) else usage.get(one["pid"]) or threads.get(_thread_ids(one))
+            used = elsewhere.get(_role(one)) if _node(one) else usage.get(one["pid"]) or threads.get(_thread_ids(one))
             found.append(Worker(number, figures, _node(one), used, _rate(done, seconds), _rate(moved, seconds)))
         return found
 
@@ -191,6 +192,11 @@ class Model:
 def _node(worker: dict[str, Any]) -> str:
     """Return the node of a worker, as its page says. Pages of earlier versions say nothing."""
     return worker.get("node") or ""
+
+
+def _role(worker: dict[str, Any]) -> tuple[str, Any]:
+    """Return the role and the process id of a worker, as records of usage have them."""
+    return f"worker {worker['index']}", worker["pid"]
 
 
 def _thread_ids(worker: dict[str, Any]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from percore._monitor.usage import Usage
+    from percore._monitor.usage import ProcessUsage, Usage
     from percore._protocol.messages import Body, Message, Payload
 
     Send = Callable[[int, int, Body], None]
@@ -490,6 +490,13 @@ class Engine(Protocol):
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         """Return what this process, the engine's own processes and these workers use. Each worker comes with its role."""
+
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+        """Return what those of these workers use that have a node. Each worker comes with its role, which its record has, too.
+
+        Raises:
+            Exception: nothing can be read now.
+        """
 
     async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
         """Return how many bytes of memory each of these workers has for itself: what becomes free when it ends.

@@ -88,8 +88,7 @@ class Assembly:
 
     async def usage(self) -> Usage:
         """Return what this process, the engine and the workers use."""
-        members = sorted(self.supervisor.members, key=lambda member: (member.index, member.generation))
-        return await self.engine.usage([(f"worker {member.index}", member.worker) for member in members])
+        return await self.engine.usage(self.supervisor.roles())
 
     @property
     def is_here(self) -> bool:

@@ -13,10 +13,14 @@ from weakref import ref
 
 from percore._common.log import report
 from percore._common.system import HAS_MEMFD
+from percore._supervisor.usage_elsewhere import UsageElsewhere
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from percore._monitor.page import PageFile
     from percore._monitor.statistics import Statistics
+    from percore._monitor.usage import ProcessUsage
     from percore._supervisor.blocked_loops import BlockedLoops
 
 _PERIOD: Final = 0.5
@@ -36,6 +40,12 @@ class Published(Protocol):
 
     def is_busy(self) -> bool:
         """Whether calls are under way."""
+
+    def has_nodes(self) -> bool:
+        """Whether workers are on nodes."""
+
+    async def usage_elsewhere(self) -> "Sequence[ProcessUsage]":
+        """Return what these workers use."""
 
 
 class Publication:
@@ -59,6 +69,7 @@ class Publication:
         self._is_on = is_on and HAS_MEMFD
         self._number = next(_numbers)
         self._page: PageFile | None = None
+        self._elsewhere = UsageElsewhere(loop)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -77,6 +88,7 @@ class Publication:
     def close(self) -> None:
         """Publish nothing more, and take the page away. Idempotent."""
         self._is_closed = True
+        self._elsewhere.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -109,7 +121,11 @@ class Publication:
                 self._page = PageFile()
             now = monotonic()
             statistics = published.statistics(_MOST_FUNCTIONS)
-            self._page.write(encode(page_of(statistics, self._number, now, now + _PERIOD if is_busy else None)))
+            due = now + _PERIOD if is_busy else None
+            self._page.write(encode(page_of(statistics, self._number, now, due, self._elsewhere.found)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
             self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
+        else:
+            if published.has_nodes():
+                self._elsewhere.look(published.usage_elsewhere, self.touch)

@@ -42,8 +42,12 @@ from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from percore._calls.calls import Call
     from percore._monitor.statistics import Statistics
+    from percore._monitor.usage import ProcessUsage
+    from percore._protocol.interfaces import Worker
     from percore._supervisor.pool_worker import PoolWorker
 
 
@@ -147,6 +151,19 @@ class Supervisor:
     def is_busy(self) -> bool:
         """Implement `Published`."""
         return self.calls.waiting() > 0 or any(member.calls for member in self.members)
+
+    def roles(self) -> "list[tuple[str, Worker]]":
+        """Return the workers with their roles, as records of usage have them, by slot."""
+        members = sorted(self.members, key=lambda member: (member.index, member.generation))
+        return [(f"worker {member.index}", member.worker) for member in members]
+
+    def has_nodes(self) -> bool:
+        """Implement `Published`."""
+        return any(member.worker.node for member in self.members)
+
+    async def usage_elsewhere(self) -> "Sequence[ProcessUsage]":
+        """Implement `Published`."""
+        return await self.engine.usage_elsewhere(self.roles())
 
     def figures(self) -> tuple[int, int, int]:
         """Return how many workers there should be, how many are ready, and how many calls are pending. Any thread may call this."""

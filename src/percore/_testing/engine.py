@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from percore._calls.worker_start import places_of, start_of
 from percore._common.options import RunnerOptions
-from percore._monitor.usage import Usage, UsageMeter
+from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
 from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import WorkerStart
@@ -232,6 +232,10 @@ class FakeEngine:
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         return await UsageMeter().read({os.getpid(): "supervisor"})
+
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+        """Return nothing: all workers are on this machine."""
+        return ()
 
     async def aclose(self) -> None:
         self.links.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
@@ -58,13 +58,21 @@ class Feed:
             statistics = self._runner_of().statistics()
         except RunnerClosed:
             return json.dumps({"at": monotonic(), "interval": self._interval, "view": None})
+        elsewhere = await self._elsewhere() if any(worker.node for worker in statistics.workers) else ()
         now = monotonic()
-        page = page_of(statistics, 1, now, now + self._interval)
+        page = page_of(statistics, 1, now, now + self._interval, elsewhere)
         for worker in page["statistics"]["workers"]:
             del worker["functions"][_MOST_FUNCTIONS:]
         view = await in_thread("percore-dashboard", lambda: self._model.view([page]))
         body: dict[str, Any] = {"at": now, "interval": self._interval, "view": asdict(view)}
         return json.dumps(body, separators=(",", ":"))
+
+    async def _elsewhere(self) -> Sequence[percore.ProcessUsage]:
+        """Return what the processes of the runner use, those on nodes among them. Nothing, if they cannot be asked now."""
+        try:
+            return (await self._runner_of().usage()).processes
+        except RuntimeError:  # the runner is closed, or a host cannot tell
+            return ()
 
     def _has_read(self, reading: "asyncio.Task[str]") -> None:
         self._reading = None

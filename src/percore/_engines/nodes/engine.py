@@ -276,16 +276,19 @@ class NodesEngine:
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         own = await self._meter.read({os.getpid(): "supervisor"})
+        return Usage((*own.processes, *await self.usage_elsewhere(workers)))
+
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+        """Return the usage of these workers, and of the hosts."""
         known = [(role, worker) for role, worker in workers if isinstance(worker, NodeWorker)]
         links = self.links[:]
         asked = [[(role, worker.number) for role, worker in known if worker.link is link] for link in links]
         answers = await asyncio.gather(*(link.ask(Kind.USAGE, roles) for link, roles in zip(links, asked, strict=True)))
-        found = [
+        return [
             replace(one, role=f"host {link.node}") if one.role == "supervisor" else one
             for link, answer in zip(links, answers, strict=True)
             for one in (ProcessUsage(*row) for row in answer)
         ]
-        return Usage((*own.processes, *found))
 
     async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
         sizes: dict[int, int | None] = {}

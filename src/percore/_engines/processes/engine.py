@@ -19,7 +19,7 @@ from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._engines.processes.oom_kills import Counts, OomKills, counts
 from percore._monitor.memory import memory_of
 from percore._monitor.threads import in_thread
-from percore._monitor.usage import Usage, UsageMeter
+from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
 from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
@@ -219,6 +219,10 @@ class ProcessEngine:
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         roles = {worker.pid: role for role, worker in workers if worker.pid is not None}
         return await self._meter.read({os.getpid(): "supervisor"} | self._launcher.helpers() | roles)
+
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+        """Return nothing: all workers are on this machine."""
+        return ()
 
     async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
         pids = [worker.pid for worker in workers]

@@ -13,7 +13,7 @@ from percore._common.options import RunnerOptions
 from percore._engines.threads.gil import GilWatch
 from percore._engines.threads.references import Copies, References
 from percore._engines.threads.worker import ThreadWorker
-from percore._monitor.usage import Usage, UsageMeter
+from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
 from percore._protocol.interfaces import Exit, Worker
 from percore._protocol.worker_start import ExecutorSettings, Given
 
@@ -74,6 +74,10 @@ class ThreadEngine:
 
     async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
         return await self._meter.read({os.getpid(): "supervisor"})
+
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+        """Return nothing: all workers are on this machine."""
+        return ()
 
     async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
         """Return nothing: all workers have the memory of this process."""
