@@ -7,12 +7,14 @@ import importlib
 import os
 import signal
 import socket
+import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 import percore
+from benchmarks.machine import cpu_of_all, descendants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -95,6 +97,17 @@ def host_of(worker: int) -> int:
     return found
 
 
+def at_rest() -> None:
+    """Wait until the processes of the cluster use less than a tenth of a CPU, for half a minute at most."""
+    end = time.monotonic() + 30
+    used = cpu_of_all(descendants())
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        before, used = used, cpu_of_all(descendants())
+        if used - before < 0.1:
+            return
+
+
 def kill_raylet(cluster: Any, node: Any) -> Callable[[], None]:
     """Return what kills the process that is a node for Ray."""
     (raylet,) = node.all_processes["raylet"]
@@ -103,3 +116,10 @@ def kill_raylet(cluster: Any, node: Any) -> Callable[[], None]:
         os.kill(raylet.process.pid, signal.SIGKILL)
 
     return kill
+
+
+def remove_node(cluster: Any, node: Any) -> None:
+    """Remove a node, and wait until Ray says that it is gone: until then hosts may be put there."""
+    cluster.remove_node(node, allow_graceful=False)
+    while any(one["Alive"] and one["NodeID"] == node.node_id for one in cluster.global_state.node_table()):
+        time.sleep(0.05)
