@@ -53,6 +53,7 @@ def awaiting(pair: Pair, workers: int = WORKERS) -> dict[str, Mapping[str, OpenC
         "ProcessPoolExecutor": {f"{n} processes": pool(executors.processes, n, plain) for n in sizes},
         "InterpreterPoolExecutor": {f"{n} interpreters": pool(executors.interpreters, n, plain) for n in sizes},
         "loky": {f"{n} processes": pool(executors.loky, n, plain) for n in sizes},
+        "multiprocessing.Pool": {f"{n} processes": partial(others.pool_calling, n, plain) for n in sizes},
         "aiomultiprocess": {
             f"childconcurrency={n}": partial(others.aiomultiprocess_calling, workers, n, coroutine) for n in (16, 64, 256)
         },
@@ -71,6 +72,8 @@ def mapping(pair: Pair, chunks: Sequence[int]) -> dict[str, Mapping[str, OpenMap
         "ProcessPoolExecutor": {f"chunks of {n}": pool(executors.processes, WORKERS, n, plain) for n in chunks},
         "InterpreterPoolExecutor": {f"chunks of {n}": pool(executors.interpreters, WORKERS, n, plain) for n in chunks},
         "loky": {f"chunks of {n}": pool(executors.loky, WORKERS, n, plain) for n in chunks},
+        "multiprocessing.Pool": {f"chunks of {n}": partial(others.pool_mapping, WORKERS, n, plain) for n in chunks},
+        "joblib": {f"batches of {n}": partial(others.joblib_mapping, WORKERS, n, plain) for n in (*chunks, "auto")},
         "aiomultiprocess": {
             f"childconcurrency={n}": partial(others.aiomultiprocess_mapping, WORKERS, n, pair.coroutine) for n in (16, 64, 256)
         },

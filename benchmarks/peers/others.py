@@ -1,4 +1,7 @@
-"""aiomultiprocess, anyio.to_process, mpire and wool. Each raises ModuleNotFoundError if it is not installed."""
+"""Pools: aiomultiprocess, anyio.to_process, mpire, multiprocessing.Pool, joblib and wool.
+
+Each raises ModuleNotFoundError if it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import importlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
+
+from benchmarks.peers.executors import FORKSERVER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -62,26 +67,63 @@ async def _mpire(workers: int) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def mpire_calling(workers: int, function: Function) -> AsyncIterator[Call]:
-    loop = asyncio.get_running_loop()
     async with _mpire(workers) as pool:
+        yield _by_callbacks(pool, function)
 
-        def call(argument: Any) -> Awaitable[Any]:
-            future = loop.create_future()
-            pool.apply_async(
-                function,
-                (argument,),
-                callback=lambda result: loop.call_soon_threadsafe(future.set_result, result),
-                error_callback=lambda error: loop.call_soon_threadsafe(future.set_exception, error),
-            )
-            return future
 
-        yield call
+def _by_callbacks(pool: Any, function: Function) -> Call:
+    """A call of a pool whose `apply_async` calls back in a thread of its own."""
+    loop = asyncio.get_running_loop()
+
+    def call(argument: Any) -> Awaitable[Any]:
+        future = loop.create_future()
+        pool.apply_async(
+            function,
+            (argument,),
+            callback=lambda result: loop.call_soon_threadsafe(future.set_result, result),
+            error_callback=lambda error: loop.call_soon_threadsafe(future.set_exception, error),
+        )
+        return future
+
+    return call
 
 
 @asynccontextmanager
 async def mpire_mapping(workers: int, chunk: int, function: Function) -> AsyncIterator[MapAll]:
     async with _mpire(workers) as pool:
         yield lambda items: asyncio.to_thread(pool.map, function, items, chunk_size=chunk)
+
+
+@asynccontextmanager
+async def _pool(workers: int) -> AsyncIterator[Any]:
+    pool = await asyncio.to_thread(FORKSERVER.Pool, workers)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        await asyncio.to_thread(pool.join)
+
+
+@asynccontextmanager
+async def pool_calling(workers: int, function: Function) -> AsyncIterator[Call]:
+    async with _pool(workers) as pool:
+        yield _by_callbacks(pool, function)
+
+
+@asynccontextmanager
+async def pool_mapping(workers: int, chunk: int, function: Function) -> AsyncIterator[MapAll]:
+    async with _pool(workers) as pool:
+        yield lambda items: asyncio.to_thread(pool.map, function, items, chunk)
+
+
+@asynccontextmanager
+async def joblib_mapping(workers: int, batch: object, function: Function) -> AsyncIterator[MapAll]:
+    """It has no single calls."""
+    joblib: Any = importlib.import_module("joblib")
+    parallel = joblib.Parallel(workers, batch_size=batch)
+    delayed = joblib.delayed(function)
+    with parallel:
+        yield lambda items: asyncio.to_thread(parallel, map(delayed, items))
 
 
 @asynccontextmanager

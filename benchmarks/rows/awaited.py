@@ -15,7 +15,6 @@ from benchmarks.figures import Target, latencies
 from benchmarks.harness import Row, row
 from benchmarks.machine import Pin
 from benchmarks.peers import RESTLESS, WORKERS, Pair, awaiting
-from benchmarks.peers.clusters import dask_calling, ray_calling
 from benchmarks.plots import Plot
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ SLOW = {
     "anyio.to_process": 4,
     "loky": 2,
     "mpire": 2,
+    "multiprocessing.Pool": 5,
     "wool": 1,
 }
 """Calls of each awaiter for peers whose calls take so much longer that fewer of them are timed as precisely."""
@@ -289,25 +289,3 @@ async def _trips(trips: int, call: Call) -> Sample:
     for state in states[:UNTIMED]:
         await call(state)
     return latencies([await timed(call, state) for state in states])
-
-
-@row(rounds=5, seconds=10, warm_ups=0)
-def clusters(quick: bool) -> Row:
-    """A plain no-op, one call at a time and by 100 awaiters, beside Ray and Dask on this machine alone. 2 workers.
-
-    Their calls pass through a scheduler, which could also choose another machine. They are left out unless they are installed:
-    `python -m pip install ray distributed`.
-    """
-
-    async def once(call: Call) -> Sample:
-        for number in range(UNTIMED):
-            await call(number)
-        alone = latencies([await timed(call, number) for number in range(50)])
-        return {"one call": alone["p50"], "of 100 awaiters": await by_calls(await_all([call] * 100, 5))}
-
-    openings = {
-        "percore": partial(percore_call, same_plainly, workers=WORKERS),
-        "Ray": partial(ray_calling, WORKERS, same_plainly),
-        "Dask": partial(dask_calling, WORKERS, same_plainly),
-    }
-    return Row({name: playing(opening, once) for name, opening in openings.items()})

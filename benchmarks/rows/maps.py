@@ -55,7 +55,7 @@ def map_tiny(quick: bool) -> Row:
     hand and the plain loop show what no pool can reach: such calls need none.
     """
     items = range(200_000 if quick else 1_000_000)
-    fewer = {"ThreadPoolExecutor": 50, "aiomultiprocess": 200, "mpire": 20}
+    fewer = {"ThreadPoolExecutor": 50, "aiomultiprocess": 200, "joblib": 5, "mpire": 20}
     peers = peers_mapping(Pair(same, same_plainly), (10_000, 3000, 30_000))
     return Row(
         {

@@ -117,7 +117,7 @@ def article_figure(quick: bool) -> Row:
     )
 
 
-@row(rounds=3, seconds=60, warm_ups=0)
+@row(rounds=3, seconds=20, warm_ups=0)
 def scaling_kinds(quick: bool) -> Row:
     """The article's calls, awaited no-ops and a map of tiny calls, on 1 to as many workers as there are CPUs.
 
