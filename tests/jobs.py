@@ -151,6 +151,11 @@ async def block_loop(log: str, gate: str) -> None:
     pass_gate(gate)
 
 
+async def block_loop_in_task(log: str, gate: str) -> None:
+    """Hold the worker's loop by a task of its own."""
+    await asyncio.create_task(block_loop(log, gate))
+
+
 def hold_gil(log: str, gate: str) -> None:
     """Hold the GIL for ever, as a C function can."""
     read_end, _ = os.pipe()

@@ -41,24 +41,36 @@ async def test_a_blocked_loop_is_reported_with_its_stack_and_its_end(
     make_real: MakeRunner, log: Log, gate: Gate, reports: Reports
 ) -> None:
     async with make_real(blocked_after=SHORT) as runner:
+        longer = [runner.submit(jobs.apass_gate, gate.path) for _ in range(3)]
         blocking = runner.submit(jobs.block_loop, log.path, gate.path)
         await log.next()
         waiting = [runner.submit(jobs.echo, number) for number in range(3)]
         text = await reports.texts.get()
         worker = runner.statistics().workers[0]
+        assert worker.blocked_by == "tests.jobs.block_loop", "and not the calls that have run for longer"
         assert text.startswith(f"percore: worker 0 (pid {worker.pid}) has read nothing for ")
-        assert re.search(r" s: its event loop is blocked while it (runs|has calls of) .*block_loop", text)
-        assert "The stacks of its threads:\n" in text
+        assert re.search(r" s: its event loop is blocked by tests.jobs.block_loop\. The stacks of its threads:\n", text)
         assert "jobs.py" in text
         assert "in pass_gate" in text
         assert "_worker_process" not in text
         assert worker.blocked_for >= SHORT
         gate.open()
         assert await asyncio.gather(*waiting) == [0, 1, 2]
-        await blocking
+        await asyncio.gather(blocking, *longer)
         assert (await reports.texts.get()).startswith(f"percore: worker 0 (pid {worker.pid}) goes on, after ")
-        assert runner.statistics().workers[0].blocked_for == 0
+        worker = runner.statistics().workers[0]
+        assert (worker.blocked_for, worker.blocked_by) == (0, None)
     assert reports.texts.empty()
+
+
+async def test_a_task_of_a_call_blocks_in_its_name(make_real: MakeRunner, log: Log, gate: Gate, reports: Reports) -> None:
+    async with make_real(blocked_after=SHORT) as runner:
+        blocking = runner.submit(jobs.block_loop_in_task, log.path, gate.path)
+        await log.next()
+        waiting = runner.submit(jobs.aecho, 1)
+        assert "is blocked by tests.jobs.block_loop_in_task. " in await reports.texts.get()
+        gate.open()
+        await asyncio.gather(blocking, waiting)
 
 
 async def test_c_code_that_holds_the_gil_is_shown_by_its_caller(
@@ -69,7 +81,7 @@ async def test_c_code_that_holds_the_gil_is_shown_by_its_caller(
         await log.next()
         waiting = runner.submit(jobs.aecho, 1)
         text = await reports.texts.get()
-        assert "its event loop is blocked while it " in text
+        assert "its event loop is blocked by tests.jobs.hold_gil_until. " in text
         assert "in hold_gil_until" in text
         gate.open()
         await holding

@@ -748,7 +748,7 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/unit/test_loop_watch.py::test_code_that_holds_the_gil_is_reported_afterwards", "all threads with it"
     ),
     "%s has read nothing for %s s: its event loop is blocked%s": at(
-        "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "is blocked while"
+        "tests/contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end", "is blocked by"
     ),
     "%s has read nothing for %s s: %s": at(
         "tests/contract/test_blocked_loops.py::test_a_stopped_worker_is_not_called_blocked", "its process is stopped"

@@ -6,6 +6,7 @@ from percore._engines.processes import examination
 from percore._engines.processes.examination import CpuTimes
 from percore._runner.loop_watch import held_the_gil
 from percore._scheduler.blocking import LoopWatch, Step
+from percore._worker_process import stacks_file
 
 STOPPED = "its process is stopped"
 
@@ -103,6 +104,38 @@ def test_stacks_without_percore() -> None:
     assert examination.without_own(f"{user}\n{own}\n\n{idle}\n\n{user}\n{own}\n") == f"{user}\n\n{user}"
     assert examination.without_own(f"{idle}\n\n{idle}\n") == f"{idle}\n\n{idle}"
     assert examination.without_own("") == ""
+
+
+LOOP = """Current thread 0x2 (most recent call first):
+  File "/usr/re.py", line 5 in sub
+  File "/a/job.py", line 3 in parse
+  File "/usr/lib/python3.11/asyncio/events.py", line 80 in _run
+  File "{package}_worker/server.py", line 3 in _run"""
+THREAD = """Thread 0x1 (most recent call first):
+  File "/a/job.py", line 9 in hash_all"""
+IDLE = """Current thread 0x2 (most recent call first):
+  File "{package}_worker/server.py", line 3 in _run"""
+
+
+@pytest.mark.parametrize(
+    ("call", "parts", "expected"),
+    [
+        (7, (THREAD, LOOP), (7, "parse")),
+        (None, (THREAD, LOOP), (None, "parse")),
+        (None, (THREAD, IDLE), (None, "")),  # it has answered: no thread holds the GIL
+        ("stuck", (THREAD, LOOP), (None, "parse")),
+        ("stuck", (THREAD, IDLE), (None, "hash_all")),
+        ("stuck", (THREAD, THREAD, IDLE), (None, "")),
+        ("stuck", (IDLE,), (None, "")),
+    ],
+)
+def test_who_blocks(call: object, parts: tuple[str, ...], expected: tuple[int | None, str]) -> None:
+    stacks = "\n\n".join(parts).replace("{package}", examination._PACKAGE)
+    text = stacks if call == "stuck" else stacks_file.with_call(call, stacks)  # type: ignore[arg-type]
+    found = examination.told_by(text, "")
+    assert (found.call, found.frame) == expected
+    assert "job.py" in found.stacks or parts == (IDLE,)
+    assert "Call" not in found.stacks
 
 
 def test_who_has_blocked_all_threads() -> None:

@@ -190,8 +190,8 @@ def test_a_page_of_an_earlier_version_is_shown() -> None:
 
 
 def test_a_blocked_worker_is_told() -> None:
-    view = Model(os.getpid()).view([page(1.0, blocked_for=3.0)])
-    assert "blocked 3 s" in text(view, 120)
+    view = Model(os.getpid()).view([page(1.0, blocked_for=3.0, blocked_by="crawl.pages.parse")])
+    assert "blocked 3 s by parse" in text(view, 120), "and not its longest call"
 
 
 def test_rows_are_sorted_by_every_heading() -> None:

@@ -87,7 +87,8 @@ def _written(pid: int, fd: int, step: float) -> str:
         raise NoStacks(f"process {pid} has not answered: it is stopped, or gets no CPU time")
     # The workers write on at the place where they were, also after the file was emptied: a hole is before it.
     begins = os.lseek(fd, before if size > before else 0, os.SEEK_DATA)
-    return os.pread(fd, _MOST, begins).lstrip(b"\0").decode(errors="replace").strip()
+    text = os.pread(fd, _MOST, begins).lstrip(b"\0").decode(errors="replace")
+    return stacks_file.without_call(text)[0].strip()
 
 
 def _size_after(fd: int, before: int, seconds: float, step: float) -> int:

@@ -40,6 +40,8 @@ class WorkerStatistics:
         loop_lag: how late the worker's event loop is, in seconds: how long it took to read the last message, or how long it has
             not read it so far. None if there is no worker.
         blocked_for: for how many seconds the worker's event loop has been blocked, once that is at least `blocked_after`; else 0.
+        blocked_by: the function that blocks it: module and qualified name, or the name alone if it is no call's. None: nobody can
+            tell, or it is not blocked.
         bytes_in: bytes of the frames sent to the current worker; of a worker that is a thread, the number of messages.
         bytes_out: the same of what was received from it.
         restarts: replacements started in this slot.
@@ -78,6 +80,7 @@ class WorkerStatistics:
     functions: tuple[WorkerFunctionStatistics, ...] = ()
     given_up: int = 0
     thread_ids: tuple[int, ...] = ()
+    blocked_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -385,10 +385,15 @@ class Condition(NamedTuple):
         obstacle: why the worker does not run, as a clause, with figures in parentheses at its end: "its process is stopped". Empty:
             it runs, or nobody can tell.
         stacks: the stacks of all its threads, as faulthandler writes them. Empty: unknown.
+        call: the id of the call whose code runs in the loop. It may have ended. None: unknown, or no call's.
+        frame: the name of the function that runs in the loop or keeps it from running: the outermost one of the user's. Empty:
+            unknown.
     """
 
     obstacle: str = ""
     stacks: str = ""
+    call: int | None = None
+    frame: str = ""
 
 
 class Worker(Protocol):

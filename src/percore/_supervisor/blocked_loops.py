@@ -14,6 +14,7 @@ from percore._supervisor.timing import LATENESS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from percore._calls.calls import PendingCall
     from percore._protocol.interfaces import Condition
     from percore._supervisor.pool_worker import PoolWorker
 
@@ -33,6 +34,8 @@ class BlockedLoops:
         self._members = members
         self._after = after
         self._watches: dict[PoolWorker, LoopWatch] = {}
+        self._blocking: dict[PoolWorker, str] = {}
+        """The functions that block workers, as far as they are known."""
         self._timer: asyncio.TimerHandle | None = None
         self.on_rest: Callable[[], None] = lambda: None
         """Called when no worker is watched any more, so that the next call arms the watch."""
@@ -48,6 +51,7 @@ class BlockedLoops:
         if self._members:
             return
         self._watches.clear()
+        self._blocking.clear()
         self.told.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -58,6 +62,10 @@ class BlockedLoops:
         """Return the time (`time.monotonic`) since which the worker's loop has been blocked, or None. Any thread may ask."""
         watch = self._watches.get(member)
         return None if watch is None else watch.blocked_since
+
+    def by(self, member: "PoolWorker") -> str | None:
+        """Return the function that blocks the worker's loop; None: nobody can tell, or it is not blocked. Any thread may ask."""
+        return None if self.since(member) is None else self._blocking.get(member) or None
 
     def look_again(self) -> None:
         """Tell which workers go on. To be called when workers have read something, while `told` is not empty."""
@@ -70,6 +78,7 @@ class BlockedLoops:
         self._timer, self.is_armed = None, False
         for gone in self._watches.keys() - set(self._members):
             del self._watches[gone]
+            self._blocking.pop(gone, None)
             self.told.discard(gone)
         watched = [member for member in self._members if member.calls]
         if not is_late:  # else the workers were stopped together with this process, or their messages are still unread here
@@ -96,22 +105,40 @@ class BlockedLoops:
 
     def _examined(self, member: "PoolWorker", watch: LoopWatch, condition: "Condition") -> None:
         now, obstacle = monotonic(), condition.obstacle
-        if not watch.examined(now, member.worker.channel.waits_since, obstacle):
+        is_news = watch.examined(now, member.worker.channel.waits_since, obstacle)
+        if watch.blocked_since is not None:
+            self._blocking[member] = _blocking(member, condition)
+        if not is_news:
             return
         self.told.add(member)
         name, seconds = member.name, f"{watch.silence(now):.1f}"
         if obstacle:
             report(logging.WARNING, "%s has read nothing for %s s: %s", name, seconds, obstacle, of=member)
             return
-        more = _begun(member) + (f". The stacks of its threads:\n{condition.stacks}" if condition.stacks else "")
+        by = self._blocking[member]
+        stacks = f". The stacks of its threads:\n{condition.stacks}" if condition.stacks else ""
         report(
             logging.WARNING,
             "%s has read nothing for %s s: its event loop is blocked%s",
             name,
             seconds,
-            more,
+            (f" by {by}" if by else _begun(member)) + stacks,
             of=member,
         )
+
+
+def _blocking(member: "PoolWorker", condition: "Condition") -> str:
+    """Return the function whose code runs in the worker's loop, or keeps it from running; empty if nobody can tell."""
+    call = None if condition.call is None else member.calls.get(condition.call)
+    if call is not None:
+        return _name(call)
+    names = {_name(call) for call in list(member.calls.values())}
+    alike = [name for name in names if name.rpartition(".")[2] == condition.frame]
+    return alike[0] if len(alike) == 1 else condition.frame
+
+
+def _name(call: "PendingCall") -> str:
+    return call.function.meter.name or call.function.name
 
 
 def _begun(member: "PoolWorker") -> str:

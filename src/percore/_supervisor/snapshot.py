@@ -166,6 +166,7 @@ def _of_slot(  # one reading
         started_at=None if member is None else member.started_at,
         loop_lag=None if channel is None else channel.lag(),
         blocked_for=0.0 if blocked_since is None else monotonic() - blocked_since,
+        blocked_by=None if member is None else supervisor.pool.blocked_loops.by(member),
         bytes_in=0 if channel is None else channel.sent,
         bytes_out=0 if channel is None else channel.received,
         restarts=slot.restarts,

@@ -81,8 +81,10 @@ def rate(number: float | None) -> str:
 
 
 def now_of(worker: Worker) -> str:
-    """Return what a worker runs now: its longest call, for how long, and how many others."""
-    calls = worker.figures["current"]
+    """Return what a worker runs now: its longest call, for how long, and how many others; or what blocks its event loop."""
+    blocking, calls = worker.figures.get("blocked_by"), worker.figures["current"]
+    if worker.figures["blocked_for"] and blocking:
+        return f"by {blocking.rpartition('.')[2]}"
     if not calls:
         return ""
     longest = max(calls, key=lambda call: call["seconds"] or 0)

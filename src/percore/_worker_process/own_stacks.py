@@ -12,6 +12,7 @@ from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 
+from percore._worker.context import of_id
 from percore._worker_process import stacks_file
 from percore._worker_process.boot import ASK_SIGNAL
 
@@ -35,7 +36,8 @@ def answer(fd: int) -> list[int]:
     def write(_: int, frame: FrameType | None) -> None:
         if os.getpid() == pid and stacks_file.is_taken(own):  # a fork has closed both
             with suppress(OSError):  # the system has no memory left
-                os.write(fd, stacks_text(frame).encode(errors="replace"))
+                text = stacks_file.with_call(of_id.get(), stacks_text(frame))  # this runs in the context of the step
+                os.write(fd, text.encode(errors="replace"))
 
     signal.signal(ASK_SIGNAL, write)
     return [own]

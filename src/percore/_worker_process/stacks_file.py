@@ -5,6 +5,8 @@ once would read each other's stacks, or empty the file under each other. So each
 worker. The program never waits in its loop: it claims the file, so that nobody else takes it again, and tries to take it until it
 is free.
 
+A worker that writes between two steps says first whose code its main thread runs. faulthandler cannot.
+
 These are locks on two bytes of the file by open file descriptions, which go with them: a process that is killed keeps nothing.
 Where the system has no such locks it has no /proc by which others could find the file, and nobody has to be kept out.
 """
@@ -15,11 +17,26 @@ import struct
 from contextlib import suppress
 from typing import Final
 
+_CALL: Final = "Call: "
+
 _SET: Final[int | None] = getattr(fcntl, "F_OFD_SETLK", None)
 _GET: Final[int | None] = getattr(fcntl, "F_OFD_GETLK", None)
 HAS_LOCKS: Final = _SET is not None
 _USE, _CLAIM = range(2)
 _FLOCK: Final = "hhqqi"
+
+
+def with_call(call: int | None, stacks: str) -> str:
+    """Return the text of a worker that was asked between two steps. `call`: the call whose code its main thread runs."""
+    return f"{_CALL}{'' if call is None else call}\n\n{stacks}"
+
+
+def without_call(text: str) -> tuple[str, bool, int | None]:
+    """Return the stacks of a text, whether it is one of `with_call`, and the call."""
+    if not text.startswith(_CALL):
+        return text, False, None
+    head, _, stacks = text.removeprefix(_CALL).partition("\n\n")
+    return stacks, True, int(head) if head.isdecimal() else None
 
 
 def claim(fd: int) -> None:

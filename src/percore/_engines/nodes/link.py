@@ -248,7 +248,7 @@ class NodeLink:
         self._worker(number).channel.broke(BrokenFrame(text))
 
     def _condition(self, number: int, data: memoryview) -> None:
-        self._worker(number).told(Condition(*unpack(data, str, str)))
+        self._worker(number).told(Condition(*unpack(data, str, str, (int, type(None)), str)))
 
     def _fates(self, number: int, data: memoryview) -> None:
         (fates,) = unpack(data, list)

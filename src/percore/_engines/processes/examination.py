@@ -7,6 +7,7 @@ share this file, so one is examined at a time, and other programs that read stac
 
 import asyncio
 import os
+import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,8 @@ _MOST_TRIES: Final = 100
 _MOST_BYTES: Final = 1 << 18
 """Bytes of stacks that are read. A hundred threads of a hundred frames each have more."""
 _PACKAGE: Final = __file__.removesuffix(os.path.join("_engines", "processes", "examination.py"))
+_OF_LOOP: Final = re.compile(r'File ".*[/\\\\]asyncio[/\\\\]\w+\.py"')
+"""The frames of an event loop that runs a callback or a task of the user's own."""
 _MOSTLY: Final = 0.8
 """The share of a window in which a process had to wait for a CPU, from which on it counts as starved."""
 
@@ -125,7 +128,7 @@ class Examiner:
             return
         self._waiting.popleft()
         try:
-            one.told(Condition(obstacle, without_own(stacks)))
+            one.told(told_by(stacks, obstacle))
         finally:
             self._begin()
 
@@ -143,14 +146,46 @@ def _obstacle(pid: int, before: CpuTimes, seconds: float) -> str:
     return ""
 
 
+def told_by(text: str, obstacle: str) -> Condition:
+    """Return the condition of a worker process that has written this text."""
+    stacks, is_between_steps, call = stacks_file.without_call(text)
+    return condition_of(stacks, "Current thread", call, obstacle, is_stuck=not is_between_steps)
+
+
+def condition_of(stacks: str, loop: str, call: int | None = None, obstacle: str = "", *, is_stuck: bool = False) -> Condition:
+    """Return the condition of a worker with these stacks.
+
+    `loop`: how the head of its loop's thread begins. `is_stuck`: whether C code holds the loop's thread, or the GIL.
+    """
+    threads = _users(stacks)
+    blocking = [lines for lines in threads if lines[0].startswith(loop)]
+    if not blocking and is_stuck and len(threads) == 1:  # no other thread can hold the GIL
+        blocking = threads
+    return Condition(obstacle, _text_of(threads) or stacks.strip(), call, _outermost(blocking[0]) if blocking else "")
+
+
 def without_own(stacks: str) -> str:
     """Return the stacks without percore's frames below the user's, and without threads that run percore's code alone."""
+    return _text_of(_users(stacks)) or stacks.strip()
+
+
+def _text_of(threads: list[list[str]]) -> str:
+    return "\n\n".join(map("\n".join, threads))
+
+
+def _users(stacks: str) -> list[list[str]]:
+    """Return the threads that run the user's code: their heads, and their lines without percore's frames below the user's."""
     threads: list[list[str]] = []
     for thread in stacks.strip().split("\n\n"):
         lines = thread.splitlines()
         threads.append(lines[: next((number for number, line in enumerate(lines) if f'File "{_PACKAGE}' in line), len(lines))])
-    shown = [lines for lines in threads if len(lines) > 1]
-    return "\n\n".join(map("\n".join, shown)) if shown else stacks.strip()
+    return [lines for lines in threads if len(lines) > 1]
+
+
+def _outermost(lines: list[str]) -> str:
+    """Return the name of the outermost function of the user's."""
+    named = [line.rpartition(" in ")[2] for line in lines[1:] if not _OF_LOOP.search(line)]
+    return named[-1] if named else ""
 
 
 def state_of(stat: str) -> str:

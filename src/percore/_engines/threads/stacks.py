@@ -4,17 +4,24 @@ import sys
 from collections.abc import Iterable
 from types import FrameType
 
+from percore._protocol.interfaces import Condition
 
-def stacks_of(idents: Iterable[int]) -> str:
-    """Return the stacks of these threads, without percore's frames below the user's."""
-    from percore._engines.processes.examination import without_own  # needed seldom
+
+def condition_of(loop: int | None, idents: Iterable[int]) -> Condition:
+    """Return what the stacks of these threads tell of a worker. `loop`: the one that runs its loop."""
+    from percore._engines.processes import examination  # needed seldom
 
     frames = sys._current_frames()
-    return without_own("\n\n".join(_stack(ident, frames[ident]) for ident in idents if ident in frames))
+    stacks = "\n\n".join(_stack(ident, frames[ident]) for ident in idents if ident in frames)
+    return examination.condition_of(stacks, _head(loop or 0))
+
+
+def _head(ident: int) -> str:
+    return f"Thread 0x{ident:016x}"
 
 
 def _stack(ident: int, frame: FrameType | None) -> str:
-    lines = [f"Thread 0x{ident:016x} (most recent call first):"]
+    lines = [f"{_head(ident)} (most recent call first):"]
     while frame is not None:
         lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
         frame = frame.f_back

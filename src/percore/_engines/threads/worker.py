@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from percore._common.log import report
 from percore._common.system import new_loop
 from percore._engines.threads.channel import ThreadChannel
-from percore._engines.threads.stacks import stacks_of
+from percore._engines.threads.stacks import condition_of
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
 from percore._protocol.messages import Body, is_call
 from percore._protocol.start_marks import MARK_WORDS
@@ -298,7 +298,7 @@ class ThreadWorker:
     def examine(self, told: Callable[[Condition], None]) -> None:
         def examined() -> None:
             if not self._is_over:
-                told(Condition(stacks=stacks_of(thread.ident for thread in self._threads() if thread.ident is not None)))
+                told(condition_of(self._thread.ident, [one.ident for one in self._threads() if one.ident is not None]))
 
         self._engine.loop.call_soon(examined)
 
