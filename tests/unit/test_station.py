@@ -8,7 +8,7 @@ import pytest
 from percore._node.station import Station
 from percore._protocol.messages import RESULT, VALUE, BrokenFrame
 from percore._transport.codec import decode
-from percore._transport.wire import Kind, unpack
+from percore._transport.wire import READ_COUNT, Kind, unpack
 
 SLOT = 77
 
@@ -18,9 +18,9 @@ class Connection:
         self.said: list[tuple[int, Any]] = []
         self.kept: list[Callable[[], None]] = []
 
-    def put(self, kind: int, number: int, data: Any, let_go: Callable[[], None] | None = None) -> None:
+    def put(self, kind: int, number: int, *data: Any, let_go: Callable[[], None] | None = None) -> None:
         assert number == 5
-        self.said.append((kind, data))
+        self.said.append((kind, data[0] if len(data) == 1 else b"".join(data)))
         self.kept += [let_go] if let_go else []
 
     send = put
@@ -37,7 +37,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.channel = self
+        self.reads = True
         self.released: list[int] = []
+
+        self.station: Any = None
 
     def open(self, on_frame: Any, on_broken: Any, on_batch: Any) -> None:
         self.on_frame, self.on_broken, self.on_batch = on_frame, on_broken, on_batch
@@ -51,14 +54,16 @@ class Worker:
         self.released.append(payload)
 
     def has_read(self) -> bool:
-        return True
+        return self.reads
+
+    def send(self, *_message: object) -> None: ...
 
 
 @pytest.fixture
 def made() -> tuple[Any, Any]:
     connection, worker = Connection(), Worker()
     home: Any = type("Home", (), {"connection": connection, "places": 10, "clock_ahead": 0.0})
-    Station(home, 5, worker)  # type: ignore[arg-type]
+    worker.station = Station(home, 5, worker)  # type: ignore[arg-type]
     return connection, worker
 
 
@@ -73,6 +78,36 @@ def test_a_result_is_sent_from_its_slot_in_order_and_the_slot_is_free_when_it_wa
     assert worker.released == []
     connection.kept.pop()()
     assert worker.released == [SLOT]
+
+
+def test_answers_tell_with_them_what_the_worker_has_read(made: tuple[Any, Any]) -> None:
+    connection, worker = made
+
+    def said() -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = connection.said[:]
+        connection.said.clear()
+        return found
+
+    worker.station.down([(1, 8, (0,)), (1, 9, (0,))])
+    worker.reads = False
+    worker.on_frame([(VALUE, 8, 1)])
+    worker.on_batch()
+    ((messages, data), _) = said()
+    assert (messages, decode(data)) == (Kind.MESSAGES, [(VALUE, 8, 1)])
+    worker.reads = True
+    worker.on_frame([(VALUE, 9, 2)])
+    worker.on_frame([(VALUE, 7, 3)])
+    worker.on_batch()
+    (messages, data), (answers, more), _ = said()
+    assert (messages, decode(data)) == (Kind.MESSAGES, [(VALUE, 9, 2)])  # the frames of a ring stay apart
+    assert (answers, READ_COUNT.unpack_from(more), decode(more[READ_COUNT.size :])) == (Kind.ANSWERS, (2,), [(VALUE, 7, 3)])
+    worker.station.down([(1, 8, (0,))])
+    worker.on_batch()  # it has read, and says nothing
+    ((read, data), _) = said()
+    assert (read, unpack(data, int)) == (Kind.READ, [3])
+    worker.on_frame([(VALUE, 8, 1)])
+    worker.on_broken(BrokenFrame("it is broken"))  # before `on_batch`: what came before is not lost
+    assert [kind for kind, _ in said()] == [Kind.MESSAGES, Kind.BROKEN]
 
 
 def test_a_result_that_is_not_there_is_not_announced(made: tuple[Any, Any]) -> None:

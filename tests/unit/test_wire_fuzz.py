@@ -22,7 +22,7 @@ from percore._protocol.interfaces import Condition, Exit
 from percore._protocol.messages import BATCH, BEGIN_BY, DEFINE_TASK, ITEM, ONCE_THREAD, READY, RESULT, TERMS, VALUE, BrokenFrame
 from percore._serialization.pickler import MainInfo
 from percore._transport.codec import encode
-from percore._transport.wire import MOST_NUMBER, Kind, head, pack
+from percore._transport.wire import MOST_NUMBER, READ_COUNT, Kind, head, pack
 from tests.counts import times
 
 FRAMES = times(4000, 10_000_000)
@@ -81,6 +81,9 @@ class Sock:
         room[:count] = self.data[:count]
         self.data = self.data[count:]
         return count
+
+    def send(self, piece: memoryview) -> int:
+        return len(piece)
 
     def sendmsg(self, pieces: list[memoryview]) -> int:
         return sum(map(len, pieces))
@@ -174,6 +177,7 @@ FROM_HOST = [
     (Kind.MESSAGES, 2, encode(RESULTS[:1])),
     (Kind.PAYLOAD, 1, b"a pickle"),
     (Kind.READ, 2, pack((0,))),
+    (Kind.ANSWERS, 1, READ_COUNT.pack(0) + encode(RESULTS)),
     (Kind.LOG, 1, b"no record"),
     (Kind.BROKEN, 2, pack(("its frame is broken",))),
     (Kind.CONDITION, 1, pack(tuple(Condition("", "")))),

@@ -7,7 +7,7 @@ from percore._common.errors import shown
 from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BATCH, BEGIN_BY, ONCE_OPS, PICKLED, READY, TERMS, Body, Message
 from percore._transport.codec import encode
-from percore._transport.wire import Kind, pack
+from percore._transport.wire import READ_COUNT, Kind, pack
 
 if TYPE_CHECKING:
     from percore._engines.processes.engine import ProcessWorker
@@ -54,6 +54,8 @@ class Station:
         self._calls: dict[int, int] = {}
         """The last call of each place."""
         self._sent = self._told = 0
+        self._answers: list[Message] = []
+        """What the program has not been told yet."""
         self._waited_since = 0.0
         self._channel.open(self._up, self._broke, self._look)
 
@@ -92,8 +94,9 @@ class Station:
     # To the program
 
     def _up(self, messages: list[Message]) -> None:
-        """Pass messages on. `_look`, which the channel calls next, writes them."""
-        run: list[Message] = []
+        """Pass messages on. `_look`, which the channel calls next, sends the last of them."""
+        self._flush()
+        answers = self._answers
         own = self._channel.own
         for message in messages:
             op, call_id, body = message
@@ -103,16 +106,15 @@ class Station:
             if op == READY:
                 self.worker.ready(body)
             if type(body) is int and op in PICKLED:
-                self._flush(run)
+                self._flush()
                 self._pass_on(op, call_id, body)
             else:
-                run.append(message)
-        self._flush(run)
+                answers.append(message)
 
-    def _flush(self, run: list[Message]) -> None:
-        if run:
-            self._put(Kind.MESSAGES, self._number, encode(run))
-            run.clear()
+    def _flush(self) -> None:
+        if self._answers:
+            self._put(Kind.MESSAGES, self._number, encode(self._answers))
+            self._answers.clear()
 
     def _pass_on(self, op: int, call_id: int, payload: int) -> None:
         """Send a large result. Its slot is free again when the socket has taken it: until then the worker may have to wait."""
@@ -121,21 +123,29 @@ class Station:
         self._put(Kind.PAYLOAD, self._number, data, let_go=lambda: self._channel.release(payload))
 
     def _look(self) -> None:
-        """Tell the program if the worker has read on, and write what waits."""
-        self._note_read()
+        """Send what waits, and tell the program if the worker has read on."""
+        if not self._has_read_on():
+            self._flush()
+        elif self._answers:
+            self._put(Kind.ANSWERS, self._number, READ_COUNT.pack(self._told), encode(self._answers))
+            self._answers.clear()
+        else:
+            self._put(Kind.READ, self._number, pack((self._told,)))
         self._write()
 
-    def _note_read(self) -> None:
+    def _has_read_on(self) -> bool:
+        """Count the messages that the worker has read. Return whether the program does not know it yet."""
         if self._channel.has_read():
             if self._told == self._sent:
-                return
+                return False
             self._told = self._sent
         elif self._waited_since == self._channel.waits_since:
-            return
+            return False
         self._waited_since = self._channel.waits_since
-        self._put(Kind.READ, self._number, pack((self._told,)))
+        return True
 
     def _broke(self, error: BaseException) -> None:
+        self._flush()
         self._send(Kind.BROKEN, self._number, pack((shown(error)[:1000],)))
 
     def exited(self, end: Exit) -> None:
@@ -143,6 +153,7 @@ class Station:
         try:
             self._channel.receive()
         finally:
+            self._flush()
             fates = [(call_id, *self.worker.fate(call_id)) for call_id in self._calls.values()]
             for start in range(0, len(fates), _FATES):
                 self._send(Kind.FATES, self._number, pack((fates[start : start + _FATES],)))

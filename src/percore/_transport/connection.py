@@ -38,7 +38,7 @@ _BEAT: Final = struct.Struct("<d")
 _WAIT: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Tag = Callable[[], None]
-_Piece = tuple[memoryview, Tag | None, Tag | None]
+_Piece = tuple[memoryview | bytes, Tag | None, Tag | None]
 """Bytes, what to call when they are not needed any more, and what to call if none of them was ever written."""
 
 
@@ -122,7 +122,7 @@ class Connection:
                 self._size += size
                 self._was_full |= self.is_full
                 for place, piece in enumerate(pieces):
-                    self._pieces.append((memoryview(piece), None if place < last else let_go, None if place else unsent))
+                    self._pieces.append((piece, None if place < last else let_go, None if place else unsent))
                 return
         for tag in (unsent, let_go):
             if tag is not None:
@@ -173,10 +173,10 @@ class Connection:
         done: list[Tag] = []
         while self._pieces:
             try:
-                if self._gathers:
-                    sent = self._sock.sendmsg([piece[0] for piece in islice(self._pieces, _GATHERED)])
-                else:
+                if len(self._pieces) == 1 or not self._gathers:
                     sent = self._sock.send(self._pieces[0][0])
+                else:
+                    sent = self._sock.sendmsg([piece[0] for piece in islice(self._pieces, _GATHERED)])
             except _WAIT:
                 break
             except OSError:  # the end of the connection, which is also read
@@ -189,7 +189,7 @@ class Connection:
                     done.append(let_go)
             if sent:
                 piece, let_go, _ = self._pieces[0]
-                self._pieces[0] = (piece[sent:], let_go, None)
+                self._pieces[0] = (memoryview(piece)[sent:], let_go, None)
         return done
 
     # Receiving

@@ -19,7 +19,11 @@ from percore._protocol.messages import BrokenFrame
 
 _HEAD: Final = struct.Struct("<BQQI")
 _CHECK: Final = struct.Struct("<I")
-HEAD_SIZE: Final = _HEAD.size + _CHECK.size
+_CHECKED_HEAD: Final = struct.Struct("<BQQII")
+HEAD_SIZE: Final = _CHECKED_HEAD.size
+READ_COUNT: Final = struct.Struct("<Q")
+"""The number of messages read, at the beginning of ANSWERS."""
+
 _BUFFER: Final = 1 << 18
 """Bytes that are received at a time. A frame that is larger gets memory of its own."""
 
@@ -63,6 +67,7 @@ class Kind(IntEnum):
     ANSWER = 38  # number: a question; data: the answer
     REFUSED = 39  # number: 0; data: why the host cannot be used
     PAYLOAD_OF = 40  # number: a worker; data: op and call id of the message whose pickle is the next PAYLOAD
+    ANSWERS = 41  # number: a worker; data: how many messages it has read, 8 bytes, and messages: READ after MESSAGES
 
 
 UNCHECKED: Final = frozenset({int(Kind.KEEP), int(Kind.PAYLOAD)})
@@ -71,7 +76,9 @@ UNCHECKED: Final = frozenset({int(Kind.KEEP), int(Kind.PAYLOAD)})
 _SMALL: Final = 64 << 10
 _LARGE: Final = 16 << 20
 _NONE: Final = frozenset({Kind.EXAMINE, Kind.RENEW, Kind.RESIZE, Kind.END, Kind.DROP})
-_MANY: Final = frozenset({Kind.MESSAGES, Kind.SETUP, Kind.FATES, Kind.START, Kind.LOG, Kind.CONDITION, Kind.USAGE, Kind.ANSWER})
+_MANY: Final = frozenset(
+    (Kind.MESSAGES, Kind.ANSWERS, Kind.SETUP, Kind.FATES, Kind.START, Kind.LOG, Kind.CONDITION, Kind.USAGE, Kind.ANSWER)
+)
 
 
 def limits(max_message: int) -> dict[int, int]:
@@ -180,8 +187,12 @@ class Decoder:
         start = self._start
         if self._end - start < HEAD_SIZE:
             return None
-        self._head = kind, number, length, _ = _HEAD.unpack_from(self._buffer, start)
-        self._check(start, kind, number, length)
+        kind, number, length, check, own = _CHECKED_HEAD.unpack_from(self._buffer, start)
+        self._head = kind, number, length, check
+        if crc32(self._buffer[start : start + _HEAD.size]) != own:
+            raise BrokenFrame("a frame whose head is damaged")
+        if length > self.most.get(kind, -1) or number > MOST_NUMBER:
+            raise self._refusal(kind, number, length)
         start += HEAD_SIZE
         if self._end - start >= length:
             self._start = start + length
@@ -200,14 +211,10 @@ class Decoder:
             raise BrokenFrame(f"a frame {Kind(kind).name} whose data is damaged")
         return Frame(kind, number, data)
 
-    def _check(self, start: int, kind: int, number: int, length: int) -> None:
-        (check,) = _CHECK.unpack_from(self._buffer, start + _HEAD.size)
-        if crc32(self._buffer[start : start + _HEAD.size]) != check:
-            raise BrokenFrame("a frame whose head is damaged")
+    def _refusal(self, kind: int, number: int, length: int) -> BrokenFrame:
         most = self.most.get(kind)
         if most is None:
-            raise BrokenFrame(f"a frame of kind {kind}")
+            return BrokenFrame(f"a frame of kind {kind}")
         if length > most:
-            raise BrokenFrame(f"a frame {Kind(kind).name} of {length} bytes, where {most} are allowed")
-        if number > MOST_NUMBER:
-            raise BrokenFrame(f"a frame {Kind(kind).name} with the number {number}")
+            return BrokenFrame(f"a frame {Kind(kind).name} of {length} bytes, where {most} are allowed")
+        return BrokenFrame(f"a frame {Kind(kind).name} with the number {number}")

@@ -2,8 +2,8 @@
 
 Invariants between the program's half (engine, link, channel, worker, store) and the host's (host, station):
 
-- Reading. A station counts the messages that it has passed on, and tells the count when its worker has read all of them (READ). It
-  never exceeds those sent here, and never falls.
+- Reading. A station counts the messages that it has passed on, and tells the count when its worker has read all of them (READ, or
+  ANSWERS). It never exceeds those sent here, and never falls.
 - Ends. Each worker that was started here is told as ended once: by EXIT, its last frame, or because its node is lost. The link is
   in `NodesEngine.links` as long as its connection is open, so no worker is started on a node that nobody will tell as lost. A frame
   about a worker that has ended here is a mistake of the host; a frame about one that has ended there is none of the program's, and
@@ -33,7 +33,7 @@ from percore._protocol.interfaces import Condition, Exit, Fate
 from percore._protocol.messages import PICKLED, BrokenFrame
 from percore._transport.codec import decode
 from percore._transport.connection import Connection
-from percore._transport.wire import OF_HOST, Frame, Kind, limits, pack, unpack
+from percore._transport.wire import OF_HOST, READ_COUNT, Frame, Kind, limits, pack, unpack
 
 BEATS: Final = 10
 """Beats in `lost_after` seconds."""
@@ -88,6 +88,7 @@ class NodeLink:
             Kind.HELLO: self._hello,
             Kind.REFUSED: self._refused,
             Kind.MESSAGES: self._messages,
+            Kind.ANSWERS: self._answers_of,
             Kind.PAYLOAD_OF: self._payload_of,
             Kind.PAYLOAD: self._payload,
             Kind.READ: self._read,
@@ -216,6 +217,13 @@ class NodeLink:
 
     def _messages(self, number: int, data: memoryview) -> None:
         self._worker(number).channel.deliver(decode(data))
+
+    def _answers_of(self, number: int, data: memoryview) -> None:
+        if len(data) < READ_COUNT.size:
+            raise BrokenFrame("answers without a number of messages")
+        channel = self._worker(number).channel
+        channel.deliver(decode(data[READ_COUNT.size :]))
+        channel.acknowledged(*READ_COUNT.unpack_from(data))
 
     def _payload_of(self, number: int, data: memoryview) -> None:
         op, call_id = unpack(data, int, int)
