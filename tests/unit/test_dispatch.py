@@ -5,6 +5,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, TypeAlias
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from percore._protocol.messages import Kind
 from percore._scheduler import keys as keys_module
 from percore._scheduler.batching import Batches, Run
-from percore._scheduler.choice import BLOCKED
+from percore._scheduler.choice import BLOCKED, Choice
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.keys import weight
 from percore._scheduler.levels import MOST_ASIDE
@@ -965,6 +966,58 @@ def test_of_many_workers_one_that_was_behind_is_seen_when_it_reads_again() -> No
         send(dispatch, Call(TASK), seat)
     dispatch.seats[3].silent = 0
     send(dispatch, Call(TASK), dispatch.seats[3])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_many_workers_the_best_one_is_chosen_with_what_is_remembered_in_a_turn(seed: int) -> None:
+    random, time = Random(seed), [0.0]
+    seats = [Seat(index) for index in range(9)]
+    choice = Choice(seats, (8, 6), (8, 12), lambda: time[0])
+    choice.lowered()
+
+    def weight(seat: Seat, kind: int) -> float:
+        """As far as a full comparison sees it, but for the half of a call that decides between equal loads."""
+        return seat.load[kind] + seat.silent + (1000 if seat.load[kind] >= (8, 6)[kind] else 0)
+
+    compared = 0
+    for _ in range(2000):
+        kind, room = random.choice(((TASK, 8), (THREAD, 12)))
+        what = random.random()
+        if what < 0.02:
+            time[0] += 1
+            for seat in seats:
+                seat.silent = random.choice((0, 0, 0, 1, 3))
+        elif what < 0.1:
+            seat = random.choice([seat for seat in seats if not seat.silent])  # it has just sent an answer
+            for _ in range(random.randint(1, 8)):
+                seat.load[kind] = max(0, seat.load[kind] - 1)
+                choice.lowered(seat)
+        else:
+            chosen = choice.of_many(kind)
+            least = min((weight(seat, kind) for seat in seats if seat.load[kind] < room), default=None)
+            assert (chosen is None) is (least is None)
+            if chosen is not None:
+                assert weight(chosen, kind) == least
+                chosen.load[kind] += 1
+                compared += 1
+    assert compared > 300
+
+
+def test_a_burst_of_results_of_one_of_many_workers_needs_no_comparison_for_each_next_call() -> None:
+    seats = [Watched(index) for index in range(64)]
+    dispatch: Dispatch[Unit, Any] = Dispatch(100, 2, None, lambda: 1.0)
+    for seat in seats:
+        dispatch.seat(seat)
+    for place in range(50 * 64):
+        send(dispatch, Call(TASK), seats[place % 64])
+    seats[5].silent = 1  # it has calls that it has not read
+    for call in list(seats[9].calls):
+        end(dispatch, seats[9], call)
+    for seat in seats:
+        seat.looks = 0
+    for _ in range(48):
+        send(dispatch, Call(TASK), seats[9])
+    assert sum(seat.looks for seat in seats) < 4 * 64
 
 
 def test_without_workers_calls_wait() -> None:

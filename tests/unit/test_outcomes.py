@@ -44,7 +44,7 @@ class Stage:
         channel = SimpleNamespace(own={}, is_open=True, send=lambda *_: None)
         member.attach(cast(Any, SimpleNamespace(channel=channel)), cast(Any, SimpleNamespace(held={})))
         shares, progress = cast(Any, SimpleNamespace(held={}, store=SimpleNamespace(has_objects=False))), cast(Any, None)
-        calls = CallRegistry(loop, dispatch, shares, RunnerPhase(), progress, {member})
+        calls = CallRegistry(Turn(loop), dispatch, shares, RunnerPhase(), progress, {member})
         self._receive: Callable[[list[Message]], None] = Outcomes(calls).receiver(member)
         self.call = call = make(loop)
         call.function = function = Function(len, Kind.TASK)

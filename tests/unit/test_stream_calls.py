@@ -71,7 +71,7 @@ class Stage:
         )
         member.attach(cast("Any", SimpleNamespace(channel=channel)), cast("Any", SimpleNamespace(held={})))
         shares = cast("Any", SimpleNamespace(held={}, store=SimpleNamespace(unpack_values=unpack_values, has_objects=False)))
-        calls = CallRegistry(self.loop, dispatch, shares, RunnerPhase(), cast("Any", None), {member})
+        calls = CallRegistry(Turn(self.loop), dispatch, shares, RunnerPhase(), cast("Any", None), {member})
         self._receive: Any = Outcomes(calls, StreamItems(calls)).receiver(member)
         self.dones = self.rooms = 0
         self.call = call = StreamCall(self.loop, prefetch, CallPlan(DEFAULT, prefetch=prefetch))

@@ -8,6 +8,7 @@ to one worker.
 
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Final, Generic, TypeVar
 
 from percore._scheduler.queues import Seat
@@ -31,11 +32,17 @@ S = TypeVar("S", bound=Seat)
 class Choice(Generic[S]):
     """Chooses among the workers that take calls."""
 
-    def __init__(self, seats: list[S], places: tuple[int, int], room: tuple[int, int]) -> None:
-        """By kind, each worker has so many places, and room for so many calls including those queued ahead."""
+    def __init__(
+        self, seats: list[S], places: tuple[int, int], room: tuple[int, int], turn: Callable[[], float] | None = None
+    ) -> None:
+        """By kind, each worker has so many places, and room for so many calls including those queued ahead.
+
+        `turn` returns the time of the current turn, in which no worker's silence changes; by default every look is a turn.
+        """
         self._seats = seats
         self._places = places
         self._room = room
+        self._turn: Callable[[], float] = turn or count().__next__
         self._least = [_NOWHERE, _NOWHERE]
         """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
         whether all workers with that load hold calls of the other kind.
@@ -47,6 +54,13 @@ class Choice(Generic[S]):
         """The workers, if they are more than a few."""
         self._is_one_behind = False
         """Whether the last full comparison met a worker that had room and unread messages."""
+        self._second = 0.0
+        """In the last full comparison: no weight but the smallest one is less than this, and that one's worker was so silent."""
+        self._step = 0
+        self._known_in: list[float | None] = [None, None]
+        """By kind: the turn to the end of which `_least` is known, because a worker may read again; None: it stays known."""
+        self._front: dict[int, tuple[S, float, float]] = {}
+        """By kind: a worker that stays the best one in this turn, while its load is below this limit and no load falls."""
         self._beyond: dict[S, int] = {}
         """Calls that a worker got in place of a blocked one since it last had read everything."""
 
@@ -56,15 +70,19 @@ class Choice(Generic[S]):
 
     def lowered(self, seat: S | None = None) -> None:
         """Note that the load of a worker has fallen. None: perhaps of several, or the workers have changed."""
+        self._front.clear()
         if seat is None:
             self._least[0] = self._least[1] = _NOWHERE
+            self._known_in[0] = self._known_in[1] = None
             self._lowered[0].clear()
             self._lowered[1].clear()
             self._many = frozenset(self._seats) if len(self._seats) > _FEW else frozenset()
         elif seat in self._many:  # not one that drains
             for kind in (0, 1):
                 load, least = seat.load[kind], self._least[kind][0]
-                if load < least:  # then it alone has the least load
+                if self._known_in[kind] is not None:  # another one may have read since, and have a smaller load
+                    self._least[kind], self._known_in[kind] = _NOWHERE, None
+                elif load < least:  # then it alone has the least load
                     self._least[kind] = load, len(self._seats), True
                     self._lowered[kind][:] = [seat]
                 elif load == least:
@@ -84,11 +102,14 @@ class Choice(Generic[S]):
         places, room = self._places[kind], self._room[kind]
         best: S | None = None
         least: float = sys.maxsize
+        second: float = sys.maxsize
         step = 0
         is_one_behind = False
         for seat in self._seats:
             load = seat.load[kind]
-            if load < room and load < least:
+            if load >= least:  # its weight is no smaller
+                second = min(second, load)
+            elif load < room:
                 weight: float = load
                 silence = seat.silence()
                 if silence:
@@ -101,8 +122,11 @@ class Choice(Generic[S]):
                 if load >= places:
                     weight += _AHEAD_LAST
                 if weight < least:
-                    best, least, step = seat, weight, silence
+                    best, least, second, step = seat, weight, least, silence
+                elif weight < second:
+                    second = weight
         self._is_one_behind = is_one_behind
+        self._second, self._step = second, step
         return best if step < BLOCKED else self._beside(best, kind)
 
     def _beside(self, blocked: S | None, kind: int) -> S | None:
@@ -123,7 +147,10 @@ class Choice(Generic[S]):
         return None if others else blocked
 
     def of_many(self, kind: int) -> S | None:
-        """As `of_few`, but remember the least load and which workers may have it."""
+        """As `of_few`, but remember the least load and which workers may have it, or that a worker has by far the least."""
+        front = self._front.get(kind)
+        if front is not None and front[0].load[kind] < front[1] and front[2] == self._turn():
+            return front[0]
         seats, lowered = self._seats, self._lowered[kind]
         least, start, is_shared = self._least[kind]
         while lowered:
@@ -131,16 +158,31 @@ class Choice(Generic[S]):
             if seat.load[kind] == least and not seat.silence():
                 return seat
             lowered.pop()
-        for index in range(start, len(seats)):
+        turn = self._known_in[kind]
+        for index in range(start, len(seats) if turn is None or turn == self._turn() else 0):
             seat = seats[index]
             if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
                 if seat.silence():
-                    break
+                    if turn is None:
+                        break
+                    continue
                 self._least[kind] = least, index, is_shared
                 return seat
         lowered.clear()
         best = self.of_few(kind)
-        # A worker with unread messages may have a smaller load, and may read again at any moment.
-        is_known = best is not None and (not best.load[kind] or not self._is_one_behind)
-        self._least[kind] = (best.load[kind], 0, best.load[1 - kind] > 0) if is_known else _NOWHERE  # type: ignore[union-attr]
+        self._remember(best, kind)
         return best
+
+    def _remember(self, best: S | None, kind: int) -> None:
+        """Remember what is known after a full comparison."""
+        if best is None:
+            self._least[kind] = _NOWHERE
+            return
+        load = best.load[kind]
+        # A worker with unread messages may have a smaller load, and may read again in the next turn.
+        is_lasting = not load or not self._is_one_behind
+        turn = self._turn()
+        self._known_in[kind] = None if is_lasting else turn
+        self._least[kind] = _NOWHERE if best.silence() else (load, 0, best.load[1 - kind] > 0)
+        if load and self._step < BLOCKED:
+            self._front[kind] = best, min(self._second - self._step - _SHARED, self._places[kind]), turn

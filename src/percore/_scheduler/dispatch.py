@@ -16,7 +16,7 @@ were queued ahead.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic
 
 from percore._protocol.messages import Kind
@@ -33,7 +33,8 @@ from percore._scheduler.recalls import Recall, Recalls
 class Dispatch(Generic[C, S]):
     """The waiting calls, and the workers that may take them."""
 
-    def __init__(self, concurrency: int, threads: int, per_key: int | None = None) -> None:
+    def __init__(self, concurrency: int, threads: int, per_key: int | None = None, turn: Callable[[], float] | None = None) -> None:
+        """`turn` is the one of `Choice`."""
         self._places = (concurrency, threads)
         self._room = (concurrency, threads * (1 + AHEAD))
         self._low = (concurrency - 1, threads * AHEAD)
@@ -47,7 +48,7 @@ class Dispatch(Generic[C, S]):
         """Maps users' keys to names, which are the keys of calls here."""
         self.seats: list[S] = []
         self._resting: set[S] = set()
-        self._choice = Choice(self.seats, self._places, self._room)
+        self._choice = Choice(self.seats, self._places, self._room, turn)
         self._pick = self._choice.pick()
         self.lowered = self._choice.lowered
         """Notes that the load of a worker has fallen."""

@@ -5,7 +5,6 @@ queue when it is sent or withdrawn, and its worker when its outcome arrives, whe
 kinds of calls wait elsewhere: those between two attempts in Retries, and those of broadcasts in Broadcasts.
 """
 
-import asyncio
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +24,7 @@ from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.retries import Retries
 from percore._supervisor.time_limits import TimeLimits, is_late, late
+from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from percore._supervisor.rates import Rates
@@ -58,7 +58,7 @@ class CallRegistry:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        turn: Turn,
         dispatch: Dispatch[Any, PoolWorker],
         shares: Shares,
         phase: RunnerPhase,
@@ -66,7 +66,8 @@ class CallRegistry:
         members: set[PoolWorker],
     ) -> None:
         """`members`: all workers that have not ended."""
-        self.loop = loop
+        self.turn = turn
+        self.loop = turn.loop
         self.dispatch = dispatch
         self.shares = shares
         self.store = shares.store

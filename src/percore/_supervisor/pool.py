@@ -35,7 +35,6 @@ from percore._supervisor.pool_changes import PoolChanges
 from percore._supervisor.pool_reports import worker_is_ready, worker_starts, workers_are_ready, workers_have_ended
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
-from percore._supervisor.timing import Turn
 from percore._supervisor.worker_reports import WorkerReports
 from percore._supervisor.worker_slot import WorkerSlot
 
@@ -84,7 +83,7 @@ class Pool:
         self.lifecycles = Lifecycles(self._loop, seconds, self._overdue)
         self._nested = nested
         self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested, Measurements(meters))
-        self._turn = Turn(calls.loop)
+        self._turn = calls.turn
         self.blocked_loops = BlockedLoops(self._loop, members, options.blocked_after)
         self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)

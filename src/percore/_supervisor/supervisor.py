@@ -40,6 +40,7 @@ from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.reclaiming import Reclaiming
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
+from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,12 +63,13 @@ class Supervisor:
         self.options = options
         self.engine = engine
         self.store = store = engine.store
-        self.dispatch: Dispatch[Any, PoolWorker] = Dispatch(options.concurrency, options.threads, options.per_key)
+        turn = Turn(loop)
+        self.dispatch: Dispatch[Any, PoolWorker] = Dispatch(options.concurrency, options.threads, options.per_key, turn.time)
         self.shares = Shares(loop, store)
         self.phase = RunnerPhase()
         self.members: set[PoolWorker] = set()
         """All workers that have not ended. The pool adds and removes them."""
-        self.calls = CallRegistry(loop, self.dispatch, self.shares, self.phase, self, self.members)
+        self.calls = CallRegistry(turn, self.dispatch, self.shares, self.phase, self, self.members)
         self._broadcasts = self.calls.broadcasts
         self.meters = Meters(is_on=metrics_wanted())
         self.functions = Functions(store, self.shares, self.members, self.meters)
