@@ -5,7 +5,7 @@
 #   make test       what every change must pass: each test on the engines and loops where it differs  PYTEST_ARGS="-k ring" for a part
 #   make test-threads  the contract over threads: with this Python, and on python3.14t, where it is built, without a GIL and with one
 #   make demo-threads  the article's program and payloads on processes and on threads, side by side
-#   make test-full  the same on every engine and under every loop, then test-fallbacks: for the night
+#   make test-full  the same on every engine and under every loop, then test-fallbacks and test-examples: for the night
 #   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
 #   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
@@ -18,6 +18,7 @@
 #   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
+#   make test-examples  runs the programs in examples/ as a person does, and asserts their results; PYTEST_ARGS="-k crawler" for one
 #   make test-programs  runs other people's programs with percore in them; PYTEST_ARGS="-k gunicorn" for one
 #   make test-browser  looks at the dashboard and the flame graph in a headless Chromium, where there is one
 #   make test-ray   workers on a real Ray cluster of two nodes, with Ray in .venvs/ray, in a network of loopback alone
@@ -51,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -110,6 +111,7 @@ demo-threads: $(VENV)/.percore-test
 test-full: $(VENV)/.percore-test
 	$(RUN) -m pytest -n $(JOBS) $(BY_FILE) --rows=full $(PYTEST_ARGS)
 	@$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-fallbacks)
+	@$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-examples PYTEST_ARGS=--rows=full)
 
 test-fallbacks: $(VENV)/.percore-test
 	@for one in $(WITHOUT_ALL) $(subst $(comma), ,$(WITHOUT_ALL)); do \
@@ -155,6 +157,10 @@ docs: $(VENV)/.percore-docs
 
 test-docs: $(VENV)/.percore-docs-test
 	$(RUN) $(PYTEST) -n $(JOBS) tests/docs $(PYTEST_ARGS)
+
+# `make test` leaves the programs of examples/ to it: they use what percore promises, and the tests of that are elsewhere.
+test-examples: $(VENV)/.percore-test
+	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) tests/examples $(PYTEST_ARGS)
 
 # Given by name: `make test` does without these programs.
 test-programs: $(VENV)/.percore-programs

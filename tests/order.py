@@ -8,14 +8,14 @@ from typing import Final
 import pytest
 
 LONGEST: Final = (
-    *("e2e/test_buffers", "e2e/test_examples", "contract/test_reload_and_resize", "e2e/test_crawler", "e2e/test_launch"),
+    *("e2e/test_buffers", "contract/test_reload_and_resize", "e2e/test_launch"),
     *("e2e/test_limits", "contract/test_max_memory", "contract/test_batches", "contract/test_deaths"),
     *("contract/test_nested_walks", "e2e/test_launch_styles", "e2e/test_deaths", "contract/test_recycling"),
-    *("e2e/test_interrupts", "e2e/test_restarts", "e2e/test_executor_ends", "e2e/test_service", "contract/test_rates"),
+    *("e2e/test_interrupts", "e2e/test_restarts", "e2e/test_executor_ends", "contract/test_rates"),
     *("contract/test_buffers", "unit/test_dispatch", "e2e/test_executor_workers", "e2e/test_containers"),
     *("contract/test_payloads", "e2e/test_simulate", "contract/test_listen", "contract/test_peers_recycling"),
-    *("contract/test_map_ends", "contract/test_closing", "e2e/test_pipeline", "e2e/test_top", "e2e/test_misuse"),
-    *("e2e/test_hosts", "e2e/test_images", "contract/test_retries", "e2e/test_multiprocessing", "contract/test_streams"),
+    *("contract/test_map_ends", "contract/test_closing", "e2e/test_top", "e2e/test_misuse"),
+    *("e2e/test_hosts", "contract/test_retries", "e2e/test_multiprocessing", "contract/test_streams"),
     *("e2e/test_around_calls", "contract/test_inside", "e2e/test_supervisor_death", "contract/test_nested", "contract/test_keys"),
     *("unit/test_keys", "unit/test_layers", "contract/test_lives", "contract/test_timeouts", "contract/test_share"),
     *("contract/test_hard_timeout", "unit/test_usage", "contract/test_storms", "contract/test_stream_ends"),

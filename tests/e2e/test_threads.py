@@ -5,13 +5,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.asyncio_only
-
-ROOT = Path(__file__).parents[2]
 
 
 def start(program: str) -> "subprocess.Popen[str]":
@@ -77,13 +74,3 @@ def test_ctrl_c_is_the_main_thread_s_and_the_lifespans_are_left() -> None:
     assert output == "CancelledError\nleft\n"
     assert "KeyboardInterrupt" in errors
     assert child.returncode == -signal.SIGINT
-
-
-def test_the_demonstration_shows_both_engines_side_by_side() -> None:
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "examples" / "threads.py"), "0.02"]
-    output = subprocess.run(
-        command, capture_output=True, text=True, timeout=45, check=True, env=os.environ | {"COLUMNS": "120"}
-    ).stdout
-    assert "GIL" in output
-    for row in ("the article's call", "there and back", "fib(18)", "threads / processes"):
-        assert row in output
