@@ -715,6 +715,19 @@ class DispatchMachine(RuleBasedStateMachine):
         for name, key in keys.items():
             assert key.running == len(self.under_way(name))
 
+    @invariant()
+    def keys_that_take_the_shorter_ways_are_held_back_by_nothing(self) -> None:
+        if not hasattr(self, "dispatch"):
+            return
+        keys = self.dispatch.keys
+        for key in keys._keys.values():
+            if key.calm == keys.round:
+                assert key.round == keys.round
+                assert key.seat in keys._seats
+                assert key.seat is keys._home(key.name)
+                assert key.gate is None
+                assert keys._limit == keys_module._WORD
+
     @rule()
     def run_dry(self) -> None:
         """With a worker, everything that was not cancelled is sent and ends."""

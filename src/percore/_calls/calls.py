@@ -2,7 +2,7 @@
 
 `PendingCall` is the one interface of all kinds of calls, and `CallBase` what they have in common:
 
-    Awaited    a call of `run`; `Planned` is one with a policy
+    Awaited    a call of `run`; `Planned` is one with a policy, and `Limited` one with time limits or a rate
     Call       a call of `submit`, of a broadcast, or of `run` if its end releases something; a future itself
     Job        a call of an executor (in `_executor.jobs`)
     Item       an item of a map, sent singly (in `_calls.items`)
@@ -407,19 +407,26 @@ class Awaited(CallBase):
 
 
 class Planned(Awaited):
-    """A call of `run` with a policy.
+    """A call of `run` with a policy that sets no time limit and no rate.
 
     The worker need not know about retries, and one message tells it the timeout of many calls. So a policy gets its plan only when
     an attempt has failed.
     """
 
-    __slots__ = ("begin_by", "hard_by", "key", "plan", "policy", "timeout")
+    __slots__ = ("key", "plan", "policy")
 
     policy: Policy
-    begin_by: float | None
-    hard_by: float | None
 
     def retry_plan(self) -> CallPlan | None:
         if self.plan is None:
             self.plan = CallPlan(self.policy)
         return self.plan
+
+
+class Limited(Planned):
+    """A call of `run` with any policy. Its limits are its own, since most of these calls need no plan."""
+
+    __slots__ = ("begin_by", "hard_by", "timeout")
+
+    begin_by: float | None
+    hard_by: float | None

@@ -40,6 +40,7 @@ class Policy:
         is_limited: whether the policy has a time limit.
         has_clock: whether the supervisor keeps a clock for the call. Its worker alone keeps that of `timeout`.
         needs_plan: whether the policy has retries, a time limit or a rate.
+        is_free: whether the policy has no time limit and no rate.
         lacks_key: whether it has a rate and no key.
     """
 
@@ -57,12 +58,14 @@ class Policy:
     is_limited: bool = field(init=False, repr=False, compare=False)
     has_clock: bool = field(init=False, repr=False, compare=False)
     needs_plan: bool = field(init=False, repr=False, compare=False)
+    is_free: bool = field(init=False, repr=False, compare=False)
     lacks_key: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.has_clock = self.queue_timeout is not None or self.hard_timeout is not None
         self.is_limited = self.has_clock or self.timeout is not None
         self.needs_plan = self.retries > 0 or self.is_limited or self.rate is not None
+        self.is_free = not self.is_limited and self.rate is None
         self.lacks_key = self.rate is not None and self.key is None
         if self.queue_left is None:
             self.queue_left = self.queue_timeout

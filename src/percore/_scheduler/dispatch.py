@@ -44,6 +44,9 @@ class Dispatch(Generic[C, S]):
         self._turns: tuple[deque[Queue[C, S]], deque[Queue[C, S]]] = (deque(), deque())
         self._maps: dict[Queue[C, S], None] = {}
         self.keys: Keys[C, S] = Keys(per_key)
+        self.keys.on_listed = self._list
+        self.left = self.keys.left
+        """Notes that a call with a key has ended, or left its worker, after it was sent."""
         self.names = Names()
         """Maps users' keys to names, which are the keys of calls here."""
         self.seats: list[S] = []
@@ -183,7 +186,10 @@ class Dispatch(Generic[C, S]):
         kind = call.kind
         home = self.singles[kind] if queue is None else queue
         if call.key is not None:
-            return self._submitted_keyed(call, home)
+            seat = self.keys.submitted(call, home, self._places[kind])
+            if seat is None and not home.is_listed and home.by_seat:
+                self._list(home)
+            return seat
         if not home.calls:
             turns = self._turns[kind]
             # Calls with keys do not hold this call up: they may wait for one worker while others have room.
@@ -200,12 +206,6 @@ class Dispatch(Generic[C, S]):
         if not home.is_listed:
             self._list(home)
         return None
-
-    def _submitted_keyed(self, call: C, queue: Queue[C, S]) -> S | None:
-        seat = self.keys.submitted(call, queue, self._places[call.kind])
-        if seat is None and queue.by_seat and not queue.is_listed:
-            self._list(queue)
-        return seat
 
     def appended(self, queue: Queue[C, S]) -> None:
         """Let a queue take turns after items for batches were appended to it."""
@@ -245,11 +245,6 @@ class Dispatch(Generic[C, S]):
             self.keys.remove(call, home)
         elif call in home.calls:
             home.calls.remove(call)
-
-    def left(self, call: C) -> None:
-        """Note that a call with a key has ended, or left its worker, after it was sent."""
-        for queue in self.keys.ended(call):
-            self._list(queue)
 
     def unsent(self, call: C) -> None:
         """Note that a call with a key was not sent to the worker that it was given."""
@@ -296,7 +291,7 @@ class Dispatch(Generic[C, S]):
             queue = turns[0]
             if queue.by_seat:
                 if not queue.calls and not queue.batches:
-                    yield from self._fill_lanes(queue, kind)
+                    yield from self.keys.fill(queue, kind, self._places[kind])
             elif (seat := self._only(kind)) is not None:  # usually after an outcome
                 calls, load, places = queue.calls, seat.load, self._places[kind]
                 while calls and load[kind] < places:
@@ -313,15 +308,6 @@ class Dispatch(Generic[C, S]):
         places = self._places[kind]
         free = [seat for seat in self.seats if seat.load[kind] < places]
         return free[0] if len(free) == 1 else None
-
-    def _fill_lanes(self, queue: Queue[C, S], kind: int) -> Iterator[tuple[C, S]]:
-        """Fill the free places of the workers with the calls whose keys belong to them. There is no worker to choose."""
-        places = self._places[kind]
-        take = self.keys.take
-        for seat in list(queue.by_seat):
-            load = seat.load
-            while load[kind] < places and (call := take(queue, seat)) is not None:
-                yield call, seat
 
     def next(self, kind: int) -> tuple[C, S] | None:
         """Return the next call of this kind that can be sent, and its worker; None if there is none."""

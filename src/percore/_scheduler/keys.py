@@ -16,7 +16,7 @@ more than a call. At most `KEPT` idle keys are kept, or as many as there are oth
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final, Generic
 
 from percore._scheduler.key_names import Name
@@ -55,6 +55,8 @@ class Keys(Generic[C, S]):
         """Workers that take no calls for now."""
         self._held_back: dict[Lane[C, S], None] = {}
         """Lanes of keys that are bound to a worker that rests. When it takes calls again, they have to be listed."""
+        self.on_listed: Callable[[Lanes[C, S]], None] = lambda queue: None
+        """Called with each queue from which a call may be sent now, because one has `left`."""
         self.round = 0
         """How often the workers have changed."""
         self.changes = 0
@@ -85,6 +87,11 @@ class Keys(Generic[C, S]):
         key.is_seated = key.seat in self._seats
         key.is_home = key.is_seated and key.seat is home
         key.round = self.round
+        self._calm(key)
+
+    def _calm(self, key: Key[C, S]) -> None:
+        """Note whether calls of this key take the shorter ways."""
+        key.calm = key.round if key.is_home and key.gate is None and self._limit == _WORD else -1
 
     def _lane(self, name: Hashable, queue: Lanes[C, S]) -> Lane[C, S]:
         """Return the lane of this key in this queue. Use it at once: when user code runs, it may drop an idle key."""
@@ -99,6 +106,7 @@ class Keys(Generic[C, S]):
         if key is None:
             key = self._keys.setdefault(name, Key(name, self._home(name), self.round))
             key.gate = self._gates.get(name)
+            self._calm(key)
         queue.lanes[name] = key.lanes.setdefault(queue, Lane(key, queue))
         self._queues[queue] = None
 
@@ -134,6 +142,7 @@ class Keys(Generic[C, S]):
         if seat in self._seats and name not in self._keys:
             key = self._keys[name] = Key(name, seat, self.round)
             key.is_home = self._home(name) is seat
+            self._calm(key)
             self._note(key)
 
     def guard(self, name: Hashable, gate: Gate[C, S] | None) -> None:
@@ -144,6 +153,7 @@ class Keys(Generic[C, S]):
             self._gates[name] = gate
         if (key := self._keys.get(name)) is not None:
             key.gate = gate
+            self._calm(key)
 
     def opened(self, name: Hashable) -> Iterable[Lanes[C, S]]:
         """Note that the gate of a key is not shut any more. Return the queues from which a call may be sent now."""
@@ -170,6 +180,24 @@ class Keys(Generic[C, S]):
             lane = queue.lanes[name]
         except KeyError:
             lane = self._lane(name, queue)
+        key = lane.key
+        if key.calm != self.round:
+            return self._submitted(call, queue, places)
+        # As `_submitted`, for a key that nothing holds back. With the other shorter ways this saves a third of what a key costs.
+        calls, seat = lane.calls, key.seat
+        if seat.load[call.kind] < places and (not calls or len(calls) == lane.ended):  # type: ignore[union-attr]
+            key.running += 1
+            return seat
+        calls.append(call)
+        queue.count += 1
+        if not lane.is_listed:
+            lane.is_listed = True
+            queue.by_seat[seat].append(lane)  # type: ignore[index]
+        return None
+
+    def _submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
+        name = call.key
+        lane = self._lane(name, queue)
         if lane.key.round != self.round:
             self._place(lane.key)
             lane = self._lane(name, queue)
@@ -216,6 +244,30 @@ class Keys(Generic[C, S]):
         elif key.seat in self._resting:
             self._held_back[lane] = None
         return lane.is_listed
+
+    def fill(self, queue: Lanes[C, S], kind: int, places: int) -> Iterator[tuple[C, S]]:
+        """Yield the queue's calls for workers with free places of this kind, each with its worker, and count them as under way."""
+        for seat in list(queue.by_seat):
+            load, lanes = seat.load, queue.by_seat.get(seat)
+            while load[kind] < places:
+                lane = lanes.popleft() if lanes else None
+                if lane is None or lane.key.calm != self.round or lane.ended or not lane.calls:
+                    if lane is not None:
+                        lanes.appendleft(lane)  # type: ignore[union-attr]
+                    following = self.take(queue, seat)
+                    if following is None:
+                        break
+                    yield following, seat
+                    continue
+                calls = lane.calls
+                call = calls.popleft()
+                lane.key.running += 1
+                queue.count -= 1
+                if calls:
+                    lanes.append(lane)  # type: ignore[union-attr]
+                else:
+                    lane.is_listed = False
+                yield call, seat
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
         """Take the queue's next call for this worker and count it as under way. Return None if there is none."""
@@ -290,6 +342,16 @@ class Keys(Generic[C, S]):
             queue.count -= 1
             self._note(lane.key)
 
+    def left(self, call: C) -> None:
+        """As `ended`, for a call that was sent: tell `on_listed`."""
+        key = self._keys[call.key]
+        running = key.running
+        if key.calm == self.round and (running > 1 or key.is_noted):
+            key.running = running - 1  # no lane of this key waits for it
+        else:
+            for queue in self.ended(call):
+                self.on_listed(queue)
+
     def ended(self, call: C, *, was_sent: bool = True) -> Iterable[Lanes[C, S]]:
         """Note that a call is no longer under way. Return the queues from which a call may be sent now.
 
@@ -316,6 +378,7 @@ class Keys(Generic[C, S]):
         else:
             key.seat = self._home(key.name)
             key.is_seated = key.is_home = key.seat is not None
+            self._calm(key)
         listed = [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
         if running == 1:
             self._note(key)

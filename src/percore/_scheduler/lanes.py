@@ -52,7 +52,7 @@ class Gate(Protocol[C_contra, S_contra]):
 class Key(Generic[C, S]):
     """A key that has, or had, calls waiting or under way."""
 
-    __slots__ = ("gate", "is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
+    __slots__ = ("calm", "gate", "is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
 
     def __init__(self, name: Hashable, seat: S | None, at: int) -> None:
         self.name = name
@@ -62,6 +62,8 @@ class Key(Generic[C, S]):
         home, its calls under way had begun before the workers changed."""
         self.round = at
         """The number of changes of the workers at the time `is_seated` and `is_home` were set."""
+        self.calm = -1
+        """The same number, if the key was at home then and neither a rate nor a limit holds its calls back; else -1."""
         self.running = 0
         self.is_noted = False
         """Whether the key is in the list from which idle keys are dropped."""

@@ -9,7 +9,7 @@ from asyncio import Future
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from percore._calls.calls import Awaited, Call, PendingCall, Planned, SubmittedCall, TracedCall
+from percore._calls.calls import Awaited, Call, Limited, PendingCall, Planned, SubmittedCall, TracedCall
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan, Policy
 from percore._calls.shared_objects import Share
@@ -99,7 +99,7 @@ class Submission:
                 return self._unpicklable(call, function, error)
         return self._accept(call, function, body, met, policy, member)
 
-    def run(
+    def run(  # noqa: C901, PLR0912  # every awaited call takes it: each function that it called would cost it a fiftieth
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
     ) -> Awaited | Call:
         """As `submit`, for `Runner.run`.
@@ -127,8 +127,13 @@ class Submission:
                 return self._accept(Call(loop=self._loop), function, body, met, policy)
         if policy is None:
             call = Awaited()
-        else:
+        elif policy.is_free:
             call = Planned()
+            call.policy = policy
+            call.key = policy.key
+            call.plan = None
+        else:
+            call = Limited()
             call.policy = policy
             call.key = policy.key
             call.timeout = timeout = policy.timeout
