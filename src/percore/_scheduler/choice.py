@@ -54,11 +54,10 @@ class Choice(Generic[S]):
         """The workers, if they are more than a few."""
         self._is_one_behind = False
         """Whether the last full comparison met a worker that had room and unread messages."""
-        self._second = 0.0
-        """In the last full comparison: no weight but the smallest one is less than this, and that one's worker was so silent."""
-        self._step = 0
         self._known_in: list[float | None] = [None, None]
         """By kind: the turn to the end of which `_least` is known, because a worker may read again; None: it stays known."""
+        self._best: list[S | None] = [None, None]
+        """By kind: the worker that the last full comparison has found best."""
         self._front: dict[int, tuple[S, float, float]] = {}
         """By kind: a worker that stays the best one in this turn, while its load is below this limit and no load falls."""
         self._beyond: dict[S, int] = {}
@@ -74,6 +73,7 @@ class Choice(Generic[S]):
         if seat is None:
             self._least[0] = self._least[1] = _NOWHERE
             self._known_in[0] = self._known_in[1] = None
+            self._best[0] = self._best[1] = None
             self._lowered[0].clear()
             self._lowered[1].clear()
             self._many = frozenset(self._seats) if len(self._seats) > _FEW else frozenset()
@@ -102,14 +102,11 @@ class Choice(Generic[S]):
         places, room = self._places[kind], self._room[kind]
         best: S | None = None
         least: float = sys.maxsize
-        second: float = sys.maxsize
         step = 0
         is_one_behind = False
         for seat in self._seats:
             load = seat.load[kind]
-            if load >= least:  # its weight is no smaller
-                second = min(second, load)
-            elif load < room:
+            if load < room and load < least:
                 weight: float = load
                 silence = seat.silence()
                 if silence:
@@ -122,11 +119,8 @@ class Choice(Generic[S]):
                 if load >= places:
                     weight += _AHEAD_LAST
                 if weight < least:
-                    best, least, second, step = seat, weight, least, silence
-                elif weight < second:
-                    second = weight
+                    best, least, step = seat, weight, silence
         self._is_one_behind = is_one_behind
-        self._second, self._step = second, step
         return best if step < BLOCKED else self._beside(best, kind)
 
     def _beside(self, blocked: S | None, kind: int) -> S | None:
@@ -148,9 +142,11 @@ class Choice(Generic[S]):
 
     def of_many(self, kind: int) -> S | None:
         """As `of_few`, but remember the least load and which workers may have it, or that a worker has by far the least."""
-        front = self._front.get(kind)
-        if front is not None and front[0].load[kind] < front[1] and front[2] == self._turn():
-            return front[0]
+        if kind in self._front:
+            best, limit, turn = self._front[kind]
+            if best.load[kind] < limit and turn == self._turn():
+                return best
+            del self._front[kind]
         seats, lowered = self._seats, self._lowered[kind]
         least, start, is_shared = self._least[kind]
         while lowered:
@@ -158,31 +154,33 @@ class Choice(Generic[S]):
             if seat.load[kind] == least and not seat.silence():
                 return seat
             lowered.pop()
-        turn = self._known_in[kind]
-        for index in range(start, len(seats) if turn is None or turn == self._turn() else 0):
+        known_in = self._known_in[kind]
+        for index in range(start, len(seats) if known_in is None or known_in == self._turn() else 0):
             seat = seats[index]
             if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
                 if seat.silence():
-                    if turn is None:
+                    if known_in is None:
                         break
                     continue
                 self._least[kind] = least, index, is_shared
                 return seat
         lowered.clear()
-        best = self.of_few(kind)
-        self._remember(best, kind)
-        return best
+        chosen = self.of_few(kind)
+        self._remember(chosen, kind)
+        return chosen
 
     def _remember(self, best: S | None, kind: int) -> None:
         """Remember what is known after a full comparison."""
         if best is None:
             self._least[kind] = _NOWHERE
             return
-        load = best.load[kind]
+        load, silence, turn = best.load[kind], best.silence(), self._turn()
         # A worker with unread messages may have a smaller load, and may read again in the next turn.
         is_lasting = not load or not self._is_one_behind
-        turn = self._turn()
         self._known_in[kind] = None if is_lasting else turn
-        self._least[kind] = _NOWHERE if best.silence() else (load, 0, best.load[1 - kind] > 0)
-        if load and self._step < BLOCKED:
-            self._front[kind] = best, min(self._second - self._step - _SHARED, self._places[kind]), turn
+        self._least[kind] = _NOWHERE if silence else (load, 0, best.load[1 - kind] > 0)
+        was_best, self._best[kind] = self._best[kind] is best, best
+        if was_best and load and silence < BLOCKED:
+            second = min((seat.load[kind] for seat in self._seats if seat is not best), default=0)
+            if second - silence > load + 1:  # no weight is less than a load
+                self._front[kind] = best, min(second - silence, self._places[kind]), turn
