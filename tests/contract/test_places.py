@@ -144,6 +144,51 @@ async def test_closing_waits_for_the_place_of_a_worker_at_its_limit() -> None:
     assert [call.result() for call in calls] == [*range(10)]
 
 
+async def test_a_reload_without_a_place_for_a_further_worker_fails_and_the_old_one_goes_on(gate: Gate, log: Log) -> None:
+    async with FewPlacesRunner(1, start_timeout=0.2) as runner:
+        engine = FewPlaces.made
+        engine.no_place = "the cluster is full"
+        with pytest.raises(
+            StartupFailed,
+            match=r"^the reload stopped, and the workers in service go on: there was no place for worker 0 within "
+            r"start_timeout=0\.2 s: the cluster is full\. A new worker needs a place beside those that serve",
+        ):
+            await runner.reload()
+        assert engine.refused.qsize() == 1
+        with pytest.raises(StartupFailed, match=r"^the resize stopped, .* no place for worker 1 within"):
+            await runner.resize(2)
+        engine.add()  # too late: nobody waits for it any more
+        assert await runner.run(jobs.echo, 1) == 1
+        (worker,) = runner.statistics().workers
+        assert (worker.generation, worker.restarts) == (1, 0)
+        await runner.reload()
+        (worker,) = runner.statistics().workers
+        assert (worker.generation, worker.restarts) == (2, 1)
+
+
+async def test_a_reload_waits_for_a_place(gate: Gate, log: Log) -> None:
+    async with FewPlacesRunner(1) as runner:
+        engine = FewPlaces.made
+        running = runner.submit(jobs.await_, log.path, gate.path, 1)
+        await log.next()
+        reload = asyncio.create_task(runner.reload())
+        assert await engine.refused.get() == 0
+        assert await runner.run(jobs.echo, 1) == 1
+        engine.add()
+        await reload
+        assert runner.statistics().workers[0].generation == 2
+        gate.open()
+        assert await running == 1
+        cancelled = asyncio.create_task(runner.reload())
+        engine.places = 0
+        assert await engine.refused.get() == 0
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        engine.add()
+        assert await runner.run(jobs.echo, 1) == 1
+        assert runner.statistics().workers[0].generation == 2, "it has the worker that it had"
+
+
 async def test_without_any_worker_a_place_has_to_come_within_the_time_of_a_start() -> None:
     async with FewPlacesRunner(1, start_timeout=0.5) as runner:
         engine = FewPlaces.made

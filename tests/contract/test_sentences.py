@@ -656,6 +656,11 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/contract/test_reload_and_resize.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
         "the reload stopped, and the workers in service go on: ",
     ),
+    "the … stopped, and the workers in service go on: there was no place for worker … within start_timeout=… s…. A new worker "
+    "needs a place beside those that serve": at(
+        "tests/contract/test_places.py::test_a_reload_without_a_place_for_a_further_worker_fails_and_the_old_one_goes_on",
+        "there was no place for worker 0 within ",
+    ),
     "there was no place for worker … within start_timeout=… s": at(
         "tests/contract/test_places.py::test_a_start_that_finds_no_place_in_time_fails", "no place for worker 2 within"
     ),

@@ -332,6 +332,17 @@ def test_a_renewal_waits_for_a_place() -> None:
     assert slot.ready(following) == Decision(Act.TAKE_OVER, retired=worker)
 
 
+def test_a_renewal_that_waits_for_a_place_for_too_long_is_given_up() -> None:
+    slot, first = served()
+    assert slot.renew().act is Act.START
+    assert slot.no_place().act is Act.NOTHING
+    slot.stay()
+    assert (slot.current, slot.restarts, slot.renewal) == (first, 0, Renewal.NONE)
+    assert slot.has_place(ALL, has_waiting=True).act is Act.NOTHING
+    slot.stay()
+    assert slot.renew().act is Act.START, "another one may be asked for"
+
+
 def test_a_slot_that_was_given_up_gets_one_more_try() -> None:
     slot, worker = served()
     slot.budget.deaths = LIMIT
@@ -465,6 +476,11 @@ class Walk(RuleBasedStateMachine):
         self.is_used = True
         self.carry_out(self.slot.renew(), can=can)
         self.is_used = self.slot.state is not Occupancy.EMPTY  # the first worker of an added slot could not be started
+
+    @rule()
+    def stay(self) -> None:
+        self.slot.stay()
+        assert self.slot.restarts >= 0
 
     @precondition(lambda self: not self.is_first)
     @rule()

@@ -332,8 +332,9 @@ class Runner(Verbs):
         If cancelled, it replaces no further workers: some are new and some old, and all are in service.
 
         Raises:
-            StartupFailed: a new worker raised in its imports or its lifespan, died, or was not ready within `start_timeout`. The
-                old worker stays in service, and the remaining ones are not replaced.
+            StartupFailed: a new worker raised in its imports or its lifespan, died, or was not ready within `start_timeout`, or
+                there was no place for it within this time. The old worker stays in service, and the remaining ones are not
+                replaced.
             RunnerClosed: the runner is not started, is closing or closed, or was closed meanwhile.
             RunnerBroken: as in `submit`.
             RuntimeError: called from another event loop or thread, or after a fork.

@@ -13,7 +13,8 @@
 | it may begin few more calls         | ahead of time; the next worker takes over once the current one may begin none  |
 | a worker could not start, or died before it took over | after the delay given by the budget                          |
 | there was no place for a worker     | when the engine has one. A worker that is done ends before, to free its place |
-| it is to be renewed                 | at once. The next worker takes over as soon as it is ready                     |
+| it is to be renewed                 | at once. The next worker takes over as soon as it is ready. Without a place    |
+|                                     | for it within a time the current one goes on                                   |
 
 In each row but the last, the next worker takes over at once if there is one. A slot has at most one start scheduled. During the
 first start nothing is attempted twice, nor is a renewal. A runner that closes replaces workers only as far as its phase allows
@@ -392,6 +393,13 @@ class Replacement(Generic[W]):
         self._change(Change.FORGOT)
         is_allowed = rule is Replaces.ALL or (rule is Replaces.SPENT and self.current is None and has_waiting)
         return Decision(Act.START) if is_allowed else _NOTHING
+
+    def stay(self) -> None:
+        """A renewal has waited for a place for too long: the current worker goes on. Does nothing if none waits for a place."""
+        if self.state is Occupancy.SERVED_WAITING:
+            self._change(Change.FORGOT)
+            self.renewal = Renewal.NONE
+            self.restarts -= 1  # it was counted when it was decided
 
     @property
     def can_renew(self) -> bool:

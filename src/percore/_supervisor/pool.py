@@ -90,7 +90,7 @@ class Pool:
         self._placeless = Placeless(self._loop, self.slots, members, options.start_timeout, self._no_place_in_time)
         self.last_report = ""
         """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
-        self.changes = PoolChanges(self, engine, calls.phase)
+        self.changes = PoolChanges(self, engine, calls.phase, options.start_timeout)
         self._opened_at: float | None = None
         """When all workers were ready for the first time, as a time of the loop."""
         self._burials = Burials(self, calls, nested, keeper, observer)

@@ -6,6 +6,9 @@
 One reload or resize runs at a time, in the order in which they were asked for. `Replacement` decides when a worker takes over. The
 pool reports each change of a slot (`look`) and each worker that could not start. A reload that fails, is cancelled or is cut off by
 the end of the runner leaves every slot with the worker that it has.
+
+An engine may have no place for one worker more than there are. Then a reload waits for `start_timeout` seconds, and fails: to end
+an old worker first would leave fewer ready ones than the runner promises.
 """
 
 import asyncio
@@ -40,6 +43,8 @@ class ChangedPool(Protocol):
 class Renewing(Protocol):
     """The engine, as the changes of a pool see it."""
 
+    no_place: str
+
     def renew(self) -> None: ...
 
     def resize(self, workers: int) -> None: ...
@@ -48,7 +53,8 @@ class Renewing(Protocol):
 class PoolChanges:
     """The reloads and resizes of one runner. Only the thread of its loop may call its methods."""
 
-    def __init__(self, pool: ChangedPool, engine: Renewing, phase: RunnerPhase) -> None:
+    def __init__(self, pool: ChangedPool, engine: Renewing, phase: RunnerPhase, patience: float) -> None:
+        """`patience`: for how many seconds a worker may wait for a place."""
         self._pool = pool
         self._engine = engine
         self._phase = phase
@@ -65,6 +71,9 @@ class PoolChanges:
         """Why one of the awaited workers could not start, and the error behind it."""
         self._cause: BaseException | None = None
         self._changed = asyncio.Event()
+        self._patience = patience
+        self._waits_until: float | None = None
+        """Until when awaited workers may wait for places, as a time of the loop; None: none waits for one."""
 
     async def reload(self) -> None:
         """Replace every worker by one that was started after this call.
@@ -123,9 +132,29 @@ class PoolChanges:
                     self._renew(slot, awaited[slot])
                 if not self._is_settled():
                     self._changed.clear()  # now: renewing has set it
-                    await self._changed.wait()
+                    await self._change([slot for slot in late if slot.lacks_place], what)
         finally:
-            self._awaited, self._failure, self._cause = {}, None, None
+            self._awaited, self._failure, self._cause, self._waits_until = {}, None, None, None
+            for slot in awaited:
+                slot.stay()
+
+    async def _change(self, placeless: "list[WorkerSlot]", what: str) -> None:
+        """Wait until a slot has changed. `placeless`: the awaited ones that have no place for the next worker.
+
+        Raises:
+            StartupFailed: there was none for too long.
+        """
+        now = asyncio.get_running_loop().time()
+        self._waits_until = (self._waits_until or now + self._patience) if placeless else None
+        try:
+            async with asyncio.timeout_at(self._waits_until):
+                await self._changed.wait()
+        except TimeoutError:
+            waiting, why = ", ".join(str(slot.index) for slot in placeless), self._engine.no_place
+            raise StartupFailed(
+                f"the {what} stopped, and the workers in service go on: there was no place for worker {waiting} within "
+                f"start_timeout={self._patience:g} s{f': {why}' if why else ''}. A new worker needs a place beside those that serve"
+            ) from None
 
     def _is_settled(self) -> bool:
         return self._failure is not None or all(_serves(slot, generation) for slot, generation in self._awaited.items())
