@@ -33,6 +33,10 @@ async def anumbers(place: int, size: int = SIZE) -> "np.ndarray[Any, Any]":
     return numbers(place, size)
 
 
+async def akeep_numbers(size: int) -> None:
+    kept.append(numbers(0, size))
+
+
 def is_numbers(place: int, array: Any) -> bool:
     """Whether it is what `numbers` has given."""
     return bool(array[0] == place and np.array_equal(array, numbers(place, len(array))))
