@@ -7,6 +7,7 @@ A Log receives lines that calls say (jobs.say), in the order they said them. The
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,20 +89,17 @@ def _set(waiter: "asyncio.Future[None]") -> None:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.close()
+    with closing(Gate(tmp_path / "gate")) as gate:
+        yield gate
 
 
 @pytest.fixture
 def other_gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "other_gate")
-    yield gate
-    gate.close()
+    with closing(Gate(tmp_path / "other_gate")) as gate:
+        yield gate
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(tmp_path / "log")
-    yield log
-    log.close()
+    with closing(Log(tmp_path / "log")) as log:
+        yield log

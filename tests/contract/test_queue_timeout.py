@@ -10,7 +10,7 @@ from percore._engines.nodes.worker import NodeWorker
 from percore._protocol.interfaces import Fate
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
-from tests.contract.conftest import MakeRunner, worker_of
+from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 from tests.internals import members_of, slots_used, supervisor_of
@@ -142,7 +142,8 @@ async def test_its_worker_dies_before_it_begins(make: MakeRunner, log: Log, gate
         held = await hold(runner, holding, log, gate)
         call = runner.options(queue_timeout=TINY).submit(fn, log.path, gate.path, "never")
         patient = runner.options(queue_timeout=60).submit(fn, log.path, gate.path, "runs")
-        worker_of(runner).kill()
+        worker = worker_of(runner)
+        worker.kill()
         with pytest.raises(percore.WorkerDied):
             await held[0]
         while (said := await log.next()).startswith("cancelled"):  # by the death of a fake worker
@@ -151,6 +152,7 @@ async def test_its_worker_dies_before_it_begins(make: MakeRunner, log: Log, gate
         result = (await asyncio.gather(call, return_exceptions=True))[0]
         assert result == "never" if said == "never" else isinstance(result, TimeoutError)
         assert await patient == "runs"
+        await threads_ended(worker)
 
 
 async def test_its_worker_dies_when_it_is_too_late(make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +161,14 @@ async def test_its_worker_dies_when_it_is_too_late(make: MakeRunner, log: Log, g
         held = await hold(runner, jobs.wait, log, gate)
         call = runner.options(queue_timeout=TINY).submit(jobs.echo, "never")
         (member,), engine = members_of(runner), supervisor_of(runner).engine
-        fate = member.fate
+        worker, fate = worker_of(runner), member.fate
         with monkeypatch.context() as patched:
             patched.setattr(member, "fate", lambda one: Fate(begun=True) if one is call else fate(one))
             with pytest.raises(TimeoutError, match=LATE.replace("0.02", "0.04")):  # by then that one was looked at
                 await runner.options(queue_timeout=2 * TINY).run(jobs.echo, "never")
         with monkeypatch.context() as patched:
             patched.setattr(engine, "start", lambda *_: None)
-            worker_of(runner).kill()
+            worker.kill()
             with pytest.raises(TimeoutError, match=LATE):
                 await call
         with pytest.raises(percore.WorkerDied):
@@ -174,6 +176,7 @@ async def test_its_worker_dies_when_it_is_too_late(make: MakeRunner, log: Log, g
         gate.open()
         engine.on_place()
         assert await runner.run(jobs.echo, 1) == 1
+        await threads_ended(worker)  # a fake worker's memory goes with the last of its threads
 
 
 async def test_later_attempts_wait_as_long_as_they_must(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:

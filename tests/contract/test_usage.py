@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import threading
+from collections.abc import Mapping
 
 import pytest
 
 import percore
+from percore._monitor.usage import UsageMeter
 from tests import jobs
 from tests.contract.conftest import REAL, MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -75,13 +78,22 @@ async def test_a_worker_that_dies_is_never_an_error(make_real: MakeRunner) -> No
         assert died.value.pid not in {one.pid for one in afterwards.processes}
 
 
-async def test_cancelled_it_leaves_the_runner_as_it_was(make: MakeRunner) -> None:
+async def test_cancelled_it_leaves_the_runner_as_it_was(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled, measure = threading.Event(), UsageMeter.measure
+
+    def measure_late(meter: UsageMeter, roles: Mapping[int, str]) -> percore.Usage:
+        """Else the thread may have read everything before anybody can cancel the caller."""
+        cancelled.wait()
+        return measure(meter, roles)
+
+    monkeypatch.setattr(UsageMeter, "measure", measure_late)
     async with make() as runner:
         asking = asyncio.create_task(runner.usage())
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        cancelled.set()
         assert (await runner.usage()).processes
         assert await runner.run(jobs.aecho, 1) == 1
 

@@ -1,6 +1,7 @@
 """What tests with real processes ask for."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,14 @@ from tests.faults import Wire
 
 @pytest.fixture
 def wire(tmp_path: Path) -> Iterator[Wire]:
-    wire = Wire(tmp_path / "wire")
-    yield wire
-    wire.close()
+    with closing(Wire(tmp_path / "wire")) as wire:
+        yield wire
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Wire]:
-    gate = Wire(tmp_path / "gate")
-    yield gate
-    gate.close()
+    with closing(Wire(tmp_path / "gate")) as gate:
+        yield gate
 
 
 @pytest.fixture

@@ -247,17 +247,17 @@ class Lying(dict[int, Any]):
         return super().pop(*args)
 
 
-def test_taken_back_while_a_thread_reaches_for_it() -> None:
-    run = Recorder()
-    lying = Lying()
-    with pool(1, run) as threads:
-        threads.waiting = lying
-        threads.put(1, "both want it")
-        lying.reached.wait()
-        assert threads.take_back(1) == "both want it"
-        lying.go_on.set()
-    assert run.ran.empty()
-    assert threads.is_idle()
+def test_taken_back_while_a_thread_reaches_for_it(subtests: pytest.Subtests) -> None:
+    for name in ("put", "run_beside"):
+        run, lying = Recorder(), Lying()
+        with subtests.test(given_by=name), pool(1, run) as threads:
+            threads.waiting = lying
+            getattr(threads, name)(1, "both want it")
+            lying.reached.wait()
+            assert threads.take_back(1) == "both want it"
+            lying.go_on.set()
+        assert run.ran.empty()
+        assert threads.is_idle()
 
 
 def test_a_thread_is_free_while_it_has_no_call_whether_it_was_started_or_not() -> None:
@@ -330,19 +330,6 @@ def test_a_call_beside_counts_while_it_runs() -> None:
         assert not threads.is_idle()
         gate.opened.set()
         assert idle.get() is True
-
-
-def test_a_call_beside_that_has_not_begun_can_be_taken_back() -> None:
-    run = Recorder()
-    lying = Lying()
-    with pool(1, run) as threads:
-        threads.waiting = lying
-        threads.run_beside(1, "both want it")
-        lying.reached.wait()
-        assert threads.take_back(1) == "both want it"
-        lying.go_on.set()
-    assert run.ran.empty()
-    assert threads.is_idle()
 
 
 # Threads that cannot be started

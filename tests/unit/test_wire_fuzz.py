@@ -204,6 +204,12 @@ TO_HOST = [
 SELDOM_TO_HOST = [(Kind.KEEP, 701, bytes(300_000)), (Kind.START, 3, pack((0, 1, ())))]
 
 
+def surroundings() -> tuple[Any, NodesStore]:
+    """The loop and the store that both ends of a link are given here."""
+    loop: Any = Loop(asyncio.get_running_loop())
+    return loop, NodesStore(loop, Runner(max_message=1 << 20)._options, MainInfo("module", "tests"))
+
+
 # The program
 
 
@@ -226,8 +232,7 @@ class Ends:
 @pytest.mark.timeout(3000)
 async def test_the_program_drops_a_host_that_is_broken(caplog: pytest.LogCaptureFixture) -> None:
     chance = random.Random(20)
-    loop: Any = Loop(asyncio.get_running_loop())
-    store = NodesStore(loop, Runner(max_message=1 << 20)._options, MainInfo("module", "tests"))
+    loop, store = surroundings()
     lost = 0
     for _ in range(FRAMES // A_CONVERSATION // 2):
         told: list[str] = []
@@ -309,8 +314,7 @@ class Engine:
 @pytest.mark.timeout(3000)
 async def test_a_host_drops_a_program_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(21)
-    loop: Any = Loop(asyncio.get_running_loop())
-    store = NodesStore(loop, Runner(max_message=1 << 20)._options, MainInfo("module", "tests"))
+    loop, store = surroundings()
     lost = 0
     for _ in range(FRAMES // A_CONVERSATION // 2):
         sock: Any = Sock()
@@ -338,8 +342,7 @@ async def test_a_host_drops_a_program_that_is_broken(monkeypatch: pytest.MonkeyP
 
 
 async def test_no_worker_starts_after_the_end() -> None:
-    loop: Any = Loop(asyncio.get_running_loop())
-    store = NodesStore(loop, Runner(max_message=1 << 20)._options, MainInfo("module", "tests"))
+    loop, store = surroundings()
     sock: Any = Sock()
     host = Host(loop, sock, 1)
     engine: Any = Engine(store)
