@@ -25,7 +25,7 @@
 #   make demo-ray   the polite crawler over the two nodes of a Ray cluster, one of which is killed half-way
 #   make ray-head, ray-stop   a Ray cluster of two nodes in a network of loopback alone, to try by hand
 #   make bench-ray  the benchmarks of workers on a Ray cluster
-#   make lint       ruff and mypy --strict
+#   make lint       ruff, mypy --strict and pyright
 #   make package    builds the sdist and the wheel, checks them, and installs the wheel in a clean environment
 #   make package-all   the same, with every Python found
 #   make bench      every benchmark, in half an hour  QUICK=1 in five minutes; BENCH_ARGS="--list" passes arguments on
@@ -147,6 +147,7 @@ lint: $(VENV)/.percore-test,lint,bench
 	$(RUN) -m ruff check $(SOURCES)
 	$(RUN) -m ruff format --check $(SOURCES)
 	$(RUN) -m mypy $(SOURCES)
+	$(RUN) -m pytest -q tests/typing
 
 docs: $(VENV)/.percore-docs
 	@mkdir -p build

@@ -1,21 +1,22 @@
 """Where tests look into a runner: its workers, its calls and its memory slots, which `statistics()` and `usage()` do not show.
 
 A test needs this to kill a particular worker, to see that a call has left nothing behind, or to make a fault happen. It is the
-one way in, so that a change within percore changes these lines and no test. No module of a worker imports it.
+one way in, so that a change within percore changes these lines and no test. No module of a worker imports it. Programs under test
+do, so it imports what every runner needs, and no more.
 """
 
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from percore import Map, Runner, Stream
-from percore._engines.nodes.engine import NodesEngine
-from tests.hosts import inner_hosts
+from percore import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from percore import Map, Stream
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
 
@@ -88,6 +89,12 @@ def sent_messages(runner: Runner) -> Counter[int]:
     return sent
 
 
+def is_of_nodes(engine: Any) -> bool:
+    """Whether its workers are on several nodes. A program that has no such engine does not import it, which takes a while."""
+    module = sys.modules.get("percore._engines.nodes.engine")
+    return module is not None and isinstance(engine, module.NodesEngine)
+
+
 def slots_used(runner: Runner) -> int:
     """How many memory slots are taken by what is sent to workers."""
     return runner._supervisor.store.in_use
@@ -96,32 +103,37 @@ def slots_used(runner: Runner) -> int:
 def slots_at_all(runner: Runner) -> int:
     """How many memory slots there are for what is sent to workers; with nodes, in the host of one."""
     engine: Any = runner._supervisor.engine
-    store: Any = (inner_hosts(engine)[0].engine if isinstance(engine, NodesEngine) else engine).store
-    return int(store.count)
+    if is_of_nodes(engine):
+        from tests.hosts import inner_hosts
+
+        engine = inner_hosts(engine)[0].engine
+    return int(engine.store.count)
 
 
 def nodes_of(runner: Runner) -> list[str]:
     """The names of the nodes on which its workers ran at last; none if they ran on this machine."""
     engine: Any = runner._supervisor.engine
-    return sorted({link.node for link in engine._slots.values()}) if isinstance(engine, NodesEngine) else []
+    return sorted({link.node for link in engine._slots.values()}) if is_of_nodes(engine) else []
 
 
 def is_leased(runner: Runner) -> bool:
     """Whether anything that was read is still used by arrays; with nodes, where results have own memory, by those of workers."""
     engine: Any = runner._supervisor.engine
-    if isinstance(engine, NodesEngine):
+    if is_of_nodes(engine):
+        from tests.hosts import inner_hosts
+
         return any(host.engine.store.in_use for host in inner_hosts(engine))
     members = [slot.current for slot in runner._supervisor.slots]
     return any(channel_of(member).leases.count for member in members if member is not None)
 
 
-def items_ready(stream: Stream[Any]) -> int:
+def items_ready(stream: "Stream[Any]") -> int:
     """How many items of a stream have arrived and were not taken."""
     call: Any = stream._call
     return len(call._ready)
 
 
-def close_call(stream: Stream[Any]) -> None:
+def close_call(stream: "Stream[Any]") -> None:
     """Have the consumer of a stream leave it."""
     stream._call.close()
 
@@ -149,7 +161,7 @@ class Held:
     is_open: bool
 
 
-def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
+def held_by(runner: Runner, mapped: "Map[Any]") -> Held | None:
     """What a map holds; None if it has not begun."""
     run: Any = mapped._run
     parts = run._parts
@@ -170,7 +182,7 @@ def held_by(runner: Runner, mapped: Map[Any]) -> Held | None:
     )
 
 
-def rests(mapped: Map[Any]) -> bool:
+def rests(mapped: "Map[Any]") -> bool:
     """Whether all items that a map has pulled have ended, and it pulls no more before results are handed over."""
     run: Any = mapped._run
     parts = run._parts
@@ -181,7 +193,7 @@ def rests(mapped: Map[Any]) -> bool:
     return waiter is not None and not waiter.done() and items.window.ended == items.window.pulled
 
 
-def pulls(mapped: Map[Any]) -> bool:
+def pulls(mapped: "Map[Any]") -> bool:
     """Whether a map still pulls inputs."""
     run: Any = mapped._run
     return bool(run._life.pulls)

@@ -4,7 +4,6 @@ Nothing here waits for time. A call waits at a *gate* and tells a *log*, both na
 """
 
 import asyncio
-import ctypes
 import os
 import select
 import struct
@@ -158,6 +157,8 @@ async def block_loop_in_task(log: str, gate: str) -> None:
 
 def hold_gil(log: str, gate: str) -> None:
     """Hold the GIL for ever, as a C function can."""
+    import ctypes  # seldom needed, and not cheap to import
+
     read_end, _ = os.pipe()
     say(log, gate)
     ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
@@ -165,6 +166,8 @@ def hold_gil(log: str, gate: str) -> None:
 
 def hold_gil_until(log: str, gate: str) -> None:
     """Hold the GIL, in C code, until the gate is open."""
+    import ctypes
+
     libc = ctypes.PyDLL(None)  # its functions keep the GIL
     fd, log_fd = os.open(gate, os.O_RDONLY | os.O_NONBLOCK), os.open(log, os.O_WRONLY)
     waiting = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))

@@ -8,7 +8,7 @@ import pytest
 
 import percore
 from percore._scheduler import overruns
-from tests import jobs
+from tests import jobs, rows
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import supervisor_of
@@ -21,11 +21,16 @@ SOON = 0.3
 LATE = r"ran for longer than hard_timeout=0\.05 s"
 
 
-@pytest.mark.parametrize("verb", ["run", "submit", "map"])
-@pytest.mark.parametrize("fn", [jobs.ignore_cancel, jobs.wait])
+@pytest.mark.parametrize(
+    ("verb", "fn"),
+    [
+        *[("run", jobs.ignore_cancel), ("map", jobs.wait)],
+        *rows.repeated_rows(("submit", jobs.ignore_cancel), ("map", jobs.ignore_cancel), ("run", jobs.wait), ("submit", jobs.wait)),
+    ],
+)
 @pytest.mark.apart(because="a worker that is a process has a pid, and an end, of its own")
 async def test_what_does_not_end_is_killed(  # noqa: PLR0917  # fixtures
-    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, caplog: pytest.LogCaptureFixture, fn: Any, verb: str
+    make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, caplog: pytest.LogCaptureFixture, verb: str, fn: Any
 ) -> None:
     caplog.set_level(logging.INFO, "percore")
     async with make(kill_after=SOON, threads=2) as runner:

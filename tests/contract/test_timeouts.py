@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 import percore
-from tests import jobs
+from tests import jobs, rows
 from tests.contract.conftest import MakeRunner, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.contract.stream_jobs import USER
@@ -21,7 +21,7 @@ SHORT = 0.5
 """For what has to be in time beside what is not."""
 
 LONG = 1e6
-BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, jobs.later_wait_for])
+BOTH = pytest.mark.parametrize("fn", [jobs.wait, jobs.await_, *rows.repeats(jobs.later_wait_for)])
 
 
 async def _late(runner: percore.Runner, count: int = 1) -> None:
@@ -189,7 +189,9 @@ async def test_a_death_after_the_timeout(make: MakeRunner, log: Log, gate: Gate)
 # Waiting is not counted
 
 
-@pytest.mark.parametrize(("first", "second"), [(jobs.await_, jobs.aecho), (jobs.wait, jobs.echo), (jobs.wait, jobs.later)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(jobs.await_, jobs.aecho), (jobs.wait, jobs.echo), *rows.repeated_rows((jobs.wait, jobs.later))]
+)
 async def test_waiting_for_a_place_is_not_counted(
     make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, first: Any, second: Any
 ) -> None:
@@ -249,8 +251,13 @@ async def test_a_coroutine_that_times_out_is_tried_again(make: MakeRunner, log: 
         assert runner.statistics().retried == 2
 
 
-@pytest.mark.parametrize("as_map", [False, True])
-@pytest.mark.parametrize("fn", [jobs.wait, jobs.wait_then_fail_with])
+@pytest.mark.parametrize(
+    ("as_map", "fn"),
+    [
+        *[(False, jobs.wait), (True, jobs.wait_then_fail_with)],
+        *rows.repeated_rows((True, jobs.wait), (False, jobs.wait_then_fail_with)),
+    ],
+)
 async def test_no_attempt_begins_before_the_thread_has_ended(make: MakeRunner, log: Log, gate: Gate, as_map: bool, fn: Any) -> None:
     async with make(threads=2) as runner:
         view = runner.options(timeout=SHORT, retries=1, retry_on=TimeoutError)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
@@ -177,6 +176,8 @@ async def give_death_in_task(size: int, _argument: object) -> Any:
 
 
 async def exit_by_libc_in_task(code: int) -> None:
+    import ctypes  # seldom needed, and not cheap to import
+
     ctypes.CDLL(None).exit(code)
 
 

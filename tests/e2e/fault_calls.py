@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -113,6 +112,8 @@ def exit_with_in_thread(code: int) -> NoReturn:
 
 
 def exit_by_libc(code: int) -> None:
+    import ctypes  # seldom needed, and not cheap to import
+
     ctypes.CDLL(None).exit(code)
 
 

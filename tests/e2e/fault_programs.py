@@ -245,7 +245,7 @@ def _wait_for_byte(gate: str) -> None:
 
 
 async def closing_slowly(gate: str) -> None:
-    async with percore.Runner(2, lifespan=functools.partial(left_behind, gate), kill_after=3):
+    async with percore.Runner(2, lifespan=functools.partial(left_behind, gate), kill_after=2):
         pass
     say("closed")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -255,6 +254,8 @@ def _in_mounts(*commands: str) -> Callable[[], None]:
     """Mounts of this program's own."""
 
     def do() -> None:
+        import ctypes  # seldom needed, and not cheap to import
+
         if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS
             raise OSError(ctypes.get_errno(), "unshare")
         for command in ("mount --make-rprivate /", *commands):
@@ -274,6 +275,8 @@ def _no_memfd(code: int) -> Callable[[], None]:
     ]
 
     def do() -> None:
+        import ctypes
+
         lines = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
         filter_ = struct.pack("HxxxxxxP", len(program), ctypes.addressof(lines))
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""The types of percore's face: mypy and pyright accept what is right, and find what is wrong."""
+"""The types of percore's face: pyright accepts what is right, and finds what is wrong. `make lint` asks mypy, and runs this."""
 
 import os
 import subprocess
@@ -19,12 +19,6 @@ def check(*command: str) -> None:
         [sys.executable, "-m", *command], cwd=HERE.parents[1], env=os.environ | found, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-@pytest.mark.full  # `make lint` checks these two files too, and runs before the tests
-def test_mypy() -> None:
-    pytest.importorskip("mypy", reason="is in the groups test and lint")
-    check("mypy", str(HERE / "right.py"), str(HERE / "wrong.py"))
 
 
 def test_pyright() -> None:

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from percore._scheduler.batching import Batches, Run
 from percore._scheduler.windows import Cost
+from tests.counts import times
 
 FRAME = 65_536
 
@@ -115,7 +116,8 @@ class BatchesMachine(RuleBasedStateMachine):
 
 
 TestBatches = BatchesMachine.TestCase
-TestBatches.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestBatches.settings = settings(max_examples=times(30, 3000), stateful_step_count=30, deadline=None)
+TestBatches.pytestmark = [pytest.mark.long]  # type: ignore[attr-defined]
 
 
 def batches_of(*runs: Run, seconds: float = 1e-6, cost: Cost | None = None) -> Batches[Run]:

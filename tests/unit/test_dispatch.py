@@ -23,6 +23,7 @@ from percore._scheduler.levels import MOST_ASIDE
 from percore._scheduler.places import AHEAD, MOST_BROADCASTS, ROOM_OF_NONE, places_at_first, places_for, room_of
 from percore._scheduler.queues import Queue
 from percore._scheduler.recalls import Recall
+from tests.counts import times
 from tests.strikes import Fault, Strike
 
 TASK, THREAD = Kind.TASK, Kind.THREAD
@@ -751,7 +752,8 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestDispatch.settings = settings(max_examples=times(30, 3000), stateful_step_count=40, deadline=None)
+TestDispatch.pytestmark = [pytest.mark.long]  # type: ignore[attr-defined]
 
 
 def dispatch_of(

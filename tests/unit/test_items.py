@@ -16,6 +16,7 @@ from percore._protocol.messages import BrokenFrame, Kind
 from percore._scheduler.batching import Run
 from percore._scheduler.queues import Queue
 from percore._transport.codec import pack_items, unpack_items
+from tests.counts import times
 
 START = 100
 
@@ -212,7 +213,8 @@ class BatchMachine(RuleBasedStateMachine):
 
 
 TestBatch = BatchMachine.TestCase
-TestBatch.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestBatch.settings = settings(max_examples=times(40, 3000), stateful_step_count=20, deadline=None)
+TestBatch.pytestmark = [pytest.mark.long]  # type: ignore[attr-defined]
 
 
 # Batches

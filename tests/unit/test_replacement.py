@@ -21,6 +21,7 @@ from percore._scheduler.replacement import (
     RestartBudget,
     has_lasted,
 )
+from tests.counts import times
 
 DELAYS = [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
@@ -512,4 +513,5 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+TestWalk.settings = settings(deadline=None, max_examples=times(60, 3000), stateful_step_count=40)
+TestWalk.pytestmark = [pytest.mark.long]  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from percore._protocol.messages import BrokenFrame, Payload
 from percore._transport import slots as module
 from percore._transport.memory import Memory
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS, SLOT_MASK, WARM_LIMIT, Sink, SlotReader, SlotWriter
+from tests.counts import times
 
 MIB = 1 << 20
 
@@ -191,7 +192,8 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=times(30, 3000), stateful_step_count=40, deadline=None)
+TestSlots.pytestmark = [pytest.mark.long]  # type: ignore[attr-defined]
 
 
 def test_the_lowest_free_slot_comes_first() -> None:

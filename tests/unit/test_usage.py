@@ -142,6 +142,7 @@ class TestCpu:
         clocks = SimpleNamespace(monotonic=lambda: system.monotonic, time=lambda: system.wall)
         monkeypatch.setattr("percore._monitor.usage.time", clocks)
         monkeypatch.setattr("percore._monitor.usage.os", SimpleNamespace(cpu_count=lambda: 4))
+        monkeypatch.setattr("percore._monitor.usage.uss_of", lambda _process: None)  # to read it takes longest of all
         return system
 
     async def read(self, meter: UsageMeter) -> float:
