@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -25,23 +26,27 @@ if TYPE_CHECKING:
     from benchmarks.results import Sample
 
 AWAITED, MAPPED = "an awaited call", "an item of a map"
+CPU_AWAITED, CPU_MAPPED = f"CPU, {AWAITED}", f"CPU, {MAPPED}"
+EACH = 20
+ALL = (AWAITED, MAPPED, CPU_AWAITED, CPU_MAPPED)
 
 
-@row(rounds=200, seconds=30)
+@row(rounds=300, seconds=40)
 def metrics(quick: bool) -> Row:
     """The cost of measuring calls (`statistics().functions`): on against off with PERCORE_METRICS=0, 2 workers.
 
-    The calls of awaited_int and of map_tiny, which have no work, in many short rounds by turns. Both runners count calls; the one
-    that measures also takes samples of waits and runs, and its workers send them twice a second.
+    The calls of awaited_int and of map_tiny, which have no work, in many short rounds by turns, and each round is compared with the
+    one beside it. Both runners count calls; the one that measures also takes samples of waits and runs, and its workers send them
+    twice a second. The CPU time is that of this process and its threads; that of the workers shows in the time.
     """
     once = calls_of_both(quick=quick)
     return Row(
         {name: playing(opening(is_on=is_on), once) for name, is_on in (("percore, off", False), ("percore, on", True))},
-        [Target("percore, on", metric, "percore, off", at_most=1.02) for metric in (AWAITED, MAPPED)],
+        [Target("percore, on", metric, "percore, off", at_most=1.02) for metric in ALL],
     )
 
 
-@row(rounds=100, seconds=18)
+@row(rounds=200, seconds=30)
 def watched(quick: bool) -> Row:
     """What a program notices of `percore top`, which looks once a second: watched against alone, 2 workers.
 
@@ -59,7 +64,7 @@ def watched(quick: bool) -> Row:
 
     return Row(
         {"alone": playing(opening(is_on=True), once), "watched": playing(watching, looked_at)},
-        [Target("watched", metric, "alone", at_most=1.02) for metric in (AWAITED, MAPPED)],
+        [Target("watched", metric, "alone", at_most=1.02) for metric in ALL],
     )
 
 
@@ -88,9 +93,17 @@ def calls_of_both(*, quick: bool) -> Callable[[percore.Runner], Awaitable[Sample
     expected = list(items)
 
     async def once(opened: percore.Runner) -> Sample:
-        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, 20))
+        began = time.process_time()
+        awaited = await by_calls(await_all([lambda number: opened.run(same, number)] * awaiters, EACH))
+        between = time.process_time()
         mapped = await map_seconds(lambda some: opened.map(same_plainly, some).collect(), items, expected) / len(items)
-        return {AWAITED: awaited, MAPPED: mapped}
+        ended = time.process_time()
+        return {
+            AWAITED: awaited,
+            MAPPED: mapped,
+            CPU_AWAITED: (between - began) / (awaiters * EACH),
+            CPU_MAPPED: (ended - between) / len(items),
+        }
 
     return once
 

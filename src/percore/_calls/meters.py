@@ -25,6 +25,9 @@ _OFTEN_NS: Final = 4_000_000
 _MOST_SKIPPED: Final = 256
 """Of calls in a hurry the wait of every so-manieth is measured."""
 
+ALL: Final = 16
+"""Batches of a function, and messages with their results, all of which are measured."""
+
 _WEIGHT_BITS: Final = 10
 
 _WORTH_NS: Final = 50_000_000
@@ -38,13 +41,16 @@ class Tally:
         ended: calls that had begun there and have ended, including failures. Each item of a map counts.
         failed: those that have ended with an exception or with the death of their worker.
         run: for how many nanoseconds they have run.
+        parts, batches: of maps, how many messages with results have come, and how many batches have answered first. After `ALL` of
+            them each fourth is measured, and stands for four.
     """
 
-    __slots__ = ("ended", "failed", "run")
+    __slots__ = ("batches", "ended", "failed", "parts", "run")
 
     def __init__(self) -> None:
         self.ended = 0
         self.failed = 0
+        self.parts = self.batches = 0
         self.run = Histogram()
 
 

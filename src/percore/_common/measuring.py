@@ -66,6 +66,15 @@ class Histogram:
         return values
 
 
+def count_in(histograms: Iterable[Histogram], value: int, weight: int) -> None:
+    """Count a value in all of these histograms. Finding its bucket once saves half of the time."""
+    bucket, total = bucket_of(value), value * weight
+    for one in histograms:
+        one.counts[bucket] = one.counts.get(bucket, 0) + weight
+        one.count += weight
+        one.total += total
+
+
 def merged(histograms: Iterable[Histogram]) -> Histogram:
     """Return a new histogram of the values of all of these. Another thread may count in them meanwhile."""
     whole = Histogram()

@@ -10,9 +10,10 @@ from typing import Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Limited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
-from percore._calls.meters import Meter, Tally
+from percore._calls.meters import ALL, Meter, Tally
 from percore._common.errors import RemoteError, overrun, shown
 from percore._common.fault_points import POINTS, point
+from percore._common.measuring import count_in
 from percore._protocol.messages import (
     CANCELLED,
     ERROR,
@@ -248,16 +249,18 @@ class Outcomes:
         member.done += count
         member.failed += len(failures)
         meter = batch.function.meter
-        if not first and batch.accepted:
-            measure_wait(member, batch, batch.size)
         tally = meter.at(member.index)
         tally.ended += count
         tally.failed += len(failures)
+        if not first and batch.accepted:
+            tally.batches = batches = tally.batches + 1
+            if batches <= ALL or not batches % 4:
+                measure_wait(member, batch, batch.size if batches <= ALL else 4 * batch.size)
         if count and seconds >= 0 and meter.name:
-            nanoseconds = int(seconds / count * 1e9)
-            meter.run.add(nanoseconds, count)
-            tally.run.add(nanoseconds, count)
-            member.run_times.add(nanoseconds, count)
+            tally.parts = parts = tally.parts + 1
+            if parts <= ALL or not parts % 4:
+                weight = count if parts <= ALL else 4 * count
+                count_in((meter.run, tally.run, member.run_times), int(seconds / count * 1e9), weight)
         member.shrink(count)
         if not batch.outstanding:
             member.take(call_id)
