@@ -1,0 +1,385 @@
+"""The real runner in a loop whose steps a test chooses, over workers that do one thing at a time, when they are told to.
+
+Everything of the program's side is real: `Runner`, the supervisor and its decisions. A *step* is what a worker does, or the user,
+or the clock; after each step the loop runs until it has nothing to do. A state is a path of steps, taken again from the start,
+because a runner cannot be copied. Two paths to the same calls, workers, slots, queues and timers are one state.
+
+From each state everything has to come to an end, if all go on fairly: each call is told once, and the truth; the changes and the
+close end; no worker and no timer is left.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from percore import Runner, RunnerClosed, WorkerDied
+from percore._engines.threads.references import References
+from percore._protocol.messages import Kind
+from percore._runner.runner import State
+from tests import jobs
+from tests.unit.stepped_workers import StepEngine, StepLoop, StepWorker
+
+LONGEST_END: Final = 400
+"""Steps that a fair end may take."""
+
+
+class Case(NamedTuple):
+    """How a runner is used, and what may happen to it.
+
+    Attributes:
+        events: how often each thing may happen: "dies", "sticks", "fails", "drains", "cancels", "closes", "cuts", "reloads",
+            "grows", "shrinks", "time".
+        calls: how many calls the user makes.
+        options: those of the runner.
+        of_call: those of each call.
+        kind: coroutines or plain functions.
+        from_start: whether workers get ready as steps, too.
+    """
+
+    events: dict[str, int]
+    calls: int = 3
+    workers: int = 2
+    options: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
+    of_call: dict[str, Any] = {}  # noqa: RUF012
+    kind: int = Kind.TASK
+    from_start: bool = False
+
+
+@dataclass
+class World:
+    """A runner, its workers, and what has happened so far."""
+
+    case: Case
+    loop: StepLoop = field(default_factory=StepLoop)
+    workers: list[StepWorker] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    cancelled: set[int] = field(default_factory=set)
+    broken: list[BaseException] = field(default_factory=list)
+    tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    store: References = field(init=False)
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.kind = case.kind
+        self.left = dict(case.events)
+        self.ran = [0] * case.calls
+        options = {"concurrency": 1, "threads": 1, "kill_after": 5.0, "start_timeout": 60.0, "blocked_after": None, **case.options}
+        kind = type("StepRunner", (Runner,), {"_make_engine": lambda _, loop, __, ___: StepEngine(self, loop)})
+        Clock.loop = self.loop
+        with self.loop.running():
+            self.runner: Runner = kind(case.workers, **options)
+        self.begin("start", self.runner.start())
+        if not case.from_start:
+            for worker in self.workers:
+                worker.get_ready()
+                worker.channel.receive()
+            self.loop.settle()
+
+    @property
+    def supervisor(self) -> Any:
+        return self.runner._supervisor
+
+    def begin(self, name: str, coroutine: Any) -> None:
+        self.tasks[name] = self.loop.create_task(coroutine)
+        self.loop.settle()
+
+    # Steps
+
+    def steps(self) -> list[tuple[str, Callable[[], object]]]:
+        """What can happen now, in a steady order."""
+        left, is_open = self.left, self.tasks["start"].done() and self.tasks["start"].exception() is None
+        is_open &= not {"closes", "cuts"} & self.tasks.keys()
+        found = list(self.fair())
+        if is_open and len(self.calls) < self.case.calls:
+            found.append(("submits", self.submit))
+        if left.get("time") and self.loop.timers():
+            found.append(("time", self.loop.expire))
+        found += [(one, partial(self.close, one)) for one in ("closes", "cuts") if left.get(one) and one not in self.tasks]
+        if is_open:
+            found += [(event, partial(self.change, event)) for event in ("reloads", "grows", "shrinks") if left.get(event)]
+        if left.get("cancels"):
+            found += [(f"cancels {n}", partial(self.cancel, n)) for n, call in enumerate(self.calls) if not call.done()]
+        struck = [worker for worker in self.workers if worker.state not in ("gone", "dying")]
+        return [*found, *((name, strike) for worker in struck for name, strike in worker.strikes() if left.get(name.split(" ")[0]))]
+
+    def fair(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What happens by itself."""
+        for worker in self.workers:
+            yield from worker.steps()
+
+    def take(self, name: str) -> None:
+        """Take one of the steps."""
+        event = name.split(" ")[0]
+        if event in self.left:
+            self.left[event] -= 1
+        step = dict(self.steps() if event not in self.left else [*self.fair(), *self.steps_of(event)])[name]
+        with self.loop.running():
+            step()
+        self.loop.settle()
+        self.check()
+
+    def steps_of(self, event: str) -> list[tuple[str, Callable[[], object]]]:
+        """The steps that are this event."""
+        self.left[event] += 1
+        try:
+            return [one for one in self.steps() if one[0].split(" ")[0] == event]
+        finally:
+            self.left[event] -= 1
+
+    def submit(self) -> None:
+        number = len(self.calls)
+        view: Any = self.runner.options(**self.case.of_call) if self.case.of_call else self.runner
+        self.calls.append(None)
+        try:
+            self.calls[number] = view.submit(jobs.aecho if self.kind == Kind.TASK else jobs.echo, number)
+        except BaseException:
+            self.calls.pop()
+            raise
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.add(number)
+        self.calls[number].cancel()
+
+    def close(self, event: str) -> None:
+        self.begin_soon(event, self.runner.aclose(grace=None if event == "closes" else 0))
+
+    def change(self, event: str) -> None:
+        change = self.runner.reload() if event == "reloads" else self.runner.resize(self.case.workers + (event == "grows" or -1))
+        self.begin_soon(f"{event} {self.left[event]}", change)
+
+    def begin_soon(self, name: str, coroutine: Any) -> None:
+        self.tasks[name] = self.loop.create_task(coroutine)
+
+    # Ends
+
+    def check(self) -> None:
+        """What must hold after each step."""
+        assert not self.broken, self.broken
+        assert not self.loop.faults, self.loop.faults
+        assert not FAULTS, FAULTS
+        if "retries" not in self.case.of_call:
+            assert max(self.ran, default=0) <= 1, f"a call ran twice: {self.ran}"
+
+    def go_on(self, is_over: Callable[[], bool]) -> None:
+        """Let happen what happens by itself, fairly, until it is over. The clock moves when nothing else can."""
+        for _ in range(LONGEST_END):
+            if is_over():
+                return
+            steps = [name for name, _ in self.fair()]
+            for name in steps:
+                if name in dict(self.fair()):
+                    self.take_fair(name)
+            if not steps:
+                assert self.loop.timers(), "nothing can happen any more"
+                self.loop.expire()
+                self.loop.settle()
+                self.check()
+        raise AssertionError("it never ends")
+
+    def take_fair(self, name: str) -> None:
+        with self.loop.running():
+            dict(self.fair())[name]()
+        self.loop.settle()
+        self.check()
+
+    def finish(self) -> None:
+        """Let everything end, and judge it."""
+        self.go_on(lambda: self.tasks["start"].done())
+        self.go_on(lambda: not any(worker.is_overdue() for worker in self.workers))
+        if not self.is_anyone_stuck():
+            self.go_on(lambda: all(call.done() for call in self.calls) and self.changes_are_done())
+            self.go_on(self.has_no_old_worker)
+        if not {"closes", "cuts"} & self.tasks.keys() or (self.is_anyone_stuck() and "cuts" not in self.tasks):
+            event = "cuts" if self.is_anyone_stuck() else "closes"
+            self.close(event)
+            self.loop.settle()
+        self.go_on(lambda: all(task.done() for task in self.tasks.values()))
+        for name, task in self.tasks.items():
+            error = task.exception()
+            assert error is None or name.split(" ")[0] not in ("closes", "cuts"), f"{name} raised {error!r}"
+            assert error is None or type(error).__module__.startswith("percore"), f"{name} raised {error!r}"
+        assert all(worker.state == "gone" for worker in self.workers), "a worker is left"
+        if self.runner._assembly is not None:
+            assert not self.supervisor.members
+            assert not self.supervisor.calls.waiting()
+        assert not self.loop.timers(), f"timers run on: {self.loop.timers()}"
+        for number, call in enumerate(self.calls):
+            self.judge(number, call)
+
+    def has_no_old_worker(self) -> bool:
+        """Whether each worker has a slot: those that others have replaced have ended."""
+        slots = [] if self.runner._assembly is None else self.supervisor.slots
+        return not self.living() - {member.worker for slot in slots for member in (slot.current, slot.next) if member is not None}
+
+    def living(self) -> set[StepWorker]:
+        return {worker for worker in self.workers if worker.state != "gone"}
+
+    def is_anyone_stuck(self) -> bool:
+        """Whether a worker may keep its calls for ever: only a close with a limit ends it then."""
+        return any(worker.is_stuck and worker.state not in ("gone", "dying") for worker in self.workers)
+
+    def changes_are_done(self) -> bool:
+        return all(task.done() for name, task in self.tasks.items() if name not in ("closes", "cuts"))
+
+    def judge(self, number: int, call: Any) -> None:
+        """The caller was told the truth."""
+        ran = self.ran[number]
+        if call.cancelled():
+            assert number in self.cancelled, f"call {number} was cancelled by nobody"
+            return
+        error = call.exception()
+        if error is None:
+            assert call.result() == number, "another call's result"
+            assert ran, "a result of a call that never ran"
+        elif isinstance(error, WorkerDied):
+            assert error.attempts == ran, f"call {number} began {ran} times, and its caller was told {error.attempts}"
+        elif isinstance(error, TimeoutError):
+            assert "hard_timeout" in self.case.of_call or "queue_timeout" in self.case.of_call
+        else:
+            assert isinstance(error, RunnerClosed), repr(error)
+            assert {"closes", "cuts"} & self.tasks.keys(), "nobody closed the runner"
+
+    def abandon(self) -> None:
+        """End it, whatever it is in, so that nothing of it is left."""
+        with suppress(BaseException):
+            self.begin("ends", self.runner.aclose(grace=0))
+            for _ in range(LONGEST_END):
+                for worker in self.workers:
+                    worker.kill()
+                    if worker.state == "dying":
+                        worker.exit()
+                self.loop.settle()
+                if all(task.done() for task in self.tasks.values()):
+                    break
+                if self.loop.timers():
+                    self.loop.expire()
+        for task in self.tasks.values():
+            if task.done() and not task.cancelled():
+                task.exception()
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for call in self.calls:
+            if call.done() and not call.cancelled():
+                call.exception()
+        self.runner._phase = State.CLOSED  # one that a fault has kept from closing would warn
+        self.loop.close()
+
+    # States
+
+    def shape(self) -> object:
+        """All that decides what can happen next."""
+        told = tuple(map(_told, self.calls))
+        tasks = tuple((name, task.done()) for name, task in self.tasks.items())
+        timers = tuple((round(timer.when() - self.loop.now, 1), _name(timer)) for timer in self.loop.timers())
+        workers = tuple(worker.shape() for worker in self.workers if worker.state != "gone")
+        common = tuple(self.left.items()), told, tasks, timers, workers, tuple(self.ran)
+        if self.runner._assembly is None:
+            return common
+        supervisor = self.supervisor
+        dispatch = supervisor.dispatch
+        label = {id(call): number for number, call in enumerate(self.calls)}
+        members = tuple(
+            (
+                (one.index, one.worker.state, one.life.state, tuple(one.load), one.recalling, one.deadline, one in dispatch.seats),
+                (
+                    tuple(label.get(id(call)) for call in one.calls.values()),
+                    dispatch.recalls.barren.get(one) == dispatch.times_ahead,
+                ),
+            )
+            for one in sorted(supervisor.members, key=lambda one: (one.index, one.generation))
+        )
+        slots = tuple((slot.state, slot.budget.deaths, slot.renewal, slot.timer is not None) for slot in supervisor.slots)
+        queues = tuple(tuple(label.get(id(call)) for call in queue.calls) for queue in dispatch.singles)
+        lanes = tuple(
+            tuple(label.get(id(call)) for lane in queue.lanes.values() for call in lane.calls) for queue in dispatch.singles
+        )
+        delayed = frozenset(label.get(id(call)) for call in supervisor.calls.retries.delayed)
+        return common, members, slots, queues, lanes, delayed, supervisor.phase.now, dispatch.recalls.is_ahead
+
+
+def _told(call: Any) -> str | None:
+    if not call.done():
+        return None
+    return "cancelled" if call.cancelled() else type(call.exception()).__name__
+
+
+def _name(timer: asyncio.TimerHandle) -> str:
+    callback: Any = timer._callback  # type: ignore[attr-defined]
+    return getattr(callback, "__qualname__", None) or type(callback).__name__
+
+
+class Clock:
+    """The time of the latest world."""
+
+    loop: StepLoop | None = None
+
+    def time(self) -> float:
+        return 1000.0 if self.loop is None else self.loop.now
+
+
+FAULTS: Final[list[str]] = []
+"""What percore has logged as its own mistakes."""
+
+
+class Watcher(logging.Handler):
+    """Notes errors of percore itself: it isolates them, and reports them in the log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or record.levelno >= logging.ERROR:
+            FAULTS.append(f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}")
+
+
+@contextmanager
+def world(case: Case, path: Sequence[str]) -> Iterator[World]:
+    """Take the steps of a path in a new world."""
+    FAULTS.clear()
+    one = World(case)
+    try:
+        for name in path:
+            one.take(name)
+        yield one
+    except BaseException as error:
+        error.add_note("after: " + ", ".join(path))
+        raise
+    finally:
+        one.abandon()
+
+
+def explore(case: Case, most: int) -> int:
+    """Look at each state, breadth first, up to so many, and let each come to its end. Return how many there were."""
+    seen: set[object] = set()
+    paths: deque[tuple[str, ...]] = deque([()])
+    while paths and len(seen) < most:
+        path = paths.popleft()
+        with world(case, path) as one:
+            shape = one.shape()
+            if shape in seen:
+                continue
+            seen.add(shape)
+            paths.extend((*path, name) for name, _ in one.steps())
+            one.finish()
+    return len(seen)
+
+
+def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> int:
+    """Take steps as they come, up to the end of a history. Return how many there were."""
+    path: list[str] = []
+    with world(case, ()) as one:
+        try:
+            for _ in range(choose(longest)):
+                steps = one.steps()
+                if not steps:
+                    break
+                by_itself = len(list(one.fair())) if choose(3) else 0
+                name = steps[choose(by_itself or len(steps))][0]
+                path.append(name)
+                one.take(name)
+            one.finish()
+        except BaseException as error:
+            error.add_note("after: " + ", ".join(path))
+            raise
+    return len(path)
