@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ class FakeMaker(Maker):
     async def open(self, options: RunnerOptions) -> RunnerOptions:
         self.steps.append("open")
         await self._open()
-        return replace(options, workers=3) if options.is_counted else options
+        return options._replace(workers=3) if options.is_counted else options
 
     def make(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: Any, /) -> FakeEngine:
         self.steps.append("make")

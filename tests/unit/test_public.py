@@ -157,7 +157,47 @@ def test_the_runner_needs_no_test_or_user_packages() -> None:
     assert not loaded & {"psutil", "numpy", "aiohttp", "cloudpickle", "pytest"}
 
 
-def test_an_executor_without_calls_needs_no_asyncio() -> None:
-    # Its first call starts the fork server before it imports the rest, so that both processes import at the same time.
-    loaded = loaded_by("import percore; percore.LoopPoolExecutor(1)")
-    assert not loaded & {"asyncio", "psutil", "cloudpickle", "uvloop", "percore._runner.assembly", "percore._executor.jobs"}
+UNTIL_THE_FORK_SERVER = """
+import os
+def stop(event, arguments):
+    if event == "subprocess.Popen":
+        print(json.dumps(sorted(set(sys.modules) - before)), flush=True)
+        os._exit(0)
+sys.addaudithook(stop)
+"""
+"""Ends the program, with the modules that it has loaded, when it starts a process."""
+
+
+def of_percore(loaded: set[str]) -> list[str]:
+    return [name for name in loaded if name.startswith("percore.")]
+
+
+def test_a_program_starts_its_fork_server_before_it_imports_what_its_workers_need_not_wait_for(subtests: pytest.Subtests) -> None:
+    """Both processes import at the same time, whether or not the program has imported asyncio before."""
+    call = "import percore; percore.LoopPoolExecutor(1).submit(abs, 1)"
+    for name, program, most in (
+        ("executor", call, 33),
+        ("executor after asyncio", f"import asyncio; {call}", 33),
+        ("runner", "import asyncio, percore; asyncio.run(percore.Runner(1).start())", 33),
+    ):
+        with subtests.test(name=name):
+            loaded = loaded_by(UNTIL_THE_FORK_SERVER + program)
+            assert "percore._engines.processes.launch" in loaded
+            assert len(of_percore(loaded)) <= most, sorted(loaded)
+            if name == "executor":
+                assert not loaded & {"asyncio", "ast", "dataclasses", "inspect", "ssl", "uvloop"}
+
+
+def test_a_start_imports_so_many_modules(subtests: pytest.Subtests) -> None:
+    """Each costs a short program about a quarter of a millisecond.
+
+    A bound rises only with a reason: a module of a feature that few programs use can be imported with its first use.
+    """
+    for name, imports, most in (
+        ("program", "percore._runner.early; [__import__(name) for name in percore._runner.early.MODULES]", 135),
+        ("fork server", "percore._worker_process.fork_server, percore._worker_process.main", 70),
+    ):
+        with subtests.test(name=name):
+            loaded = loaded_by(f"import {imports}")
+            assert len(of_percore(loaded)) <= most, len(of_percore(loaded))
+            assert not loaded & {"psutil", "numpy", "aiohttp", "cloudpickle"}

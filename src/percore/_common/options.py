@@ -8,14 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncContextDecorator, ContextDecorator, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import wraps
 from socket import socket
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from percore._common import hardening
 from percore._common.addresses import Address, Listen, listen_of
-from percore._common.callables import check_plain
 from percore._common.engines import AnyEngine, EngineChoice, engine_of
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
 from percore._common.tracing import Installed, Tracing
@@ -230,8 +228,7 @@ RUNNER_ADVICE: Final = (
 """Advice for keyword arguments that other pools have and a Runner has not, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
+class RunnerOptions(NamedTuple):
     """The validated options of one Runner, with the names and the meaning of its arguments."""
 
     workers: int
@@ -257,7 +254,7 @@ class RunnerOptions:
     harden: bool = False
     is_counted: bool = False
     """Whether `workers` was left open: the number is that of the CPUs."""
-    tracing: Tracing | None = field(default_factory=lambda: Installed.tracing)
+    tracing: Tracing | None = None
     """No argument of a runner: the tracing library that is installed when the runner is made."""
 
     @classmethod
@@ -312,6 +309,8 @@ class RunnerOptions:
         _callable("thread_initializer", thread_initializer, "open_connection")
         for name, called in (("loop_factory", loop_factory), ("thread_initializer", thread_initializer)):
             if called is not None:
+                from percore._common.callables import check_plain  # inspect is not cheap to import
+
                 check_plain(name, called)
         method = start_method if start_method is not None else default_start_method()
         if method not in get_args(StartMethod):
@@ -343,4 +342,5 @@ class RunnerOptions:
             engine=choice,
             harden=_harden(harden),
             is_counted=workers is None,
+            tracing=Installed.tracing,
         )

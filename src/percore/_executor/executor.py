@@ -1,4 +1,8 @@
-"""LoopPoolExecutor, the concurrent.futures interface of percore."""
+"""LoopPoolExecutor, the concurrent.futures interface of percore.
+
+What this module imports is on the way of a short program to its first result: its first call starts the fork server, and only then
+imports the rest (`Portal`), while the fork server imports the modules of a worker on another CPU.
+"""
 
 import multiprocessing
 import signal
@@ -13,16 +17,11 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
 
 import percore  # noqa: TC001  # get_type_hints needs it
-from percore._common.callables import check_plain, is_coroutine_call
 from percore._common.engines import AnyEngine, engine_of
 from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
 from percore._executor.futures import Held, traced_future
 from percore._executor.portal import Portal
-from percore._protocol.worker_start import ExecutorSettings, Given
-from percore._runner.early import keep_warm
-from percore._serialization.pickler import MainInfo, is_by_reference
-from percore._worker import context
-from percore._worker.executor_worker import ThreadStart, run_chunk
+from percore._runner.early import check_start, keep_warm
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
     from percore._common.engines import EngineChoice
     from percore._executor.worker_process import WorkerProcess
     from percore._protocol.interfaces import Engine
+    from percore._protocol.worker_start import Given
     from percore._runner.assembly import Assembly
+    from percore._serialization.pickler import MainInfo
     from percore._supervisor.burials import WorkerObserver
 
 P = ParamSpec("P")
@@ -109,11 +110,7 @@ class LoopPoolExecutor(Executor):
             raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
         if mp_context is not None and not isinstance(mp_context, BaseContext):
             raise TypeError(f'mp_context must be a context, such as multiprocessing.get_context("spawn"), not {mp_context!r}')
-        for name, given in (("initializer", initializer), ("thread_initializer", thread_initializer)):
-            if given is not None:
-                if not callable(given):
-                    raise TypeError(f"{name} must be a callable")
-                check_plain(name, given)
+        _check_initializers(initializer=initializer, thread_initializer=thread_initializer)
         self._max_workers = _workers(max_workers)
         choice = engine_of(engine)
         if choice is not None:
@@ -136,7 +133,7 @@ class LoopPoolExecutor(Executor):
             retries=0,
             per_key=None,
             contextvars=(),
-            thread_initializer=None if thread_initializer is None else ThreadStart(thread_initializer, tuple(thread_initargs)),
+            thread_initializer=_thread_start(thread_initializer, tuple(thread_initargs)),
             max_pending=None,
             listen=(),
             blocked_after=None,
@@ -184,7 +181,7 @@ class LoopPoolExecutor(Executor):
         portal = self._portal
         portal.check()
         if portal.thread is None:
-            context.check_start()
+            check_start()
         future: Future[Any] = Future() if self._tracing is None else traced_future(self._tracing, fn)
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
@@ -245,8 +242,12 @@ class LoopPoolExecutor(Executor):
         end = None if timeout is None else time.monotonic() + timeout
         rows = zip(*iterables, strict=False)
         if chunksize == 1 or _is_coroutine_function(fn):
+            from percore._serialization.pickler import is_by_reference
+
             shared = fn if is_by_reference(fn) else Held(fn, self._portal.forget)
             return _ResultIterator(self, shared, rows, end, buffersize).items()
+        from percore._worker.executor_worker import run_chunk
+
         chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
         calls = ((fn, chunk) for chunk in chunks)
         return _ResultIterator(self, run_chunk, calls, end, buffersize).chunks()
@@ -375,7 +376,7 @@ class _Setup(NamedTuple):
 
     options: RunnerOptions
     context: BaseContext | None
-    given: Given
+    given: "Given"
     is_pool: bool
     max_tasks: int
 
@@ -385,12 +386,15 @@ class _Setup(NamedTuple):
 
     def assemble(self, loop: "asyncio.AbstractEventLoop", observer: "WorkerObserver | None") -> "Assembly":
         from percore._runner.assembly import Assembly
+        from percore._serialization.pickler import MainInfo
 
         # A forked worker has this same __main__ module, with its globals.
         is_forked = self.context is not None and self.context.get_start_method() == "fork"
         return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)
 
-    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: MainInfo, /) -> "Engine":
+    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: "MainInfo", /) -> "Engine":
+        from percore._protocol.worker_start import ExecutorSettings
+
         if options.engine is not None:
             settings = ExecutorSettings(is_pool=False, max_tasks=self.max_tasks, has_main=False, initializer=b"")
             return cast("Engine", options.engine._engine_of_executor(loop, options, settings, self.given))
@@ -411,6 +415,25 @@ def _needs_inheritance(initializer: Callable[..., object] | None, initargs: tupl
     from percore._engines.processes.multiprocessing_launcher import needs_inheritance
 
     return needs_inheritance(initializer, initargs)
+
+
+def _check_initializers(**initializers: object) -> None:
+    for name, given in initializers.items():
+        if given is None:
+            continue
+        if not callable(given):
+            raise TypeError(f"{name} must be a callable")
+        from percore._common.callables import check_plain
+
+        check_plain(name, given)
+
+
+def _thread_start(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> Callable[[], object] | None:
+    if initializer is None:
+        return None
+    from percore._worker.executor_worker import ThreadStart
+
+    return ThreadStart(initializer, initargs)
 
 
 def _workers(max_workers: int | None) -> int:
@@ -453,6 +476,8 @@ def _check_replaces(name: str, context: BaseContext | None) -> None:
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    from percore._common.callables import is_coroutine_call
+
     try:
         return is_coroutine_call(fn)
     except TypeError:  # not a function that percore can call: the calls report it

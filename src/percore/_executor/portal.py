@@ -28,10 +28,8 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import threading
 from collections import deque
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -70,11 +68,6 @@ def _import_modules() -> None:
     for name in (*MODULES, "percore._runner.assembly", "percore._executor.jobs"):
         import_module(name)
 
-
-if "asyncio" in sys.modules:
-    # Probably an event loop will make the first call, and the imports would hold it up. Another program imports them with its first
-    # call, while its fork server starts.
-    _import_modules()
 
 Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"
 WarmUp: TypeAlias = "Callable[[], None]"
@@ -157,6 +150,8 @@ class Portal:
     def statistics(self) -> Statistics:
         """Return the counters of the supervisor, and count the calls that wait here as queued."""
         self.check()
+        from dataclasses import replace
+
         from percore._monitor.statistics import Statistics
         from percore._supervisor.snapshot import snapshot
 

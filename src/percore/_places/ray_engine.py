@@ -1,7 +1,6 @@
 """RayEngine, the choice of workers on the nodes of a Ray cluster."""
 
 import asyncio
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -116,7 +115,7 @@ class RayMaker(Maker):
             nodes = await self._places.free()
         except NoPlace as error:
             raise StartupFailed(str(error)) from None
-        return replace(options, workers=min(MOST_WORKERS, sum(node.cpus for node in nodes)))
+        return options._replace(workers=min(MOST_WORKERS, sum(node.cpus for node in nodes)))
 
     def make(self, loop: asyncio.AbstractEventLoop, options: RunnerOptions, main: Any, /) -> NodesEngine:
         return NodesEngine(loop, options, main, self._places, lost_after=self._lost_after)

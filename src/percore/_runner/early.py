@@ -28,6 +28,13 @@ MODULES: Final = (
 """The modules of an assembly, in the order in which they are imported."""
 
 
+def check_start() -> None:
+    """As `check_start` of `_worker.context`, which every worker has loaded. A process that has not is none."""
+    context = sys.modules.get("percore._worker.context")
+    if context is not None:
+        context.check_start()
+
+
 def warm_up(options: RunnerOptions) -> ForkServerLauncher | None:
     """Begin to start the fork server and return a reference to it, which the caller closes. None if the options need none.
 

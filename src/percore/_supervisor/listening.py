@@ -8,14 +8,14 @@ After the close only the workers have the sockets. An address is free when the l
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from percore._listening.endpoints import endpoint_of
 from percore._scheduler.listening import plan
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from percore._common.addresses import Address
+    from percore._listening.endpoints import Endpoint
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.worker_slot import WorkerSlot
 
@@ -24,12 +24,12 @@ class Listening:
     """The sockets of one runner."""
 
     def __init__(
-        self, listen: "Iterable[Address | socket.socket]", slots: "Sequence[WorkerSlot]", members: "Collection[PoolWorker]"
+        self, listen: "Sequence[Address | socket.socket]", slots: "Sequence[WorkerSlot]", members: "Collection[PoolWorker]"
     ) -> None:
         """`slots`: those in use. `members`: all workers that have not ended."""
         self.addresses: tuple[str, ...] = ()
         """The addresses, as in `listen`, with the ports that the system has chosen. Empty until they are open."""
-        self._endpoints = tuple(map(endpoint_of, listen))
+        self._endpoints = _endpoints(listen)
         self._slots = slots
         self._members = members
         self.is_used = bool(self._endpoints)
@@ -74,3 +74,11 @@ class Listening:
         self._is_open = False
         for endpoint in self._endpoints:
             endpoint.close()
+
+
+def _endpoints(listen: "Sequence[Address | socket.socket]") -> "tuple[Endpoint, ...]":
+    if not listen:
+        return ()
+    from percore._listening.endpoints import endpoint_of  # few runners listen
+
+    return tuple(map(endpoint_of, listen))

@@ -37,19 +37,19 @@ from percore._supervisor.pool import Pool
 from percore._supervisor.publication import Publication
 from percore._supervisor.rates import Rates
 from percore._supervisor.rebalancing import Rebalancing
-from percore._supervisor.reclaiming import Reclaiming
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
 from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from percore._calls.calls import Call
     from percore._monitor.statistics import Statistics
     from percore._monitor.usage import ProcessUsage
     from percore._protocol.interfaces import Worker
     from percore._supervisor.pool_worker import PoolWorker
+    from percore._supervisor.reclaiming import Reclaiming
 
 
 class Supervisor:
@@ -93,10 +93,15 @@ class Supervisor:
         self._publication = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
         watch: Publication | Reclaiming = self._publication
         if IS_FREE_THREADED and engine.rouse is not None:
-            watch = Reclaiming(loop, self, self._publication, engine.rouse)
+            watch = self._reclaiming(loop, engine.rouse)
         self.calls.watch = watch
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, watch, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
+
+    def _reclaiming(self, loop: asyncio.AbstractEventLoop, rouse: "Callable[[], object]") -> "Reclaiming":
+        from percore._supervisor.reclaiming import Reclaiming
+
+        return Reclaiming(loop, self, self._publication, rouse)
 
     def advance(self) -> None:
         """Send all calls that can be sent now, and let a closing check whether it can go on.

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 BRIEF: Final = 0.001
@@ -131,13 +130,15 @@ class Pace:
         self._brief = 0
 
 
-@dataclass(slots=True)
 class _Reading:
     """How long a thread had computed, and when."""
 
-    tid: int
-    computed: float
-    at: float
+    __slots__ = ("at", "computed", "tid")
+
+    def __init__(self, tid: int, computed: float, at: float) -> None:
+        self.tid = tid
+        self.computed = computed
+        self.at = at
 
 
 class Pacing:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
@@ -17,9 +17,6 @@ from percore._engines.processes.examination import Examiner
 from percore._engines.processes.launch import Launcher, Process
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._engines.processes.oom_kills import Counts, OomKills, counts
-from percore._monitor.memory import memory_of
-from percore._monitor.threads import in_thread
-from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
 from percore._protocol.interfaces import Condition, Exit, Worker
 from percore._protocol.messages import Body
 from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
@@ -30,6 +27,9 @@ from percore._transport.memory import keep_heap_warm
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.boot import Boot
 from percore._worker_process.log_forwarding import Levels
+
+if TYPE_CHECKING:
+    from percore._monitor.usage import ProcessUsage, Usage, UsageMeter
 
 _LOST: Final = "its fork server died before it told of the worker"
 _UNKNOWN: Final = "exit status unknown: its fork server died or was stopped, or another part of the program reaped it"
@@ -151,7 +151,7 @@ class ProcessEngine:
         self._handle_record = None if guest is None else guest.handle_record
         self._lost: set[int] = set()
         """The slots whose last worker was lost: nobody knows whether it was ever started."""
-        self._meter = UsageMeter()
+        self._meter: UsageMeter | None = None
         self._kills = OomKills()
         self._haste = Haste(usable_cpus())
         keep_heap_warm()
@@ -216,15 +216,22 @@ class ProcessEngine:
     def resize(self, workers: int) -> None:
         self._links.resize(workers)
 
-    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> Usage:
+    async def usage(self, workers: Sequence[tuple[str, Worker]]) -> "Usage":
         roles = {worker.pid: role for role, worker in workers if worker.pid is not None}
+        if self._meter is None:
+            from percore._monitor.usage import UsageMeter
+
+            self._meter = UsageMeter()
         return await self._meter.read({os.getpid(): "supervisor"} | self._launcher.helpers() | roles)
 
-    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> Sequence[ProcessUsage]:
+    async def usage_elsewhere(self, workers: Sequence[tuple[str, Worker]]) -> "Sequence[ProcessUsage]":
         """Return nothing: all workers are on this machine."""
         return ()
 
     async def memory(self, workers: Sequence[Worker], enough: int) -> list[int | None]:
+        from percore._monitor.memory import memory_of
+        from percore._monitor.threads import in_thread
+
         pids = [worker.pid for worker in workers]
         return await in_thread("percore-memory", lambda: [None if pid is None else memory_of(pid, enough) for pid in pids])
 
