@@ -8,11 +8,10 @@ import runpy
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -21,11 +20,15 @@ pytest.importorskip("selectolax")
 
 from aiohttp import web
 
+import percore
+import percore.testing
 from tests.counts import times
 from tests.crawling import EXAMPLES
 from tests.rows import repeated_rows
 from tests.serving import answering, serving
 from tests.terminals import shown_at_terminal
+
+import pipeline  # isort: skip
 
 pytestmark = pytest.mark.asyncio_only  # the loop under test is the program's, which is always the same
 
@@ -154,17 +157,29 @@ async def test_ten_times_the_pages_take_the_same_memory(site: Site, tmp_path: Pa
     assert peaks[1] - peaks[0] <= GROWTH, peaks
 
 
-async def test_a_worker_that_dies_costs_no_line(site: Site, tmp_path: Path) -> None:
+class LosingRunner(percore.testing.FakeRunner):
+    """Its workers die when they have done the work of the first call of each stage, and with them the calls beside those."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._losses = ExitStack()
+        for stage in (pipeline.fetch, pipeline.parse):
+            self._losses.enter_context(percore.testing.losing(self, stage, times=1))
+
+    async def aclose(self, *, grace: float | None = None) -> None:
+        self._losses.close()
+        await super().aclose(grace=grace)
+
+
+async def test_workers_that_die_cost_no_line(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(percore, "Runner", LosingRunner)
     written = tmp_path / "pages.jsonl"
-    site.gate.clear()
-    async with started(*PIPELINE, "--input", site.urls(100, tmp_path / "urls"), "--output", written) as process:
-        await site.asked(40)
-        workers = [child for child in psutil.Process(process.pid).children(recursive=True) if not child.children()]
-        assert len(workers) == 2
-        workers[0].kill()
-        site.gate.set()
-        _, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
+    with pipeline.Output(written) as output:
+        urls = pipeline.urls_of_file(site.urls(100, tmp_path / "urls").read_text().splitlines())
+        await pipeline.run_pipeline(urls, output, pipeline.Progress(None), workers=2)
+    assert "died by SIGKILL" in caplog.text
     assert lines_in(written) == site.lines(100)
 
 
