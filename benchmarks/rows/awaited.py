@@ -179,15 +179,15 @@ def time_limits(quick: bool) -> Row:
 
 @row(seconds=40)
 def many_workers(quick: bool) -> Row:
-    """The cost of a call for the supervisor with 64 workers, against 2: CPU time of this process, by calls.
+    """The cost of a call for the supervisor with 64 and 256 workers, against 2: CPU time of this process, by calls.
 
     A pool on a large machine must not pay for idle workers, nor for their number if all are busy. With 2 awaiters at most two
-    of the 64 have work; with 500 all have, on however few CPUs there are. The workers' time is not included.
+    of them have work; with 500 all have, on however few CPUs there are. The workers' time is not included.
 
     Calls that are ready together travel together: of 500 in flight, 250 go to each of two workers, and 8 to each of 64. The
     last metric therefore shows the cost of a call with equally many in flight for each worker.
     """
-    few, many, each = 2, 64, 250
+    few, many, most, each = 2, 64, 256, 250
 
     async def once(workers: int, call: Call) -> Sample:
         callers = {"2 awaiters": 2, "500 awaiters": 500, f"{each} a worker": each * workers}
@@ -198,7 +198,7 @@ def many_workers(quick: bool) -> Row:
         }
 
     return Row(
-        {f"percore, {n} workers": playing(partial(percore_call, workers=n), partial(once, n)) for n in (few, many)},
+        {f"percore, {n} workers": playing(partial(percore_call, workers=n), partial(once, n)) for n in (few, many, most)},
         [
             Target(f"percore, {many} workers", metric, f"percore, {few} workers", at_most=1.2)
             for metric in ("2 awaiters", "500 awaiters")
