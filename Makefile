@@ -16,6 +16,7 @@
 #   make syscalls   lets each system call fail, the first time, the second time, and so on; SYSCALLS_ARGS="-k start" for a part of it
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
+#   make chaos-threads  the same with workers that are threads, as far as a thread can be struck
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
 #   make test-docs  runs every block of code in docs/ and the README, and checks links and names  PYTEST_ARGS="-k service" for a part
 #   make test-examples  runs the programs in examples/ as a person does, and asserts their results; PYTEST_ARGS="-k crawler" for one
@@ -52,7 +53,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes chaos-threads docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -138,6 +139,9 @@ chaos: $(VENV)/.percore-test
 
 chaos-nodes: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos --nodes
+
+chaos-threads: $(VENV)/.percore-test
+	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos.threads
 
 # Given by name, like them. PERCORE_PICTURES=folder keeps pictures of the pages.
 test-browser: $(VENV)/.percore-test

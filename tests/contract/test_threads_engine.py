@@ -468,6 +468,11 @@ async def test_signals_are_those_of_a_process_as_far_as_a_thread_can() -> None:
         first.kill()  # it has ended
         testing.kill(runner)
         assert await runner.run(jobs.aecho, 4) == 4
+        last = worker_of(runner)
+        last.kill()
+        last.kill(signal.SIGSTOP)  # nobody would let it go on
+        assert await runner.run(jobs.aecho, 5) == 5
+        await asyncio.to_thread(last.join)
         assert runner.statistics().given_up == 0
 
 

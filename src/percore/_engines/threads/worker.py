@@ -229,6 +229,8 @@ class ThreadWorker:
         if signum == signal.SIGTERM:
             self._call(self._drain)
         elif signum == signal.SIGSTOP:
+            if self._is_killed:  # it would stop for ever
+                return
             self._goes_on.clear()
             self._call(self._goes_on.wait)
         elif signum == signal.SIGCONT:
