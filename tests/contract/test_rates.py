@@ -16,6 +16,7 @@ from tests.contract import rate_jobs
 from tests.contract.conftest import MakeRunner, kill_arrived, threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
+from tests.hosts import NodesRunner, engine_of
 from tests.internals import members_of, supervisor_of
 from tests.marks import most_within
 
@@ -357,3 +358,28 @@ async def test_a_rate_needs_a_key(make: MakeRunner) -> None:
             runner.set_rate("k", OFTEN, after=-1)
         assert await runner.run(jobs.aecho, 1) == 1
         await waiting(runner, 0)
+
+
+async def test_a_call_whose_node_was_lost_counts_as_begun(log: Log, gate: Gate) -> None:
+    """Its worker may have announced the start, and nobody has heard of it."""
+    async with NodesRunner(2) as runner:
+        loop = asyncio.get_running_loop()
+        view = runner.options(key="k", rate=SELDOM)
+        links = engine_of(runner).links[:]
+        for link in links:
+            loop.remove_reader(link.connection._sock)
+        begun = view.submit(rate_jobs.ahold, log.path, gate.path, "begun")
+        assert await log.next() == "begun"
+        (member,) = [member for member in members_of(runner) if member.calls]
+        worker: Any = member.worker
+        for link in links:
+            if link is worker.link:
+                link.connection.give_up("the test has cut it")
+            else:
+                loop.add_reader(link.connection._sock, link.connection._readable)
+        with pytest.raises(percore.WorkerDied):
+            await begun
+        following = view.submit(jobs.aecho, "following")
+        await waiting(runner, 1)
+        assert not following.done()
+        following.cancel()

@@ -14,6 +14,7 @@ from percore import Rate
 from percore._calls.policy import CallPlan, Policy
 from percore._protocol.interfaces import UNBEGUN, Fate
 from percore._scheduler.dispatch import Dispatch
+from percore._scheduler.lifecycle import Life
 from percore._supervisor import rates as module
 from percore._supervisor.rates import Rates
 from tests.marks import most_within
@@ -89,6 +90,7 @@ class Member:
         self._clock = clock
         self._numbers = count(1)
         self.sees = True
+        self.life = Life()
 
     def silence(self) -> int:
         return 0

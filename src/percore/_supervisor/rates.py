@@ -8,7 +8,8 @@ the call began:
 3. The gate looks at the mark when it has to know: before it turns another call away, when its timer ends, and when the call has
    left its worker. Where the engine cannot read the marks of a living worker, the worker announces the start (STARTED).
 
-A call that has left its worker without a mark has not begun, and is not counted. If the worker has died, the mark tells, too.
+A call that has left its worker without a mark has not begun, and is not counted. If the worker has died, the mark tells, too. Of a
+worker whose node was lost nobody can tell: its calls count.
 """
 
 from __future__ import annotations
@@ -310,6 +311,6 @@ def _announce(call: PendingCall) -> None:
 def _began(call: PendingCall, member: PoolWorker) -> float | None:
     """Return when a call that has left its worker began, or a later time; None if it has not begun."""
     begun, age, _ = member.fate(call)
-    if begun is None and call.plan is not None and call.plan.announces:
-        begun = False  # its worker would have announced the start
+    if begun is None and call.plan is not None and call.plan.announces and not member.life.is_gone:
+        begun = False  # its worker would have announced the start; that of one whose node was lost may be lost, too
     return None if begun is False else monotonic() - (age or 0.0)
