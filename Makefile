@@ -40,6 +40,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
+# Three for two CPUs: a test waits for about as long as it computes.
+TEST_JOBS ?= 3
 CHAOS_KILLS ?= 1000
 RUN    := $(VENV)/bin/python
 
@@ -88,12 +90,12 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST := $(if $(CI),scripts/once_more.py,-m pytest)
 
 test: $(VENV)/.percore-test
-	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) $(PYTEST_ARGS)
-	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
+	$(RUN) $(PYTEST) -n $(TEST_JOBS) $(BY_FILE) $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),,PERCORE_WITHOUT=$(WITHOUT_ALL) $(RUN) $(PYTEST) -n $(TEST_JOBS) $(BY_FILE) --rows=fallbacks tests/contract)
 
 # The environment of the free-threaded interpreter is .venvs/3.14t. PYTHON_GIL=1 turns its GIL on.
 test-threads: $(VENV)/.percore-test
-	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) --rows=threads tests/contract $(PYTEST_ARGS)
+	$(RUN) $(PYTEST) -n $(TEST_JOBS) $(BY_FILE) --rows=threads tests/contract $(PYTEST_ARGS)
 	@if test -x build/python3.14t/bin/python3; then \
 		$(MAKE) --no-print-directory test-free-threads VENV=.venvs/3.14t PYTHON=build/python3.14t/bin/python3; \
 	else \
@@ -165,7 +167,7 @@ test-docs: $(VENV)/.percore-docs-test
 
 # `make test` leaves the programs of examples/ to it: they use what percore promises, and the tests of that are elsewhere.
 test-examples: $(VENV)/.percore-test
-	$(RUN) $(PYTEST) -n $(JOBS) $(BY_FILE) tests/examples $(PYTEST_ARGS)
+	$(RUN) $(PYTEST) -n $(TEST_JOBS) $(BY_FILE) tests/examples $(PYTEST_ARGS)
 
 # Given by name: `make test` does without these programs.
 test-programs: $(VENV)/.percore-programs

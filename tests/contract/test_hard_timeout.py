@@ -14,13 +14,16 @@ from tests.contract.pipes import Gate, Log
 from tests.internals import supervisor_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
+timed = pytest.mark.differs("uvloop", because="uvloop's clock has coarse ticks")
+unseen = pytest.mark.differs("nodes", because="nobody reads start marks of nodes")
 
 SHORT = 0.05
 SOON = 0.3
 LATE = r"ran for longer than hard_timeout=0\.05 s"
 
 
+@unseen
+@timed
 @pytest.mark.parametrize(
     ("verb", "fn"),
     [
@@ -53,6 +56,8 @@ async def test_what_does_not_end_is_killed(  # noqa: PLR0917  # fixtures
         assert "a call does not end in worker 0" in caplog.text
 
 
+@unseen
+@timed
 async def test_a_coroutine_that_obeys_costs_no_worker(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(kill_after=60) as runner:
         pid = (await runner.run(jobs.where)).pid
@@ -68,6 +73,7 @@ async def test_a_coroutine_that_obeys_costs_no_worker(make: MakeRunner, log: Log
         assert runner.statistics().restarts == 0
 
 
+@unseen
 async def test_a_late_answer_is_a_timeout(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate) -> None:
     async with make(kill_after=60) as runner:
         view = runner.options(hard_timeout=SHORT)
@@ -82,6 +88,7 @@ async def test_a_late_answer_is_a_timeout(make: MakeRunner, log: Log, gate: Gate
         assert await waiting == 1
 
 
+@unseen
 async def test_what_has_not_begun_is_spared(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(kill_after=SOON, threads=1, concurrency=1) as runner:
         worker = worker_of(runner)
@@ -122,6 +129,7 @@ async def test_keys_move_away_from_a_worker_in_which_a_call_does_not_end(
         assert runner.statistics().restarts == 0
 
 
+@unseen
 async def test_in_time(make: MakeRunner) -> None:
     async with make(threads=2) as runner:
         view = runner.options(hard_timeout=60)
@@ -162,6 +170,7 @@ async def test_a_cancelled_caller_leaves_the_limit_in_force(make: MakeRunner, lo
         await threads_ended(worker)
 
 
+@unseen
 async def test_its_worker_dies_meanwhile(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(kill_after=60) as runner:
         dead = []

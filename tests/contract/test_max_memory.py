@@ -12,6 +12,7 @@ import pytest
 
 import percore
 from percore import Runner
+from percore._scheduler import memory_limit
 from percore._supervisor import memory_watch
 from tests import jobs
 from tests.contract import life_jobs
@@ -130,11 +131,12 @@ async def test_without_the_option_nothing_is_sampled(make: MakeRunner) -> None:
 
 
 async def test_workers_that_have_too_much_from_their_start_are_told_of_once(
-    make: MakeRunner, caplog: pytest.LogCaptureFixture
+    make: MakeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(memory_limit, "LONGEST_WAIT", 0.1)
     async with make(1, max_memory_per_worker=LIMIT, lifespan=functools.partial(jobs.hoarding, MUCH)) as runner:
         samples = Samples(runner)
-        await replaced(runner, 3)  # the first replacement comes at once, the next one after two seconds
+        await replaced(runner, 3)  # the first replacement comes at once, the next one after a wait
         await samples.wait(2)
         (record,) = records(caplog, "replacing workers does not help")
         assert record.levelno == logging.WARNING

@@ -17,7 +17,7 @@ from tests.contract.test_nested_ends import check_empty
 from tests.internals import members_of, supervisor_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
+passed_on = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
 
 MAPS = (walks.amap, walks.await_map, walks.map_)
 ONE_PLACE = {"concurrency": 1, "threads": 1}
@@ -49,6 +49,7 @@ async def test_the_clean_up_of_a_longer_input_is_not_cut_off(make: MakeRunner, l
         assert await log.take(1) == ["closed"]
 
 
+@passed_on
 async def test_a_map_gives_its_results_in_every_way(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make(2, concurrency=2, threads=2) as runner:
         for outer in MAPS:
@@ -78,6 +79,7 @@ async def test_maps_of_maps_never_wait_for_themselves(make: MakeRunner) -> None:
         check_empty(runner)
 
 
+@passed_on
 async def test_an_error_comes_at_the_place_of_its_result(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make() as runner:
         for outer in (walks.afails, walks.fails):
@@ -91,6 +93,7 @@ async def test_an_error_comes_at_the_place_of_its_result(make: MakeRunner, subte
         check_empty(runner)
 
 
+@passed_on
 async def test_a_map_holds_its_window_and_closes_its_input(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make(2) as runner:
         for window in (1, 7):
@@ -110,6 +113,7 @@ async def test_a_map_holds_its_window_and_closes_its_input(make: MakeRunner, sub
 # Streams
 
 
+@passed_on
 async def test_a_stream_gives_items_of_every_kind(make: MakeRunner, subtests: pytest.Subtests) -> None:
     async with make(2, concurrency=2, threads=2) as runner:
         for outer in (walks.astream, walks.stream):
@@ -194,6 +198,7 @@ async def test_a_generator_that_waits_for_its_call_is_closed(
         check_empty(runner)
 
 
+@passed_on
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_the_errors_of_a_stream(make: MakeRunner) -> None:
     async with make(2) as runner:
@@ -209,6 +214,7 @@ async def test_the_errors_of_a_stream(make: MakeRunner) -> None:
         check_empty(runner)
 
 
+@passed_on
 async def test_a_generator_that_dies_with_its_worker(make_real: MakeRunner) -> None:
     async with make_real(2) as runner:
         for outer in (walks.astream, walks.stream):
@@ -224,6 +230,7 @@ async def test_a_generator_that_dies_with_its_worker(make_real: MakeRunner) -> N
         check_empty(runner)
 
 
+@passed_on
 async def test_a_consumer_that_dies_with_its_worker(make_real: MakeRunner, log: Log, gate: Gate) -> None:
     async with make_real(2, concurrency=1) as runner:
         future = runner.submit(walks.atake, walks.atold, log.path, gate.path, 4)
@@ -236,6 +243,7 @@ async def test_a_consumer_that_dies_with_its_worker(make_real: MakeRunner, log: 
         assert all(member.load == [0, 0, 0] for member in members_of(runner))
 
 
+@passed_on
 @pytest.mark.parametrize("grace", [None, 0])
 async def test_a_runner_that_closes_over_a_stream_and_a_map(make: MakeRunner, log: Log, gate: Gate, grace: float | None) -> None:
     runner = make(2)
@@ -283,6 +291,7 @@ async def test_retries(make: MakeRunner, tmp_path: Path, subtests: pytest.Subtes
         check_empty(runner)
 
 
+@passed_on
 async def test_a_death_is_retried(make_real: MakeRunner, tmp_path: Path) -> None:
     """The caller has another worker, or is attempted again, too."""
     async with make_real(3, retries=1) as runner:
@@ -291,6 +300,7 @@ async def test_a_death_is_retried(make_real: MakeRunner, tmp_path: Path) -> None
             assert await caller.run(walks.with_options, options, walks.die_once, str(tmp_path / str(number))) == "alive"
 
 
+@passed_on
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_callers_with_retries_leave_room_for_the_arguments_of_their_calls(make: MakeRunner) -> None:
     """They keep their own arguments until they have ended."""
@@ -331,6 +341,7 @@ async def test_the_rate_of_a_key_counts_nested_calls(make: MakeRunner) -> None:
         check_empty(runner)
 
 
+@passed_on
 @pytest.mark.parametrize("source", ["sync", "async"])
 async def test_a_map_ends_with_its_call(make: MakeRunner, log: Log, gate: Gate, other_gate: Gate, source: str) -> None:
     """Its calls are cancelled, and its inputs closed, whether the call has left it, or was cancelled."""
@@ -348,6 +359,7 @@ async def test_a_map_ends_with_its_call(make: MakeRunner, log: Log, gate: Gate, 
         check_empty(runner)
 
 
+@passed_on
 async def test_an_item_that_dies_with_its_worker(make_real: MakeRunner, tmp_path: Path) -> None:
     async with make_real(3) as runner:
         places = {key: await runner.options(key=key).run(walks.index) for key in ("item 2", *map(str, range(50)))}
@@ -383,6 +395,7 @@ async def test_options_that_do_not_apply_are_refused(make: MakeRunner, subtests:
                 await runner.run(walks.refused, options, verb)
 
 
+@passed_on
 async def test_streams_and_broadcasts_make_calls(make: MakeRunner) -> None:
     async with make(2, **ONE_PLACE) as runner:
         assert [item async for item in runner.stream(walks.calls_in_a_generator, 3)] == [0, 2, 4]
@@ -413,6 +426,7 @@ async def test_callers_that_want_each_others_keys_get_an_error(make: MakeRunner,
         check_empty(runner)
 
 
+@passed_on
 @pytest.mark.own_fork_server  # a reload starts another one
 @pytest.mark.parametrize("asks", ["before", "after"])
 async def test_callers_whose_worker_leaves_get_an_error(

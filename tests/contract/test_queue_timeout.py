@@ -15,7 +15,8 @@ from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeWorker
 from tests.internals import members_of, slots_used, supervisor_of
 
-pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
+pytestmark = pytest.mark.differs("nodes", because="nobody reads start marks of nodes")
+timed = pytest.mark.differs("uvloop", because="uvloop's clock has coarse ticks")
 
 TINY = 0.02
 SOON = 0.3
@@ -35,6 +36,7 @@ async def hold(
     return held
 
 
+@timed
 @FULL
 async def test_what_waits_too_long_never_runs(make: MakeRunner, log: Log, gate: Gate, holding: Any, fn: Any) -> None:
     async with make(concurrency=1, threads=1) as runner:
@@ -56,6 +58,7 @@ async def test_what_waits_too_long_never_runs(make: MakeRunner, log: Log, gate: 
         assert runner.statistics().queued == runner.statistics().running == runner.statistics().retried == 0
 
 
+@timed
 async def test_wherever_it_waits_its_time_ends(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(concurrency=1, threads=1, per_key=1) as runner:
         held = await hold(runner.options(key="k"), jobs.await_, log, gate)

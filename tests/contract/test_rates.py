@@ -20,7 +20,8 @@ from tests.hosts import NodesRunner, engine_of
 from tests.internals import members_of, supervisor_of
 from tests.marks import most_within
 
-pytestmark = pytest.mark.differs("uvloop", "nodes", because="uvloop's clock has coarse ticks; nobody reads start marks of nodes")
+pytestmark = pytest.mark.differs("nodes", because="nobody reads start marks of nodes")
+timed = pytest.mark.differs("uvloop", because="uvloop's clock has coarse ticks")
 
 SELDOM: Final = percore.Rate(1, per=1e6)
 OFTEN: Final = percore.Rate(10**6, per=1, burst=10**6)
@@ -38,6 +39,7 @@ async def waiting(runner: percore.Runner, count: int) -> None:
 # The promise
 
 
+@timed
 @pytest.mark.own_fork_server
 @pytest.mark.parametrize("burst", [1, 4, 20])
 async def test_no_window_holds_more_starts(make: MakeRunner, burst: int) -> None:
@@ -111,6 +113,7 @@ async def test_the_time_counts_from_the_start_and_not_from_the_end(
         assert most_within(starts, 0.02) == 1
 
 
+@timed
 async def test_a_queue_timeout_limits_the_wait(make: MakeRunner) -> None:
     async with make() as runner:
         view = runner.options(key="k", rate=SELDOM)
@@ -220,6 +223,7 @@ async def test_calls_of_calls_count_if_they_name_the_key(make: MakeRunner) -> No
 # set_rate
 
 
+@timed
 async def test_the_rate_of_a_key_changes_while_calls_wait(make: MakeRunner) -> None:
     async with make() as runner:
         view = runner.options(key="k", rate=SELDOM)
@@ -236,6 +240,7 @@ async def test_the_rate_of_a_key_changes_while_calls_wait(make: MakeRunner) -> N
         assert await view.run(jobs.aecho, "the rate that was set goes first") == "the rate that was set goes first"
 
 
+@timed
 async def test_a_pause(make: MakeRunner) -> None:
     async with make() as runner:
         runner.set_rate("k", None)  # nothing to lift

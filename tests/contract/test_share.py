@@ -24,10 +24,10 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.warm_fork_server(imports="numpy"),
     pytest.mark.differs("fallbacks", because="the shared pages are files instead of memfds", on="fake"),
-    pytest.mark.differs(
-        "nodes", because="an object is sent to the far half once, and leaves it when all of its workers have forgotten it"
-    ),
 ]
+sent_once = pytest.mark.differs(
+    "nodes", because="an object is sent to the far half once, and leaves it when all of its workers have forgotten it"
+)
 in_processes = pytest.mark.differs("fallbacks", because="each process maps the files for itself")
 
 np = pytest.importorskip("numpy")
@@ -47,6 +47,7 @@ async def until_free(runner: percore.Runner) -> None:
             await runner.broadcast(jobs.awhere)
 
 
+@sent_once
 async def test_it_is_used_from_anywhere_inside_the_arguments(make: MakeRunner) -> None:
     async with make(2) as runner:
         data = {"a": [1, 2], "b": "text"}
@@ -63,6 +64,7 @@ async def test_it_is_used_from_anywhere_inside_the_arguments(make: MakeRunner) -
         assert shared.value == data
 
 
+@sent_once
 async def test_one_of_any_size_takes_one_slot(make: MakeRunner) -> None:
     async with make() as runner:
         for size in (0, 10, 70_000, 150_000, 5_000_000):
@@ -73,6 +75,7 @@ async def test_one_of_any_size_takes_one_slot(make: MakeRunner) -> None:
             await until_free(runner)
 
 
+@sent_once
 @in_processes
 async def test_it_is_built_once_per_worker(make_real: MakeRunner) -> None:
     async with make_real(2, threads=4) as runner:
@@ -120,6 +123,7 @@ async def test_all_workers_read_the_same_pages(make_real: MakeRunner, real_engin
             assert private <= 1 << 20
 
 
+@sent_once
 @in_processes
 async def test_a_replaced_worker_sees_it(make: MakeRunner) -> None:
     async with make() as runner:
@@ -132,6 +136,7 @@ async def test_a_replaced_worker_sees_it(make: MakeRunner) -> None:
         await until_free(runner)
 
 
+@sent_once
 async def test_a_recycled_worker_lets_go_of_it(make: MakeRunner) -> None:
     async with make(max_tasks_per_worker=3) as runner:
         shared = await runner.share(np.arange(SIZE))
@@ -144,6 +149,7 @@ async def test_a_recycled_worker_lets_go_of_it(make: MakeRunner) -> None:
 # Its end
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
@@ -165,6 +171,7 @@ async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: Make
         await until_free(runner)
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_is_freed_when_the_handle_has_gone_and_no_call_uses_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
@@ -184,6 +191,7 @@ async def test_it_is_freed_when_the_handle_has_gone_and_no_call_uses_it(make: Ma
         await until_free(runner)
 
 
+@sent_once
 async def test_cancelled_failed_and_withdrawn_calls_let_go_of_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(threads=1) as runner:
         shared = await runner.share(np.ones(SIZE))
@@ -209,6 +217,7 @@ async def test_a_call_with_what_cannot_be_pickled_holds_nothing(make: MakeRunner
         await until_free(runner)
 
 
+@sent_once
 @in_processes
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_retries_and_deaths_keep_it_for_the_next_attempt(make: MakeRunner, log: Log, gate: Gate) -> None:
@@ -249,6 +258,7 @@ async def test_what_a_worker_keeps_of_it_stays_as_it_was(make: MakeRunner) -> No
         await until_free(runner)
 
 
+@sent_once
 @in_processes
 async def test_what_is_kept_here_outlives_the_runner(make: MakeRunner) -> None:
     async with make() as runner:
@@ -324,6 +334,7 @@ async def test_share_of_a_closed_runner_and_of_too_much(make: MakeRunner) -> Non
         await runner.share(1)
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
     async with make(max_message=1 << 36) as runner:
@@ -338,6 +349,7 @@ async def test_there_is_a_limit_and_calls_go_on_at_it(make: MakeRunner) -> None:
         assert await runner.run(share_jobs.value_of, await runner.share(6)) == 6
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_functions_and_shared_objects_leave_room_for_arguments(make: MakeRunner) -> None:
     """Whatever the user keeps: large functions of maps, shared objects, closed ones with views, and arguments in workers."""
@@ -396,6 +408,7 @@ async def test_cancelled_it_keeps_nothing(make: MakeRunner) -> None:
             await until(lambda: not arena(runner).in_use)  # a thread gives it back
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_cancelled_when_it_has_just_been_stored_it_keeps_nothing(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. The object is stored  2. the task is cancelled  3. the task resumes."""
@@ -427,6 +440,7 @@ class Slow:
         return Slow, self.paths
 
 
+@sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_closing_the_runner_ends_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
@@ -457,6 +471,7 @@ async def test_its_repr_tells_what_it_is(make: MakeRunner) -> None:
         assert "in a worker" in (await runner.run(repr, await runner.share(1)))
 
 
+@sent_once
 @in_processes
 async def test_x6_a_runner_in_a_worker_numbers_its_objects_otherwise(make_real: MakeRunner) -> None:
     """Handles of both runners are unpickled in that worker, which finds them by their numbers."""

@@ -14,7 +14,7 @@ from tests.contract.stream_jobs import USER
 from tests.internals import members_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")
+timed = pytest.mark.differs("uvloop", because="uvloop's timers have a clock of their own")
 
 TINY = 0.02
 SHORT = 0.5
@@ -97,6 +97,7 @@ async def test_its_exception_is_in_time(make: MakeRunner) -> None:
                 await runner.options(timeout=LONG).run(fn, KeyError("x"))
 
 
+@timed
 async def test_each_call_has_its_own_limit_and_others_have_none(make: MakeRunner, gate: Gate) -> None:
     """One message tells a worker the timeout of the calls that follow, but not of those with large arguments or variables."""
     large = bytes(300_000)
@@ -239,6 +240,7 @@ async def test_an_item_that_times_out_fails_the_map(make: MakeRunner, log: Log, 
 # Timeouts and retries
 
 
+@timed
 @pytest.mark.parametrize("as_map", [False, True])
 async def test_a_coroutine_that_times_out_is_tried_again(make: MakeRunner, log: Log, gate: Gate, as_map: bool) -> None:
     async with make() as runner:

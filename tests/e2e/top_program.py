@@ -12,7 +12,7 @@ ENDS = threading.Event()
 
 
 async def fetch(number: int) -> int:
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     return number
 
 
