@@ -155,6 +155,17 @@ def test_connections_are_steered_to_some_slots() -> None:
 
 
 @needs_reuseport
+def test_a_socket_that_is_added_gets_no_connection_before_it_is_steered_to() -> None:
+    """Its worker may not start, and then it is closed, with all connections that nobody has accepted there."""
+    with opened(ANY, 2) as endpoint:
+        endpoint.steer({0, 1})
+        endpoint.of(2)
+        assert set(_dealt(endpoint, [0, 1, 2])) == {0, 1}
+        endpoint.steer({0, 1, 2})
+        assert set(_dealt(endpoint, [0, 1, 2])) == {0, 1, 2}
+
+
+@needs_reuseport
 def test_a_system_that_does_not_steer_deals_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "_ATTACH", 999)
     with opened(ANY, 2) as endpoint:

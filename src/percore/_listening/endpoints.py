@@ -162,18 +162,24 @@ class SplitEndpoint:
             check_free(self._address)
         try:
             for slot in range(slots):
-                self.of(slot)
+                self._add(slot)
         except BaseException:
             self.close()
             raise
 
     def of(self, slot: int) -> socket.socket:
         sock = self._socks.get(slot)
-        if sock is None:
-            sock = self._socks[slot] = bind_internet(self._address, shares_port=True)
-            self._order.append(slot)
-            self._address = self._address.with_port(sock.getsockname()[1])
-            _open.add(self)
+        if sock is not None:
+            return sock
+        if self._steered is None and self._order:  # the system would give connections to the new one, too, which has no worker yet
+            self._steer([*range(len(self._order))])
+        return self._add(slot)
+
+    def _add(self, slot: int) -> socket.socket:
+        sock = self._socks[slot] = bind_internet(self._address, shares_port=True)
+        self._order.append(slot)
+        self._address = self._address.with_port(sock.getsockname()[1])
+        _open.add(self)
         return sock
 
     def keep(self, slots: Collection[int]) -> None:
@@ -190,8 +196,11 @@ class SplitEndpoint:
     def steer(self, slots: Collection[int]) -> None:
         numbers = [number for number, slot in enumerate(self._order) if slot in slots]
         if numbers and numbers != self._steered and not (self._steered is None and len(numbers) == len(self._order)):
-            self._steered = numbers
-            steer(self._socks[self._order[0]], numbers)
+            self._steer(numbers)
+
+    def _steer(self, numbers: list[int]) -> None:
+        self._steered = numbers
+        steer(self._socks[self._order[0]], numbers)
 
     def close(self) -> None:
         self.forsake()
