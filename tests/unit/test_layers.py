@@ -141,7 +141,7 @@ DECIDES = {
 # Nobody waits by sleeping. What is allowed gives way to others and is named here, call by call.
 GIVES_WAY = {
     # Ray, which tells nobody when a CPU becomes free
-    "_places.ray": ["asyncio.sleep(_AGAIN)"],
+    "_places.ray_nodes": ["asyncio.sleep(_AGAIN)"],
     # the GIL, to the worker's loop
     "_worker.threads": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async

@@ -9,6 +9,9 @@ from typing import Final
 from percore._monitor.threads import in_thread
 from percore._transport.certificates import Certificates
 
+THREAD: Final = "percore-ray"
+"""The name of the threads that wait for Ray."""
+
 _REACH: Final = 10.0
 """Seconds in which the address of a cluster has to take a connection."""
 
@@ -38,7 +41,7 @@ class RayConnection:
         Raises:
             OSError, RuntimeError, ValueError: the cluster cannot be used.
         """
-        await in_thread("percore-ray", self._open)
+        await in_thread(THREAD, self._open)
 
     def _open(self) -> None:
         import ray
@@ -76,7 +79,7 @@ class RayConnection:
         """Idempotent. An `open` under way, which may hold the lock for ever, disconnects at its end."""
         self._is_closed = True
         if self in _users:
-            await in_thread("percore-ray", self._disconnect)
+            await in_thread(THREAD, self._disconnect)
 
     def _disconnect(self) -> None:
         import ray

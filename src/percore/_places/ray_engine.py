@@ -9,8 +9,9 @@ from percore._common.options import MOST_WORKERS, RunnerOptions, seconds_of, who
 from percore._common.worker_errors import StartupFailed
 from percore._engines.nodes.engine import LOST_AFTER, NO_HARDENING, NO_SOCKETS, NodesEngine
 from percore._engines.nodes.places import NoPlace
-from percore._places.ray import RayPlaces, Wanted
+from percore._places.ray import RayPlaces
 from percore._places.ray_connection import RayConnection
+from percore._places.ray_nodes import Wanted
 
 _PATIENCE: Final = 0.8
 """The part of `start_timeout` for the cluster, so that its own reason is told."""
