@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_the_script_and_the_version() -> None:
     assert script, "percore is not installed with its script: make .venv/.percore-test"
     for command in ([script], COMMAND):
         assert run("--version", command=command).stdout == f"percore {percore.__version__}\n"
+
+
+def test_a_reader_that_has_enough_ends_it() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([*COMMAND, "top", "--json"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_without_a_command_it_says_how_to_use_it() -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from percore._attach.programs import Program
 from percore._monitor.usage import ThreadsMeter, ThreadsUsage
 from percore._monitor.views import LATE, Model, Worker
 from percore._top import top
@@ -268,6 +269,19 @@ def test_the_cpu_of_threads_is_that_of_the_last_second_or_more(monkeypatch: pyte
     now, used = now + 0.1, {1: 6.1, 3: 9.0}  # too soon: the readings before those count; and no thread uses more than a CPU
     shares = [None if one is None else one.cpu for one in meter.measure(7, groups)]
     assert shares == [pytest.approx(100 * 1.1 / 2.1), pytest.approx(200 / 2.1), None]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_each_program_has_one_line(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = f"python crawl.py {' '.join(['http://127.0.0.1/'] * 20)}"
+    monkeypatch.setattr(top, "programs", lambda: [Program(7, "crawl.py", command)])
+    file = io.StringIO()
+    assert top._list(Console(width=60, file=file, force_terminal=is_terminal, color_system=None), as_json=False) == 0
+    first, last = file.getvalue().splitlines()
+    assert first == (
+        "       7  crawl.py  " + command if not is_terminal else ("       7  crawl.py  " + command)[:59] + "\N{HORIZONTAL ELLIPSIS}"
+    )
+    assert last.startswith("watch one of them")
 
 
 def test_rates() -> None:

@@ -1,6 +1,7 @@
 """The command line: `percore top`, `percore record`, `percore doctor` and `percore bench`."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status. `arguments`: those of the command line; None: those of this program."""
     options = _parser().parse_args(arguments)
     try:
-        sys.exit(_run(options))
+        status = _run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:  # `percore top | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more when it ends
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,7 +55,10 @@ def _list(console: Console, *, as_json: bool) -> int:
             "half second is not over, or its system has no memfd; or it has Runner(harden=True), and only root sees it"
         )
     for one in found:
-        console.print(Text(printable(f"{one.pid:>8}  {one.name}  {one.command}"), overflow="ellipsis", no_wrap=True))
+        line = Text(printable(f"{one.pid:>8}  {one.name}  {one.command}"))
+        if console.is_terminal:
+            line.truncate(console.width, overflow="ellipsis")
+        console.print(line, soft_wrap=True)  # one line for each, of any length
     console.print(Text("watch one of them: percore top PID", style="dim"))
     return 0
 
