@@ -118,13 +118,15 @@ def _fail_at_20(place: int) -> int:
 
 
 @SHAPES
-@pytest.mark.parametrize("what", [jobs.several, jobs.large, jobs.huge, jobs.pattern])
-async def test_results_that_are_no_scalars(make: MakeRunner, sixteen: None, shape: str, what: Callable[[int], Any]) -> None:
+async def test_results_that_are_no_scalars(make: MakeRunner, sixteen: None, shape: str, subtests: pytest.Subtests) -> None:
+    kinds: list[Callable[[int], Any]] = [jobs.several, jobs.large, jobs.huge, jobs.pattern]
     async with make(2) as runner:
-        results = await _map(runner, shape, what, ())
-        assert results == [what(place) for place in range(COUNT)]
-        mixed = await _map(runner, shape, jobs.give_at, (what, 20))
-        assert mixed == [what(20) if place == 20 else place for place in range(COUNT)]
+        for what in kinds:
+            with subtests.test(what.__name__):
+                results = await _map(runner, shape, what, ())
+                assert results == [what(place) for place in range(COUNT)]
+                mixed = await _map(runner, shape, jobs.give_at, (what, 20))
+                assert mixed == [what(20) if place == 20 else place for place in range(COUNT)]
 
 
 @pytest.mark.parametrize("what", [jobs.lock, jobs.unreadable])

@@ -97,21 +97,26 @@ async def test_several_buffers_in_one_message_and_the_same_one_twice(make: MakeR
         await settled(runner)
 
 
-@pytest.mark.parametrize("size", [LARGE, 65_536, 65_537])
 @pytest.mark.parametrize("writable", [True, False], ids=["writable", "read-only"])
-async def test_a_pickle_buffer_arrives_as_a_memoryview(make: MakeRunner, size: int, writable: bool) -> None:
+async def test_a_pickle_buffer_arrives_as_a_memoryview(make: MakeRunner, writable: bool, subtests: pytest.Subtests) -> None:
+    async with make() as runner:
+        for size in (LARGE, 65_536, 65_537):
+            with subtests.test(size=size):
+                await _pickle_buffer_there_and_back(runner, size, writable)
+
+
+async def _pickle_buffer_there_and_back(runner: percore.Runner, size: int, writable: bool) -> None:
     data = jobs.pattern(size)
     there = (memoryview, data, not writable, "B", 1)
-    async with make() as runner:
-        assert await runner.run(arrays.describe_view, arrays.make_view(data, writable)) == there
-        view = await runner.run(arrays.make_view, data, writable)
-        assert arrays.describe_view(view) == there
-        assert arrays.describe_view(await runner.run(arrays.send_back, pickle.PickleBuffer(view))) == there
-        if writable:
-            view[:5] = b"12345"
-            assert bytes(view) == b"12345" + data[5:]
-        del view
-        await settled(runner)
+    assert await runner.run(arrays.describe_view, arrays.make_view(data, writable)) == there
+    view = await runner.run(arrays.make_view, data, writable)
+    assert arrays.describe_view(view) == there
+    assert arrays.describe_view(await runner.run(arrays.send_back, pickle.PickleBuffer(view))) == there
+    if writable:
+        view[:5] = b"12345"
+        assert bytes(view) == b"12345" + data[5:]
+    del view
+    await settled(runner)
 
 
 @pytest.mark.parametrize("thing", [memoryview(bytes(10)), [memoryview(bytearray(LARGE))]], ids=["small", "large, within a list"])

@@ -333,9 +333,10 @@ async def test_x2_closing_at_the_moment_the_last_worker_is_ready(make: MakeRunne
         await runner.run(jobs.echo)
 
 
-@pytest.mark.parametrize(("grace", "error"), [("1", TypeError), (True, TypeError), (float("nan"), ValueError)])
-async def test_a_bad_grace_changes_nothing(make: MakeRunner, grace: Any, error: type[Exception]) -> None:
+async def test_a_bad_grace_changes_nothing(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    bad: list[tuple[Any, type[Exception]]] = [("1", TypeError), (True, TypeError), (float("nan"), ValueError)]
     async with make() as runner:
-        with pytest.raises(error, match="grace must be None or a number of seconds"):
-            await runner.aclose(grace=grace)
-        assert await runner.run(jobs.echo, 1) == 1
+        for grace, error in bad:
+            with subtests.test(grace=grace), pytest.raises(error, match="grace must be None or a number of seconds"):
+                await runner.aclose(grace=grace)
+            assert await runner.run(jobs.echo, 1) == 1

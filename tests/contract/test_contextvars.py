@@ -122,13 +122,14 @@ async def test_a_retry_sees_the_same(make: MakeRunner, log: Log, gate: Gate) -> 
 
 
 @READS
-@pytest.mark.parametrize("value", [{"user": [1, 2]}, jobs.Resource("r"), "x" * 20_000, None, float("inf")])
-async def test_values_of_any_kind(make: MakeRunner, fn: Any, value: Any) -> None:
+async def test_values_of_any_kind(make: MakeRunner, fn: Any, subtests: pytest.Subtests) -> None:
     async with make(contextvars=VARIABLES) as runner:
-        variables.name.set(value)
         variables.level.set(1)
-        assert await runner.run(fn) == (value, 1)
-        assert await runner.map(variables.read_for, range(50)) == [(i, value, 1) for i in range(50)]
+        for value in ({"user": [1, 2]}, jobs.Resource("r"), "x" * 20_000, None, float("inf")):
+            with subtests.test(type(value).__name__):
+                variables.name.set(value)
+                assert await runner.run(fn) == (value, 1)
+                assert await runner.map(variables.read_for, range(50)) == [(i, value, 1) for i in range(50)]
 
 
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")

@@ -115,13 +115,14 @@ async def test_s5_a_group_arrives(make: MakeRunner) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")])
-async def test_what_is_no_exception_is_a_remote_error(make: MakeRunner, fn: Callable[..., Any], raised: BaseException) -> None:
+async def test_what_is_no_exception_is_a_remote_error(make: MakeRunner, fn: Callable[..., Any], subtests: pytest.Subtests) -> None:
     async with make() as runner:
-        error = await _error(runner, fn, raised)
-    assert type(error) is percore.RemoteError
-    assert error.type_name == type(raised).__qualname__
-    assert f"in {fn.__name__}" in error.remote_traceback
+        for raised in (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")):
+            with subtests.test(repr(raised)):
+                error = await _error(runner, fn, raised)
+                assert type(error) is percore.RemoteError
+                assert error.type_name == type(raised).__qualname__
+                assert f"in {fn.__name__}" in error.remote_traceback
 
 
 @pytest.mark.parametrize("fn", [jobs.foreign_cancel, jobs.cancel_itself])
@@ -201,22 +202,21 @@ async def test_s2_arguments_that_cannot_be_read_fail_their_call_alone(make: Make
     assert error.args == ("do not read me",)
 
 
-@pytest.mark.parametrize(
-    ("what", "advice"),
-    [
-        ("lock", "make one in each worker"),
-        ("generator", "return a list"),
-        ("refuses", "do not pickle me"),
-        ("nested", "the result contains a lock"),
-        ("unreadable", "could not be unpickled"),
-    ],
-)
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
-async def test_s3_a_result_that_cannot_travel_says_what_to_return(make: MakeRunner, what: str, advice: str) -> None:
+async def test_s3_a_result_that_cannot_travel_says_what_to_return(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    advices = {
+        "lock": "make one in each worker",
+        "generator": "return a list",
+        "refuses": "do not pickle me",
+        "nested": "the result contains a lock",
+        "unreadable": "could not be unpickled",
+    }
     async with make() as runner:
-        error = await _error(runner, jobs.give, what)
-    assert type(error) is percore.RemoteError
-    assert advice in str(error)
+        for what, advice in advices.items():
+            with subtests.test(what):
+                error = await _error(runner, jobs.give, what)
+                assert type(error) is percore.RemoteError
+                assert advice in str(error)
 
 
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")

@@ -172,17 +172,21 @@ async def _by_dropping(mapped: percore.Map[Any]) -> None:
 
 
 @pytest.mark.parametrize("max_pending", [None, 1, 2])
-@pytest.mark.parametrize("window", [None, 1, 3])
-async def test_m3_an_async_input_may_use_the_runner_itself(make: MakeRunner, window: int | None, max_pending: int | None) -> None:
+async def test_m3_an_async_input_may_use_the_runner_itself(
+    make: MakeRunner, max_pending: int | None, subtests: pytest.Subtests
+) -> None:
     async with make(concurrency=1, threads=1, max_pending=max_pending) as runner:
 
         async def numbers() -> AsyncIterator[int]:
             for number in range(20):
                 yield await runner.run(jobs.aecho, number) + await runner.run(jobs.echo, number)
 
-        async with asyncio.timeout(20):
-            assert await runner.map(jobs.aadd, numbers(), window=window) == [2 * number for number in range(20)]
-            assert [value async for value in runner.map(jobs.add, numbers(), window=window)] == [2 * n for n in range(20)]
+        for window in (None, 1, 3):
+            with subtests.test(window=window):
+                async with asyncio.timeout(20):
+                    assert await runner.map(jobs.aadd, numbers(), window=window) == [2 * number for number in range(20)]
+                    mapped = runner.map(jobs.add, numbers(), window=window)
+                    assert [value async for value in mapped] == [2 * number for number in range(20)]
 
 
 async def test_m3_a_sync_input_may_submit(make: MakeRunner) -> None:

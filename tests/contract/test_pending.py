@@ -86,16 +86,18 @@ async def test_a_map_s_window_is_at_most_the_bound(make: MakeRunner, log: Log, g
         assert len(await task) == 20
 
 
-@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])
 @pytest.mark.parametrize("limit", [1, 2, 7])
-async def test_maps_and_runs_under_a_small_bound(make: MakeRunner, fn: Any, limit: int) -> None:
+async def test_maps_and_runs_under_a_small_bound(make: MakeRunner, limit: int, subtests: pytest.Subtests) -> None:
+    fns: list[Any] = [jobs.echo, jobs.aecho]
     async with make(2, max_pending=limit) as runner:
-        maps = [runner.map(fn, range(100)).collect() for _ in range(3)]
-        runs = [runner.run(fn, i) for i in range(50)]
-        *lists, singles = await asyncio.gather(*maps, asyncio.gather(*runs))
-        assert lists == [list(range(100))] * 3
-        assert singles == list(range(50))
-        assert [value async for value in runner.map(fn, range(50))] == list(range(50))
+        for fn in fns:
+            with subtests.test(fn.__name__):
+                maps = [runner.map(fn, range(100)).collect() for _ in range(3)]
+                runs = [runner.run(fn, i) for i in range(50)]
+                *lists, singles = await asyncio.gather(*maps, asyncio.gather(*runs))
+                assert lists == [list(range(100))] * 3
+                assert singles == list(range(50))
+                assert [value async for value in runner.map(fn, range(50))] == list(range(50))
 
 
 async def test_a_map_that_is_left_makes_room(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -78,17 +78,21 @@ async def test_wherever_it_waits_its_time_ends(make: MakeRunner, log: Log, gate:
         assert log.rest() == []
 
 
-@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho, jobs.later])
-async def test_in_time(make: MakeRunner, fn: Any) -> None:
+async def test_in_time(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    fns: list[Any] = [jobs.echo, jobs.aecho, jobs.later]
     async with make(threads=2) as runner:
         view = runner.options(queue_timeout=60)
         large = [bytes(300_000)]
-        assert await asyncio.gather(*(runner.options(queue_timeout=60 + n).run(fn, n) for n in range(100))) == list(range(100))
-        mixed = [view.submit(fn, 1), runner.submit(fn, 2), view.submit(fn, large), runner.submit(fn, large)]
-        assert await asyncio.gather(*mixed) == [1, 2, large, large]
-        assert await view.map(fn, range(300)) == list(range(300))
-        assert await view.broadcast(fn, 7) == [7]
-        assert await runner.options(queue_timeout=60, timeout=60, retries=2).map(fn, [1, large], key=type) == [1, large]
+        for fn in fns:
+            with subtests.test(fn.__name__):
+                calls = [runner.options(queue_timeout=60 + n).run(fn, n) for n in range(100)]
+                assert await asyncio.gather(*calls) == list(range(100))
+                mixed = [view.submit(fn, 1), runner.submit(fn, 2), view.submit(fn, large), runner.submit(fn, large)]
+                assert await asyncio.gather(*mixed) == [1, 2, large, large]
+                assert await view.map(fn, range(300)) == list(range(300))
+                assert await view.broadcast(fn, 7) == [7]
+                both = runner.options(queue_timeout=60, timeout=60, retries=2)
+                assert await both.map(fn, [1, large], key=type) == [1, large]
 
 
 @FULL

@@ -38,15 +38,21 @@ def _is_worth_it(error: BaseException) -> bool:
 
 
 @BOTH
-@pytest.mark.parametrize("retry_on", [ValueError, (KeyError, ValueError), lambda error: isinstance(error, ValueError)])
 async def test_an_error_that_is_worth_it_is_tried_again(
-    make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], retry_on: Any
+    make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
+    worth: dict[str, Any] = {
+        "a class": ValueError,
+        "classes": (KeyError, ValueError),
+        "a function": lambda error: isinstance(error, ValueError),
+    }
     async with make(2) as runner:
-        view = runner.options(retries=3, retry_on=retry_on)
-        assert await view.run(fn, str(tmp_path), 3, ValueError, 7) == 7
-        statistics = runner.statistics()
-        assert (statistics.done, statistics.failed, statistics.retried) == (1, 0, 3)
+        for count, (name, retry_on) in enumerate(worth.items(), 1):
+            with subtests.test(name):
+                view = runner.options(retries=3, retry_on=retry_on)
+                assert await view.run(fn, str(tmp_path), 3, ValueError, count) == count
+                statistics = runner.statistics()
+                assert (statistics.done, statistics.failed, statistics.retried) == (count, 0, 3 * count)
 
 
 @BOTH
@@ -59,12 +65,13 @@ async def test_the_last_error_is_raised(make: MakeRunner, tmp_path: Path, fn: Ca
 
 
 @BOTH
-@pytest.mark.parametrize("retry_on", [None, KeyError, (KeyError, OSError), lambda _: False])
-async def test_other_errors_are_not(make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], retry_on: Any) -> None:
+async def test_other_errors_are_not(make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], subtests: pytest.Subtests) -> None:
+    others: dict[str, Any] = {"none": None, "a class": KeyError, "classes": (KeyError, OSError), "a function": lambda _: False}
     async with make(retries=5) as runner:
-        with pytest.raises(ValueError, match="attempt 1"):
-            await runner.options(retries=5, retry_on=retry_on).run(fn, str(tmp_path), 9, ValueError, 7)
-        assert runner.statistics().retried == 0
+        for number, (name, retry_on) in enumerate(others.items()):
+            with subtests.test(name), pytest.raises(ValueError, match="attempt 1"):
+                await runner.options(retries=5, retry_on=retry_on).run(fn, str(tmp_path), 9, ValueError, number)
+            assert runner.statistics().retried == 0
 
 
 async def test_a_predicate_sees_each_error(make: MakeRunner, tmp_path: Path) -> None:
@@ -281,12 +288,17 @@ async def test_backoff_is_asked_with_the_number_of_failed_attempts(make: MakeRun
     assert asked == [1, 2, 3, 4, 1, 2]
 
 
-@pytest.mark.parametrize("backoff", [0, 0.001, lambda _: 0.001])
 @BOTH
-async def test_after_a_delay_the_call_goes_on(make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], backoff: Any) -> None:
+async def test_after_a_delay_the_call_goes_on(
+    make: MakeRunner, tmp_path: Path, fn: Callable[..., Any], subtests: pytest.Subtests
+) -> None:
+    backoffs: dict[str, Any] = {"none": 0, "seconds": 0.001, "a function": lambda _: 0.001}
     async with make(2) as runner:
-        view = runner.options(retries=3, retry_on=ValueError, backoff=backoff)
-        assert await view.map(partial(fn, str(tmp_path), 3, ValueError), range(20)) == list(range(20))
+        for case, (name, backoff) in enumerate(backoffs.items()):
+            with subtests.test(name):
+                numbers = range(20 * case, 20 * case + 20)
+                view = runner.options(retries=3, retry_on=ValueError, backoff=backoff)
+                assert await view.map(partial(fn, str(tmp_path), 3, ValueError), numbers) == list(numbers)
 
 
 @BOTH

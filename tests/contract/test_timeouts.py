@@ -80,14 +80,16 @@ async def test_cancelled_before_its_timeout(make: MakeRunner, log: Log, gate: Ga
         assert await log.next() == "cancelled 7"
 
 
-@pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho, jobs.later])
-async def test_in_time(make: MakeRunner, fn: Any) -> None:
+async def test_in_time(make: MakeRunner, subtests: pytest.Subtests) -> None:
+    fns: list[Any] = [jobs.echo, jobs.aecho, jobs.later]
     async with make() as runner:
         view = runner.options(timeout=LONG)
-        assert await view.run(fn, 7) == 7
-        assert await view.run(fn, [bytes(300_000)]) == [bytes(300_000)]
-        assert await view.map(fn, range(100)) == list(range(100))
-        assert runner.statistics().running == 0
+        for fn in fns:
+            with subtests.test(fn.__name__):
+                assert await view.run(fn, 7) == 7
+                assert await view.run(fn, [bytes(300_000)]) == [bytes(300_000)]
+                assert await view.map(fn, range(100)) == list(range(100))
+                assert runner.statistics().running == 0
 
 
 async def test_its_exception_is_in_time(make: MakeRunner) -> None:

@@ -236,7 +236,7 @@ def _refuses(use: Callable[[], object]) -> bool:
 
 
 async def nested() -> None:
-    async with percore.Runner(2, kill_after=0.5) as runner:
+    async with percore.Runner(2, kill_after=1) as runner:
         call = asyncio.ensure_future(runner.run(nested_calls.nest, 2))
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
         await runner.aclose(grace=0)
