@@ -143,7 +143,7 @@ GIVES_WAY = {
     # Ray, which tells nobody when a CPU becomes free
     "_places.ray_nodes": ["asyncio.sleep(_AGAIN)"],
     # the GIL, to the worker's loop
-    "_worker.threads": ["time.sleep(_YIELD_FOR)"],
+    "_worker.turns": ["time.sleep(_YIELD_FOR)"],
     # the loop, in the middle of a long input that is not async
     "_map.feeder": ["asyncio.sleep(0)"],
     # a program that is watched: it writes when it likes

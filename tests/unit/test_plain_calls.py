@@ -75,13 +75,13 @@ class Worker:
         channel = cast("Any", self.post)
         marks = memoryview(bytearray(PLACES * MARK_WORDS * 8)).cast("Q")
         self.plain = PlainCalls(channel, Answers(channel), marks, 1, None, Variables(()), self._hand_over)
-        run = self.plain.threads._run
+        run = self.plain.threads.turns._run
 
         def run_and_tell(call_id: int, item: object) -> None:
             run(call_id, item)
             self._ended.release()
 
-        self.plain.threads._run = run_and_tell
+        self.plain.threads.turns._run = run_and_tell
         self._function = WorkerFunction(Kind.THREAD, b"")
         self._function.fn = self._call
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from percore._worker import threads as module
-from percore._worker.threads import JOIN_AFTER, Threads
+from percore._worker import turns as module
+from percore._worker.threads import Threads
+from percore._worker.turns import JOIN_AFTER
 
 Run = Callable[[int, Any], None]
 
@@ -503,15 +504,15 @@ def working(clock: Clock) -> Threads:
 
 def test_calls_that_keep_a_cpu_busy_take_turns(clock: Clock) -> None:
     threads = working(clock)
-    threads._run_one(1, (0.002, 0.002))
-    assert threads._takes_turns
+    threads.turns.run(1, (0.002, 0.002))
+    assert threads.turns._takes_turns
 
 
 def test_calls_that_wait_take_none(clock: Clock) -> None:
     threads = working(clock)
-    threads._run_one(1, (0.002, 0.002))
-    threads._run_one(2, (0.002, 0.0001))
-    assert not threads._takes_turns
+    threads.turns.run(1, (0.002, 0.002))
+    threads.turns.run(2, (0.002, 0.0001))
+    assert not threads.turns._takes_turns
 
 
 @pytest.mark.parametrize(
@@ -533,10 +534,10 @@ def test_two_calls_that_had_to_share_the_gil_take_turns_from_then_on(
         clock.others += others
 
     threads = Threads(2, run, copy_context())
-    threads._active[99] = None
-    threads._try_after = clock.wall + 1000  # that is another test
-    threads._run_one(1, None)
-    assert threads._takes_turns is takes_turns
+    threads.turns._active[99] = None
+    threads.turns._try_after = clock.wall + 1000  # that is another test
+    threads.turns.run(1, None)
+    assert threads.turns._takes_turns is takes_turns
 
 
 def test_the_turn_comes_back_also_after_a_failure(clock: Clock) -> None:
@@ -544,30 +545,30 @@ def test_the_turn_comes_back_also_after_a_failure(clock: Clock) -> None:
         raise KeyboardInterrupt
 
     threads = Threads(1, fail, copy_context())
-    threads._takes_turns = True
+    threads.turns._takes_turns = True
     with pytest.raises(KeyboardInterrupt):
-        threads._run_one(1, None)
-    assert not threads._turn.locked()
-    assert not threads._active
+        threads.turns.run(1, None)
+    assert not threads.turns._turn.locked()
+    assert not threads.turns._active
 
 
 def test_a_turn_is_held_while_its_call_runs(clock: Clock) -> None:
     held: list[bool] = []
-    threads = Threads(1, lambda _call_id, _item: held.append(threads._turn.locked()), copy_context())
-    threads._takes_turns = True
-    threads._run_one(1, None)
+    threads = Threads(1, lambda _call_id, _item: held.append(threads.turns._turn.locked()), copy_context())
+    threads.turns._takes_turns = True
+    threads.turns.run(1, None)
     assert held == [True]
-    assert not threads._turn.locked()
+    assert not threads.turns._turn.locked()
 
 
 def test_a_long_turn_holds_nobody_up() -> None:
     gate = Gate()
     with pool(4, gate) as threads:
-        threads._takes_turns = True
+        threads.turns._takes_turns = True
         for call_id in range(4):
             threads.put(call_id, "never ends by itself")
         assert sorted(gate.begun.get() for _ in range(4)) == [0, 1, 2, 3]
-        assert not threads._takes_turns
+        assert not threads.turns._takes_turns
         gate.opened.set()
 
 
@@ -593,36 +594,36 @@ def test_who_waits_for_a_turn_gets_it_when_it_is_given_back() -> None:
     run = Recorder()
     turn = Watched()
     with pool(1, run) as threads:
-        threads._turn = turn  # type: ignore[assignment]
-        threads._takes_turns = True
-        threads._turn_began = time.perf_counter() + 1000  # however slow the machine: this turn has not lasted long
+        threads.turns._turn = turn  # type: ignore[assignment]
+        threads.turns._takes_turns = True
+        threads.turns._turn_began = time.perf_counter() + 1000  # however slow the machine: this turn has not lasted long
         turn.acquire()
         turn.wanted.clear()
         threads.put(1, "item")
         turn.wanted.wait()
         assert run.ran.empty()
-        threads._turn.release()
+        threads.turns._turn.release()
         assert run.expect(1) == [(1, "item")]
 
 
 def test_threads_step_back_every_few_milliseconds_whoever_of_them(clock: Clock) -> None:
     threads = working(clock)
-    threads._active[99] = None
+    threads.turns._active[99] = None
     for call_id in range(100):
-        threads._run_one(call_id, (0.001, 0.0005))
+        threads.turns.run(call_id, (0.001, 0.0005))
     assert 15 <= len(clock.slept) <= 21
     assert all(seconds > 0 for seconds in clock.slept)
 
 
 def test_turns_are_tried_where_many_keep_the_process_busy_and_ever_more_rarely_in_vain(clock: Clock) -> None:
     threads = working(clock)
-    threads._active[99] = None  # nobody is ever alone, so nothing is measured
+    threads.turns._active[99] = None  # nobody is ever alone, so nothing is measured
     tried: list[float] = []
     while clock.wall < 1040:
-        threads._run_one(1, (0.001, 0.001))
-        if threads._takes_turns:
+        threads.turns.run(1, (0.001, 0.001))
+        if threads.turns._takes_turns:
             tried.append(clock.wall)
-            threads._takes_turns = False  # a long call was among them
+            threads.turns._takes_turns = False  # a long call was among them
     pauses = [after - before for before, after in pairwise(tried)]
     assert len(pauses) > 3
     assert all(later > earlier - 0.1 for earlier, later in pairwise(pauses))
@@ -631,12 +632,12 @@ def test_turns_are_tried_where_many_keep_the_process_busy_and_ever_more_rarely_i
 
 def test_an_idle_process_tries_no_turns(clock: Clock) -> None:
     threads = working(clock)
-    threads._active[99] = None
+    threads.turns._active[99] = None
     for call_id in range(2000):
-        threads._run_one(call_id, (0.002, 0.0005))
+        threads.turns.run(call_id, (0.002, 0.0005))
         # The first look has nothing to compare with.
-        assert not threads._takes_turns or call_id < 30
-        threads._takes_turns = False
+        assert not threads.turns._takes_turns or call_id < 30
+        threads.turns._takes_turns = False
 
 
 def test_the_gil_changes_hands_often_while_calls_compute_for_long(clock: Clock) -> None:
@@ -644,7 +645,7 @@ def test_the_gil_changes_hands_often_while_calls_compute_for_long(clock: Clock) 
     threads = working(clock)
     seen = []
     for item in [(0.1, 0.1), (0.1, 0.1), (0.1, 0.001), (0.1, 0.1)]:
-        threads._run_one(1, item)
+        threads.turns.run(1, item)
         seen.append(sys.getswitchinterval())
     threads.stop()
     assert seen == [pytest.approx(expected) for expected in (0.0005, 0.0005, usual, 0.0005)]
@@ -655,7 +656,7 @@ def test_the_last_of_several_pools_restores_the_interval(clock: Clock) -> None:
     usual = sys.getswitchinterval()
     pools = working(clock), working(clock)
     for pool in pools:
-        pool._run_one(1, (0.1, 0.1))
+        pool.turns.run(1, (0.1, 0.1))
     pools[0].stop()
     assert sys.getswitchinterval() == pytest.approx(0.0005)
     pools[1].stop()

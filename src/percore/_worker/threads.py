@@ -11,63 +11,25 @@ Guarantees:
 
 Assumptions:
 
-- Single operations on a dict, a list or a SimpleQueue are atomic, with the GIL or by the locks of these objects. Nothing else is:
-  the counters that several threads change (`_begun`, `_takes_turns`, the times) only affect the turns, and may be off by some.
+- Single operations on a dict, a list or a SimpleQueue are atomic, with the GIL or by the locks of these objects. Nothing else is.
 - An id is given to one call at a time. The supervisor uses it again only once the call was answered or handed back.
 
-The loop shares the GIL with these threads, and busy threads can starve it. Each time a thread rings the bell it releases the GIL.
-Another thread takes the GIL before the loop has waited for 5 ms (the switch interval), and the loop's wait starts again. There are
-two countermeasures. Every few milliseconds, a thread that has rung the bell sleeps for a moment. And short CPU-bound calls take
-turns, which costs nothing under a GIL:
-
-- A call is CPU-bound if its thread time is most of its wall time. The pool measures this on calls that run alone: among many calls,
-  waiting for the GIL looks like waiting for anything else. With one other call beside it, it can still be measured. If a call
-  computed for nearly half of its wall time, and the process for about all of it, then the two shared the GIL. Without a GIL, the
-  process would have computed for longer.
-- If no call runs alone and the process keeps a CPU busy, the pool tries turns. It tries more and more rarely if they do not help.
-- As soon as one turn takes longer than a few milliseconds, the pool stops taking turns, so that no call blocks the others. Whether
-  further calls of the same function begin beside a long one, `pacing` decides.
-- Calls that compute for longer than that lose the GIL while they run in any case. While such calls run, the switch interval is a
-  tenth of the usual one: the loop needs the GIL several times to answer one message, and may queue behind every thread each time.
-  In somebody else's process the switch interval is not touched.
-
-Where there is no GIL, both are left out: the loop and the threads run at once.
+`Turns` decides which of these threads compute at a time. It runs every call of the pool but those that are long or beside the pool.
+It knows nothing of queues and threads, and this module knows nothing of time.
 """
 
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from percore._common.system import IS_FREE_THREADED, has_gil
 from percore._worker.pacing import Pacing
+from percore._worker.turns import Turns
 
 if TYPE_CHECKING:
     from percore._worker.answers import WorkerFunction
-
-JOIN_AFTER: Final = 0.005
-"""Seconds that one turn may take before the other calls run beside it."""
-
-_YIELD_EVERY: Final = 0.005
-_YIELD_FOR: Final = 50e-6
-_LOOK_EVERY: Final = 0.05
-_LONGEST_PAUSE: Final = 5.0
-_BUSY: Final = 0.8
-_LONG: Final = 0.01
-"""CPU seconds above which a call counts as long: it loses the GIL while it runs."""
-
-_SWITCH_EVERY: Final = 0.0005
-
-_SHARE: Final = 0.4
-_ONE: Final = 1.3
-_SHORT: Final = 0.002
-"""Two calls shared the GIL if one computed for more than `_SHARE` of its wall time while the process computed for less than `_ONE`
-of it. Calls of up to `_SHORT` CPU seconds are not judged: a thread may wait for that long until it is scheduled."""
-
 
 _NUDGE: Final = -1
 """In place of a call's id: the thread that takes it runs for a moment and waits again. Other negative numbers are inverted ids."""
@@ -77,30 +39,6 @@ def _run_long(_call_id: int, item: Callable[[], None]) -> None:
     item()
 
 
-class SwitchInterval:
-    """The switch interval of this interpreter. It is shorter while any pool of the process has a long call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pools: set[Threads] = set()
-        self._usual = 0.0
-
-    def shorten(self, pool: "Threads", *, is_wanted: bool) -> None:
-        """Shorten the interval for a pool, or no longer. Any thread may call this."""
-        with self._lock:
-            was_short = bool(self._pools)
-            pool.switches_often = is_wanted
-            (self._pools.add if is_wanted else self._pools.discard)(pool)
-            if self._pools and not was_short:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_EVERY, self._usual))
-            elif was_short and not self._pools:
-                sys.setswitchinterval(self._usual)
-
-
-_interval: Final = SwitchInterval()
-
-
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -108,16 +46,12 @@ def _raise(error: BaseException) -> None:
 class Threads:
     """A pool of daemon threads, started as they are needed; or the main thread alone, if it calls `work`."""
 
-    may_switch_often = True
-    """Whether this pool may shorten the switch interval: the process is the worker's own."""
-
-    def __init__(  # noqa: PLR0915  # one state
-        self, limit: int, run: Callable[[int, Any], None], context: Context, pacing: Pacing | None = None
-    ) -> None:
+    def __init__(self, limit: int, run: Callable[[int, Any], None], context: Context, pacing: Pacing | None = None) -> None:
         """`run(call_id, item)` must not raise; it is called in a copy of `context`. `pacing`: None if no call is held."""
         self._limit = limit
         self.pacing = pacing
-        self._paced = {} if pacing is None else pacing.paces
+        self.turns = Turns(run, pacing, self._let_begin)
+        self.give_way: Callable[[], None] = self.turns.give_way
         self._run = run
         self._context = context
         self.waiting: dict[int, Any] = {}
@@ -128,17 +62,6 @@ class Threads:
         self._leaving: list[threading.Thread] = []
         """As many threads as were told to end. The threads that end may be others of the pool."""
         self._beside: dict[int, threading.Thread] = {}
-        self._active: dict[int, None] = {}
-        self._begun = 0
-        self._turn = threading.Lock()
-        self._turn_began = 0.0
-        self._takes_turns = False
-        self._yielded = 0.0
-        self._looked = (0.0, 0.0)
-        self._try_after = 0.0
-        self._pause = 2 * _LOOK_EVERY
-        self.switches_often = False
-        """Whether this pool has shortened the switch interval."""
         self._on_idle: Callable[[], object] | None = None
         self._is_main = False
         self.on_due: Callable[[], object] | None = None
@@ -242,6 +165,12 @@ class Threads:
         for call_id in due:
             self._ids.put(call_id)
 
+    def _let_begin(self, due: list[int]) -> None:
+        """As `_release`, from the thread of the call whose end lets them begin."""
+        self._release(due)
+        if len(due) > 1 and self.on_due is not None:  # this thread takes one of them
+            self.on_due()
+
     def take_back(self, call_id: int) -> Any | None:
         """Remove a call that has not begun and return it. None if it has begun."""
         item = self.waiting.pop(call_id, None)
@@ -302,7 +231,7 @@ class Threads:
     @property
     def begun(self) -> int:
         """Roughly how many calls the pool has begun. While the number stays the same, no call begins."""
-        return self._begun
+        return self.turns.begun
 
     def end_idle(self) -> bool:
         """End the idle threads of the pool. Later calls start new ones. Return whether any thread is left.
@@ -325,8 +254,7 @@ class Threads:
 
     def stop(self) -> None:
         """Tell the threads of the pool to end when no calls are left. They are daemons: the process does not wait for them."""
-        if self.switches_often:
-            _interval.shorten(self, is_wanted=False)
+        self.turns.stop()
         for _ in self._threads:
             self._ids.put(None)
 
@@ -353,10 +281,10 @@ class Threads:
             self.on_failure(error)
 
     def _work(self) -> None:
-        get = self._ids.get
+        get, run = self._ids.get, self.turns.run
         while (call_id := get()) is not None:
             if call_id >= 0:
-                self._begin(call_id, self._run_one)
+                self._begin(call_id, run)
             elif call_id != _NUDGE:
                 self._begin(~call_id, _run_long)
 
@@ -441,95 +369,3 @@ class Threads:
             self._running[call_id] = None
             turn.release()
             free -= 1
-
-    def _run_one(self, call_id: int, item: Any) -> None:
-        if IS_FREE_THREADED and not has_gil():
-            self._begun += 1
-            self._run(call_id, item)
-            return
-        has_turn = self._takes_turns and self._wait_for_turn()
-        self._active[call_id] = None
-        self._begun = begun = self._begun + 1
-        is_alone = len(self._active) == 1
-        wall = self._turn_began = time.perf_counter()
-        cpu, process = time.thread_time(), time.process_time()
-        is_paced = call_id in self._paced
-        if is_paced:
-            self._tell_begun(call_id)
-        try:
-            self._run(call_id, item)
-        finally:
-            cpu = time.thread_time() - cpu
-            if self.switches_often is not (cpu > _LONG) and self.may_switch_often:
-                _interval.shorten(self, is_wanted=cpu > _LONG)
-            now = time.perf_counter()
-            wall = now - wall
-            if is_paced:
-                self._ended(call_id, cpu, getattr(item, "end", 1))
-            elif wall > JOIN_AFTER:
-                self._closes(item, wall, cpu, time.process_time() - process)
-            if is_alone and self._begun == begun:
-                self._measured(is_busy=cpu > 0.5 * wall)
-            elif cpu > max(_SHARE * wall, _SHORT) and time.process_time() - process < _ONE * wall:
-                self._measured(is_busy=True)
-            del self._active[call_id]
-            if has_turn:
-                self._turn.release()
-        if now - self._yielded >= _YIELD_EVERY:
-            self.give_way()
-
-    def _tell_begun(self, call_id: int) -> None:
-        assert self.pacing is not None
-        self.pacing.began(call_id)
-
-    def _ended(self, call_id: int, cpu: float, items: int) -> None:
-        assert self.pacing is not None
-        due = self.pacing.ended(call_id, cpu, max(1, items))
-        self._release(due)
-        if len(due) > 1 and self.on_due is not None:  # this thread takes one of them
-            self.on_due()
-
-    def _closes(self, item: Any, seconds: float, cpu: float, process: float) -> None:
-        """Let calls of this function begin one at a time from now on if this one, which was not paced, has computed for long."""
-        function = item[0] if type(item) is tuple else getattr(item, "function", None)
-        if self.pacing is not None and function is not None and function.pace is not None:
-            function.is_paced = self.pacing.closes(function.pace, seconds, cpu, process, len(self._active))
-
-    def _measured(self, *, is_busy: bool) -> None:
-        self._takes_turns = is_busy
-        if is_busy:
-            self._pause = 2 * _LOOK_EVERY
-
-    def _wait_for_turn(self) -> bool:
-        """Wait for the turn. Return True with the turn held, False if the pool has stopped taking turns."""
-        while not self._turn.acquire(timeout=JOIN_AFTER):
-            if not self._takes_turns:
-                return False
-            if time.perf_counter() - self._turn_began > JOIN_AFTER:
-                self._takes_turns = False
-                return False
-        if self._takes_turns:
-            return True
-        self._turn.release()
-        return False
-
-    def give_way(self) -> None:
-        """Sleep for a moment so that the loop gets the GIL, at most once per switch interval."""
-        if IS_FREE_THREADED and not has_gil():
-            return
-        now = time.perf_counter()
-        if now - self._yielded < _YIELD_EVERY:
-            return
-        self._yielded = now
-        if not self._takes_turns and now - self._looked[0] > _LOOK_EVERY:
-            self._look(now)
-        time.sleep(_YIELD_FOR)
-
-    def _look(self, now: float) -> None:
-        """Try turns if the process keeps a CPU busy. Calls run concurrently here, so the CPU time may be that of any thread."""
-        cpu = time.process_time()
-        (before, cpu_before), self._looked = self._looked, (now, cpu)
-        if now > self._try_after and cpu - cpu_before > _BUSY * (now - before):
-            self._takes_turns = True
-            self._try_after = now + self._pause
-            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)

@@ -147,7 +147,7 @@ class ThreadWorker:
         context.strike = self._strike
         of_task.set(context)
         core = WorkerCore(self._side, self._marks, self._start, context, failure)
-        core.server.threads.may_switch_often = False
+        core.server.threads.turns.may_switch_often = False
         return core
 
     def _run_loop(self, core: WorkerCore) -> Exit:
