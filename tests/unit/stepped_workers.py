@@ -266,6 +266,7 @@ class StepWorker:
             self._cancel(number)
         elif op == RECALL:
             self._return(list(self.waiting)[-number:] if number else [])
+            self.tell(RETURNED, 0, None)
         elif op == WITHDRAW:
             self._return([number] if number in self.waiting else [])
         elif op == DRAIN:

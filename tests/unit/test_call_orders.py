@@ -13,7 +13,7 @@ import pytest
 
 from percore import Rate
 from percore._protocol.messages import Kind
-from percore._scheduler import dispatch
+from percore._scheduler import dispatch, keys
 from percore._supervisor import call_registry, closing, deaths, hard_limits, lifecycles, outcomes, pool, pool_changes
 from percore._testing.simulation import _virtual_clocks
 from tests.counts import times
@@ -117,7 +117,7 @@ FAULTS: Final = [
     Fault(pool_changes.PoolChanges, "look", "reload"),
     Fault(lifecycles.Lifecycles, "look", "hard_timeout"),
     Fault(call_registry.CallRegistry, "again", "retries"),
-    Fault(dispatch.Dispatch, "left", "keys"),
+    Fault(keys.Keys, "left", "keys"),
     Fault(pool.Pool, "stop_timers", "retries"),
     Fault(pool.Pool, "_retire", "reload"),
     Fault(hard_limits.HardLimits, "_step", "hard_timeout"),
