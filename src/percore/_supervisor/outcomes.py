@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic, monotonic_ns
 from typing import Any, Final, Protocol
 
-from percore._calls.calls import Awaited, Limited, Outcome, PendingCall, Planned
+from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
 from percore._calls.meters import ALL, Meter, Tally
 from percore._common.errors import RemoteError, overrun, shown
@@ -114,7 +114,7 @@ class Outcomes:
                 # take 0.31 instead of 1.0, and 0.84 instead of 1.8. A call takes about 5 in all.
                 call = calls.get(call_id)
                 try:
-                    if (type(call) is Awaited or ((type(call) is Planned or type(call) is Limited) and call.plan is None)) and (
+                    if (type(call) is Awaited or (isinstance(call, Planned) and call.plan is None)) and (
                         op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
                     ):
                         if op == RESULT and not call.future.done():
