@@ -1,6 +1,7 @@
 """The page of a runner, which `percore top` reads: when it is written, and that it ends with the runner."""
 
 import errno
+import json
 import logging
 import os
 
@@ -10,6 +11,7 @@ from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
 from percore._monitor.page import PageFile
 from percore._monitor.views import Model
+from percore._web.feed import Feed
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.hosts import NodesRunner, engine_of, inner_hosts
@@ -107,8 +109,13 @@ async def test_the_page_has_what_workers_on_nodes_use(caplog: pytest.LogCaptureF
             await until(lambda: is_published() and len(read(os.getpid())[0]["elsewhere"]) >= 4)  # also without calls
             view = Model(os.getpid()).view(read(os.getpid()))
             assert [(one.node, getattr(one.usage, "rss", 0) > 2**20) for one in view.workers] == [("a", True), ("b", True)]
+            feed = Feed(lambda: runner, 0.1, os.getpid())
+            shown = json.loads(await feed.snapshot())["view"]["workers"]
+            assert [one["usage"]["rss"] > 2**20 for one in shown] == [True, True], "in the dashboard, too"
             for host in inner_hosts(engine_of(runner)):
                 monkeypatch.setattr(host.engine, "usage", None)
             await until(lambda: "cannot show what workers on nodes use" in caplog.text)
+            shown = json.loads(await Feed(lambda: runner, 0.1, os.getpid()).snapshot())["view"]["workers"]
+            assert [one["usage"] for one in shown] == [None, None]
             assert await runner.run(jobs.aecho, 1) == 1
     assert caplog.text.count("cannot show what workers on nodes use") == 1
