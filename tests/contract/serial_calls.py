@@ -292,10 +292,10 @@ def left_behind() -> dict[str, int]:
             found["slots"] += thing.in_use + len(thing._waiters)
         elif type(thing) is Server:
             parts = (
-                thing._tasks,
-                thing._cancelled,
-                thing._handed_over,
-                thing._terms,
+                thing._tasks.by_id,
+                thing._tasks._cancelled,
+                thing._tasks.handed_over,
+                thing._terms.waiting,
                 thing._plain._batches,
                 thing._threads.waiting,
             )

@@ -11,7 +11,7 @@ import pytest
 
 import percore
 from percore._protocol.messages import CANCEL, Message
-from percore._worker.server import Server
+from percore._worker.tasks import Tasks
 from tests import jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -432,13 +432,14 @@ async def test_one_of_many_is_cancelled_alone(make: MakeRunner, log: Log, gate: 
 
 async def test_c3_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(1, threads=1)
-    make_task = Server._await
+    make_task = Tasks._await
 
-    def cancel_at_once(server: Server, call_id: int) -> None:
-        make_task(server, call_id)
+    def cancel_at_once(tasks: Tasks, call_id: int) -> None:
+        make_task(tasks, call_id)
+        server = tasks.families.runs.__self__  # type: ignore[attr-defined]  # a bound method
         server._cancel(call_id, None)  # as if it had been read in the same iteration of the loop
 
-    monkeypatch.setattr(Server, "_await", cancel_at_once)
+    monkeypatch.setattr(Tasks, "_await", cancel_at_once)
     async with runner:
         future = runner.submit(jobs.later, 1)
         async with asyncio.timeout(10):

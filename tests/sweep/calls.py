@@ -186,8 +186,8 @@ class _Observer:
 
     def __call__(self) -> str:
         channel, server = self._channel, self._server
-        threads = server._threads
-        calls = len(server._tasks) + len(server._handed_over) + len(threads.waiting) + len(threads._running)
+        tasks, threads = server._tasks, server._threads
+        calls = len(tasks.by_id) + len(tasks.handed_over) + len(threads.waiting) + len(threads._running)
         words = ["busy" if calls > 1 else "idle"]
         if channel._frame is not None:  # it waits for room in the ring
             words.append("full")

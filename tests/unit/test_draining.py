@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 from percore._worker.server import Server
+from percore._worker.tasks import Tasks
 
 
 class Threads:
@@ -31,11 +32,12 @@ async def test_a_call_that_a_thread_hands_over_just_now_is_waited_for() -> None:
     server.finished = asyncio.get_running_loop().create_future()
     server.sampler = None
     server._channel = cast(Any, Post())
-    server._tasks, server._handed_over = {}, {}
-    server._threads = cast(Any, Threads(server._handed_over))
+    tasks = server._tasks = object.__new__(Tasks)
+    tasks.by_id, tasks.handed_over = {}, {}
+    server._threads = cast(Any, Threads(tasks.handed_over))
     server._look_drained()
     assert not server.finished.done()
     server._threads = cast(Any, Threads({}))
-    server._handed_over.clear()
+    tasks.handed_over.clear()
     server._look_drained()
     assert server.finished.done()

@@ -15,6 +15,7 @@ from percore._serialization.pickler import load
 if TYPE_CHECKING:
     from percore._common.tracing import Span, Tracing
     from percore._protocol.interfaces import WorkerChannel
+    from percore._protocol.messages import Body
 
 Values = dict[int | str, Any]
 
@@ -49,6 +50,49 @@ class Terms(NamedTuple):
     def is_too_late(self) -> bool:
         """Whether the call must not begin any more. Call this once its start mark is set: see `Worker.fate`."""
         return self.begin_by is not None and monotonic() >= self.begin_by
+
+
+class SentTerms:
+    """The terms whose calls have not arrived: those of single calls, and the limits of all calls that are sent without terms."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Terms] = {}
+        """By call. The server's fast path asks only whether any call may have terms, so `limited` is here, too, under 0, the id of
+        no call."""
+        self.limited: Terms | None = None
+        """The terms of the calls that have none of their own, if BEGIN_BY or TIMEOUT has limited them."""
+        self._limits = Terms()
+
+    def under(self, call_id: int, body: tuple[Any, ...] | None) -> None:
+        """Take the terms of a call, or drop them: the call went to another worker."""
+        if body is None:
+            self.waiting.pop(call_id, None)
+        else:
+            self.waiting[call_id] = Terms(*body)
+
+    def begin_by(self, _zero: int, when: float | None) -> None:
+        """Limit the wait of the calls that follow."""
+        self._limit(self._limits._replace(begin_by=when))
+
+    def timeout(self, _zero: int, seconds: float | None) -> None:
+        """Limit the time of the calls that follow."""
+        self._limit(self._limits._replace(timeout=seconds))
+
+    def of(self, call_id: int, body: "Body") -> Terms | None:
+        """Return the terms of a call that has arrived, and forget them."""
+        limited = self.limited if type(body) is not int else None  # a parcel may arrive later than the calls sent with it
+        if call_id not in self.waiting:
+            return limited
+        terms = self.waiting.pop(call_id)
+        return terms if limited is None else terms._replace(begin_by=limited.begin_by)
+
+    def _limit(self, limits: Terms) -> None:
+        self._limits = limits
+        if limits.begin_by is None and limits.timeout is None:
+            self.limited = None
+            self.waiting.pop(0, None)
+        else:
+            self.limited = self.waiting[0] = limits
 
 
 class Variables:
