@@ -1,8 +1,8 @@
 """Where tests look into a runner: its workers, its calls and its memory slots, which `statistics()` and `usage()` do not show.
 
 A test needs this to kill a particular worker, to see that a call has left nothing behind, or to make a fault happen. It is the
-one way in, so that a change within percore changes these lines and no test. No module of a worker imports it. Programs under test
-do, so it imports what every runner needs, and no more.
+one way in, so that a change within percore changes these lines and no test. Programs under test import it, and so do their workers:
+it imports nothing that a worker does without.
 """
 
 import sys
@@ -11,39 +11,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from percore import Runner
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from percore import Map, Stream
+    from percore import Map, Runner, Stream
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.supervisor import Supervisor
 
 
-def supervisor_of(runner: Runner) -> "Supervisor":
+def supervisor_of(runner: "Runner") -> "Supervisor":
     """The part of a runner that owns its workers and calls."""
     return runner._supervisor
 
 
-def members_of(runner: Runner) -> "list[PoolWorker]":
+def members_of(runner: "Runner") -> "list[PoolWorker]":
     """The workers of now, as the supervisor sees them: also those that start and those that drain."""
     return list(runner._supervisor.members)
 
 
-def replace_members(runner: Runner, members: "set[PoolWorker]") -> None:
+def replace_members(runner: "Runner", members: "set[PoolWorker]") -> None:
     """Have all parts of the supervisor use this set of its workers from now on."""
     supervisor = runner._supervisor
     supervisor.members = supervisor.pool.members = supervisor.calls.limits.members = members
 
 
-def current_member(runner: Runner, index: int = 0) -> "PoolWorker | None":
+def current_member(runner: "Runner", index: int = 0) -> "PoolWorker | None":
     """The worker that has a slot of the pool."""
     return runner._supervisor.slots[index].current
 
 
 @contextmanager
-def seats_at_each_change(runner: Runner) -> "Iterator[list[int]]":
+def seats_at_each_change(runner: "Runner") -> "Iterator[list[int]]":
     """Record how many workers take calls, each time that one begins or ceases to."""
     dispatch: Any = runner._supervisor.dispatch
     counts: list[int] = []
@@ -69,12 +67,12 @@ def channel_of(member: "PoolWorker") -> Any:
     return member.worker.channel
 
 
-def arena_of(runner: Runner) -> Any:
+def arena_of(runner: "Runner") -> Any:
     """The store of a runner whose workers map it."""
     return runner._supervisor.store
 
 
-def sent_messages(runner: Runner) -> Counter[int]:
+def sent_messages(runner: "Runner") -> Counter[int]:
     """How often each message is sent to the workers of now, from now on."""
     sent: Counter[int] = Counter()
     for member in members_of(runner):
@@ -95,12 +93,12 @@ def is_of_nodes(engine: Any) -> bool:
     return module is not None and isinstance(engine, module.NodesEngine)
 
 
-def slots_used(runner: Runner) -> int:
+def slots_used(runner: "Runner") -> int:
     """How many memory slots are taken by what is sent to workers."""
     return runner._supervisor.store.in_use
 
 
-def slots_at_all(runner: Runner) -> int:
+def slots_at_all(runner: "Runner") -> int:
     """How many memory slots there are for what is sent to workers; with nodes, in the host of one."""
     engine: Any = runner._supervisor.engine
     if is_of_nodes(engine):
@@ -110,13 +108,13 @@ def slots_at_all(runner: Runner) -> int:
     return int(engine.store.count)
 
 
-def nodes_of(runner: Runner) -> list[str]:
+def nodes_of(runner: "Runner") -> list[str]:
     """The names of the nodes on which its workers ran at last; none if they ran on this machine."""
     engine: Any = runner._supervisor.engine
     return sorted({link.node for link in engine._slots.values()}) if is_of_nodes(engine) else []
 
 
-def is_leased(runner: Runner) -> bool:
+def is_leased(runner: "Runner") -> bool:
     """Whether anything that was read is still used by arrays; with nodes, where results have own memory, by those of workers."""
     engine: Any = runner._supervisor.engine
     if is_of_nodes(engine):
@@ -161,7 +159,7 @@ class Held:
     is_open: bool
 
 
-def held_by(runner: Runner, mapped: "Map[Any]") -> Held | None:
+def held_by(runner: "Runner", mapped: "Map[Any]") -> Held | None:
     """What a map holds; None if it has not begun."""
     run: Any = mapped._run
     parts = run._parts

@@ -43,7 +43,7 @@ def zombies() -> list[int]:
     return found
 
 
-async def code_of_death(runner: percore.Runner, *call: Any) -> int | None:
+async def code_of_death(runner: "percore.Runner", *call: Any) -> int | None:
     try:
         await runner.run(*call)
     except percore.WorkerDied as error:
@@ -51,11 +51,11 @@ async def code_of_death(runner: percore.Runner, *call: Any) -> int | None:
     raise AssertionError("the worker did not die")
 
 
-async def serves(runner: percore.Runner) -> bool:
+async def serves(runner: "percore.Runner") -> bool:
     return await runner.map(calls.accept, range(100)) == [1] * 100
 
 
-async def kill_fork_server(runner: percore.Runner) -> list[int | None]:
+async def kill_fork_server(runner: "percore.Runner") -> list[int | None]:
     """Codes of the workers that go with it."""
     futures = [runner.submit(calls.stay, "/dev/null") for _ in range(2)]
     pids = {pid for pid, *_ in await asyncio.gather(*(runner.run(who) for _ in range(50)))}

@@ -50,7 +50,7 @@ class Deaths(logging.Handler):
 
 
 @contextlib.asynccontextmanager
-async def opened(workers: int, **options: Any) -> AsyncIterator[percore.Runner]:
+async def opened(workers: int, **options: Any) -> AsyncIterator["percore.Runner"]:
     """A runner; when the story is over it serves as before, is closed, and what it has left is told."""
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(str(context)))
@@ -82,11 +82,11 @@ def _children() -> int:
         return len(file.read().split())
 
 
-def _pids(runner: percore.Runner) -> list[int | None]:
+def _pids(runner: "percore.Runner") -> list[int | None]:
     return [worker.pid for worker in runner.statistics().workers]
 
 
-async def _all_ready(runner: percore.Runner, generation: int) -> None:
+async def _all_ready(runner: "percore.Runner", generation: int) -> None:
     async with asyncio.timeout(20):
         while any(  # noqa: ASYNC110
             (worker.generation, worker.state) != (generation, "ready") for worker in runner.statistics().workers
@@ -229,7 +229,7 @@ async def grid() -> None:
         say("mapped", [type(error).__name__ for error in mapped])
 
 
-async def _error(runner: percore.Runner, fn: Callable[[Any], Any], kind: object) -> BaseException | None:
+async def _error(runner: "percore.Runner", fn: Callable[[Any], Any], kind: object) -> BaseException | None:
     future = runner.submit(fn, kind)
     await asyncio.wait([future])
     return None if future.cancelled() else future.exception()

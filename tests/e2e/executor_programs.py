@@ -30,7 +30,7 @@ def tell_later(word: str) -> None:
     say(word)
 
 
-def open_executor(method: str, **options: Any) -> percore.LoopPoolExecutor:
+def open_executor(method: str, **options: Any) -> "percore.LoopPoolExecutor":
     context: Any = None if method == "percore" else multiprocessing.get_context(method)
     return percore.LoopPoolExecutor(2, context, **options)
 

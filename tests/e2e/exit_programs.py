@@ -23,7 +23,7 @@ def stay_in_thread() -> None:
     threading.Event().wait()
 
 
-async def started() -> percore.Runner:
+async def started() -> "percore.Runner":
     """A runner with calls that will not end by themselves, and some that nobody cancels."""
     runner = percore.Runner(2, threads=2, kill_after=KILL_AFTER)
     await runner.start()

@@ -93,7 +93,7 @@ def _wait_for_line(wire: str) -> None:
         file.readline()
 
 
-async def _works(runner: percore.Runner) -> None:
+async def _works(runner: "percore.Runner") -> None:
     async with asyncio.timeout(10):
         assert await runner.map(calls.accept, range(200)) == [1] * 200
         await until(lambda: all(worker.state == "ready" for worker in runner.statistics().workers))

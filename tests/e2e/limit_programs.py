@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import percore
-from percore._engines.processes.fork_server_launcher import ForkServerLauncher
 from percore._monitor.page import PAGE_NAME
 from tests.e2e import limit_calls as calls
 from tests.e2e.fault_programs import fds, run, say
@@ -33,7 +32,7 @@ MEGABYTE = 1 << 20
 PADDING = "so that some thousand calls fill a ring, as an address of a page does " * 2
 
 
-async def serves(runner: percore.Runner, count: int = 100) -> bool:
+async def serves(runner: "percore.Runner", count: int = 100) -> bool:
     return await runner.map(calls.has_letters_in_task, [bytearray(b"pp")] * count, [3] * count) == [False] * count
 
 
@@ -57,6 +56,8 @@ def recycled(loop: str, folder: str, seed: str, shapes: str) -> None:
 
 
 async def _recycled(folder: str, seed: str, shapes: list[Any]) -> None:
+    from percore._engines.processes.fork_server_launcher import ForkServerLauncher  # its workers do without
+
     launcher = ForkServerLauncher.open()  # one for all of them: starting one takes longer than most of these
     async with percore.Runner(1):
         pass

@@ -69,7 +69,7 @@ def _open(gate: str) -> None:
     Path(gate).write_text("!")
 
 
-def _wait_until_all_have_answered(runner: percore.Runner) -> None:
+def _wait_until_all_have_answered(runner: "percore.Runner") -> None:
     """Until every worker has results in its ring, and has rung, and nobody here has heard of it."""
     for member in members_of(runner):
         channel = channel_of(member)
@@ -81,7 +81,7 @@ def _wait_until_all_have_answered(runner: percore.Runner) -> None:
         assert poll.poll(LIMIT * 1000)
 
 
-async def _lose_a_worker(runner: percore.Runner) -> None:
+async def _lose_a_worker(runner: "percore.Runner") -> None:
     """A worker dies, and another one comes, while a fork of the program has whatever it has inherited."""
     pid = runner.statistics().workers[0].pid
     assert pid is not None
@@ -137,7 +137,7 @@ class _Fork:
             self._wait()
 
 
-def _use_in_fork(runner: percore.Runner, futures: "list[asyncio.Future[Any]]", how: str) -> None:
+def _use_in_fork(runner: "percore.Runner", futures: "list[asyncio.Future[Any]]", how: str) -> None:
     """Everything that a fork can do with its copy of a runner."""
     uses: list[Callable[[], object]] = [
         lambda: runner.submit(jobs.echo),
@@ -220,7 +220,7 @@ async def _another(method: Any) -> None:
         say("another", await runner.run(jobs.aecho, 7))
 
 
-def _close(runner: percore.Runner) -> None:
+def _close(runner: "percore.Runner") -> None:
     _driven(runner.aclose())
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.scripts import execute, python
-from tests.faults import ROOT, Program, Watch, terminal
+from tests.faults import ROOT, Program, Watch, complaints, terminal
 from tests.rows import repeated_rows, repeats
 
 HARD = 2.0
@@ -106,7 +106,7 @@ def test_x6_closing_ends_workers_of_workers_in_order(loop: str, tmp_path: Path) 
         assert program.told("ended") == "RunnerClosed"
         assert program.end() == 0
         assert everybody.wait_gone(HARD) == []
-        assert program.stderr == ""
+        assert complaints(program.stderr) == ""
 
 
 def test_x6_a_worker_that_ends_takes_workers_along_that_it_has_left_open(tmp_path: Path) -> None:
