@@ -21,6 +21,7 @@ from percore import Runner, RunnerClosed, WorkerDied
 from percore._engines.threads.references import References
 from percore._protocol.messages import Kind
 from percore._runner.runner import State
+from percore._testing.simulation import _virtual_clocks
 from tests import jobs
 from tests.unit.stepped_workers import StepEngine, StepLoop, StepWorker
 
@@ -39,6 +40,7 @@ class Case(NamedTuple):
         of_call: those of each call.
         kind: coroutines or plain functions.
         from_start: whether workers get ready as steps, too.
+        as_pickle: whether the arguments are sent as a pickle.
     """
 
     events: dict[str, int]
@@ -48,6 +50,7 @@ class Case(NamedTuple):
     of_call: dict[str, Any] = {}  # noqa: RUF012
     kind: int = Kind.TASK
     from_start: bool = False
+    as_pickle: bool = False
 
 
 @dataclass
@@ -83,6 +86,11 @@ class World:
     @property
     def supervisor(self) -> Any:
         return self.runner._supervisor
+
+    def label_of(self, body: Any) -> int:
+        """Return the number of a call, which is its only argument."""
+        label: int = body[0] if type(body) is tuple else self.store.received(body).load()[-1]["value"]
+        return label
 
     def begin(self, name: str, coroutine: Any) -> None:
         self.tasks[name] = self.loop.create_task(coroutine)
@@ -136,7 +144,9 @@ class World:
         view: Any = self.runner.options(**self.case.of_call) if self.case.of_call else self.runner
         self.calls.append(None)
         try:
-            self.calls[number] = view.submit(jobs.aecho if self.kind == Kind.TASK else jobs.echo, number)
+            given: Any = {"value": number} if self.case.as_pickle else number
+            fn: Any = jobs.aecho if self.kind == Kind.TASK else jobs.echo
+            self.calls[number] = view.submit(fn, **given) if self.case.as_pickle else view.submit(fn, given)
         except BaseException:
             self.calls.pop()
             raise
@@ -331,6 +341,21 @@ class Watcher(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info or record.levelno >= logging.ERROR:
             FAULTS.append(f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}")
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Give percore the clock of the worlds during the block, and note what it logs as its own mistakes."""
+    logger, watcher = logging.getLogger("percore"), Watcher()
+    logger.addHandler(watcher)
+    logger.propagate = False  # each history logs its deaths
+    try:
+        with _virtual_clocks(Clock()):  # type: ignore[arg-type]  # it only needs the time
+            yield
+    finally:
+        logger.removeHandler(watcher)
+        logger.propagate = True
+        Clock.loop = None
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class StepChannel:
         if not worker.inbox:
             worker.waits_since = worker.world.loop.now
         if is_call(op):
-            worker.labels[number] = body[0]  # the only argument of each call is its number
+            worker.labels[number] = worker.world.label_of(body)
         worker.inbox.append((op, number, body))
 
     def load(self, payload: Any) -> Any:

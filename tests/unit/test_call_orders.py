@@ -4,7 +4,6 @@
 explorer finds faults is tested with faults: parts of the supervisor that do nothing.
 """
 
-import logging
 import random
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -15,9 +14,8 @@ from percore import Rate
 from percore._protocol.messages import Kind
 from percore._scheduler import dispatch, keys
 from percore._supervisor import call_registry, closing, deaths, hard_limits, lifecycles, outcomes, pool, pool_changes
-from percore._testing.simulation import _virtual_clocks
 from tests.counts import times
-from tests.unit.call_orders import Case, Clock, Watcher, explore, stroll
+from tests.unit.call_orders import Case, explore, stroll, watched
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -67,17 +65,8 @@ LARGE: Final[dict[str, Case]] = {
 
 @pytest.fixture(autouse=True)
 def virtual() -> Iterator[None]:
-    """Give percore the clock of the worlds, and note what it logs as its own mistakes."""
-    logger, watcher = logging.getLogger("percore"), Watcher()
-    logger.addHandler(watcher)
-    logger.propagate = False  # each history logs its deaths
-    try:
-        with _virtual_clocks(Clock()):  # type: ignore[arg-type]  # it only needs the time
-            yield
-    finally:
-        logger.removeHandler(watcher)
-        logger.propagate = True
-        Clock.loop = None
+    with watched():
+        yield
 
 
 def strolls(case: Case, count: int) -> int:

@@ -1,7 +1,7 @@
 """Every fault that percore has to survive has a test that carries its id in its name: `test_k3_...`.
 
 The letters: K deaths of workers, P death of the supervisor, and signals, S serialisation, B boot, C cancellation, X close, misuse,
-T recycling, M maps, L threads that are all taken, R memory, rings and limits.
+T recycling, M maps, L threads that are all taken, R memory, rings and limits, V what others can do.
 """
 
 import re
@@ -20,6 +20,8 @@ IDS = [
     ),
     "t3",
     "l3",
+    "v9",
+    "v10",
 ]
 
 

@@ -6,7 +6,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
 from percore._calls.items import Batch, RunningMap
@@ -28,6 +28,10 @@ from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from percore._supervisor.rates import Rates
+
+
+READ: Final[tuple[Any, ...]] = (Ellipsis,)
+"""The body of a call whose arguments were read and released: no other worker can run it."""
 
 
 class Progress(Protocol):
@@ -364,9 +368,10 @@ class CallRegistry:
 
     def unpickled(self, call: PendingCall) -> None:
         """Release the call's arguments, because no worker will unpickle them again. The call keeps its shared objects."""
-        self._free(call, b"" if call in self.shares.held else ())  # not a tuple: `receive` then calls `release`
+        if type(call.body) is not tuple:  # else there was nothing to unpickle
+            self._free(call, b"" if call in self.shares.held else READ)  # not a tuple: `receive` then calls `release`
 
-    def _free(self, call: Outcome, body: tuple[()] | bytes) -> None:
+    def _free(self, call: Outcome, body: tuple[Any, ...] | bytes) -> None:
         before, call.body = call.body, body
         if type(before) is int:
             self.store.discard(before)
@@ -412,3 +417,8 @@ class CallRegistry:
     def waiting(self) -> int:
         """Return the number of calls that wait for a place or for their next attempt."""
         return self.dispatch.waiting() + len(self.retries.delayed) + len(self.broadcasts)
+
+
+def was_read(call: PendingCall) -> bool:
+    """Whether a worker has said that it has read the arguments, so that they are released."""
+    return call.body is READ or call.body == b""

@@ -8,7 +8,7 @@ from percore._common.log import Faults
 from percore._protocol.interfaces import Fate
 from percore._protocol.messages import Kind
 from percore._scheduler.lifecycle import State
-from percore._supervisor.call_registry import CallRegistry
+from percore._supervisor.call_registry import CallRegistry, was_read
 from percore._supervisor.pool_worker import PoolWorker
 
 
@@ -45,7 +45,7 @@ class Deaths:
             items = call.size if fate.begun is None else fate.items
             self._lost_items(member, call, items, fate.age, faults)
             return
-        began = fate.begun is not False
+        began = fate.begun is not False or was_read(call)  # a broken worker may have read the arguments without a mark
         if call.done():
             if began:
                 call.function.meter.lost(member.index)

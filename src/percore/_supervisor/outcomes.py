@@ -38,7 +38,7 @@ from percore._scheduler.lifecycle import IllegalEvent
 from percore._serialization.exception_state import type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
-from percore._supervisor.call_registry import CallRegistry
+from percore._supervisor.call_registry import CallRegistry, was_read
 from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.time_limits import is_late
@@ -435,6 +435,8 @@ class Outcomes:
         if type(call) is Batch:
             self._returned_items(member, call, count)
             return
+        if was_read(call) or member.fate(call).begun:  # it would run twice, or without its arguments
+            raise BrokenFrame(f"call {call_id} came back, which has begun")
         member.take(call_id)
         if call.kind != Kind.BROADCAST:
             member.unbegun(1)
