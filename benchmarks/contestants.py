@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import os
 import time
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import percore
 from benchmarks.calls import same
+from benchmarks.figures import quantile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -120,6 +122,30 @@ async def by_calls(work: Awaitable[int], clock: Callable[[], float] = time.perf_
     start = clock()
     calls = await work
     return (clock() - start) / calls
+
+
+# Workers on other nodes
+
+
+async def far_calls(call: Call, calls: int, *, quick: bool) -> Sample:
+    """The figures of calls to workers that may be on other nodes.
+
+    "a call" has 500 awaiters of so many calls each, and "driver CPU" is this process's CPU time of such a call. The round trip and
+    1 MB of bytes there and back are one call at a time, as medians.
+    """
+    awaiters = 50 if quick else 500
+    cpu = time.process_time()
+    a_call = await by_calls(await_all([call] * awaiters, calls))
+    cpu = (time.process_time() - cpu) / (awaiters * calls)
+    trips = [await timed(call, number) for number in range(50 if quick else 500)]
+    payload = os.urandom(1_000_000)
+    large = [await timed(call, payload) for _ in range(10 if quick else 100)]
+    return {
+        "a call": a_call,
+        "driver CPU": cpu,
+        "round trip": quantile(trips, 0.5),
+        "1 MB there and back": quantile(large, 0.5),
+    }
 
 
 # Maps

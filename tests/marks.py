@@ -1,6 +1,6 @@
 """The start mark of a call, as its worker set it. For functions that run in workers."""
 
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS
 from percore._worker.context import current_context, of_id
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import percore
 from benchmarks.calls import pid_after, same, sleep_long
-from benchmarks.contestants import always, await_all, by_calls, playing, timed
+from benchmarks.contestants import always, far_calls, playing
 from benchmarks.figures import Target, in_mebibytes, quantile
 from benchmarks.harness import Row, row
 from benchmarks.machine import descendants, uss_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from benchmarks.harness import Contestant
     from benchmarks.results import Sample
 
-MB = 1_000_000
 HERE, THERE = "percore", "percore, nodes"
 MANY = 8
 
@@ -50,20 +49,7 @@ def nodes(quick: bool) -> Row:
     """
 
     async def once(opened: percore.Runner) -> Sample:
-        awaiters = 50 if quick else 500
-        cpu = time.process_time()
-        a_call = await by_calls(await_all([partial(opened.run, same)] * awaiters, 40))
-        cpu = (time.process_time() - cpu) / (awaiters * 40)
-        call = partial(opened.run, same)
-        trips = [await timed(call, number) for number in range(50 if quick else 500)]
-        payload = os.urandom(MB)
-        large = [await timed(call, payload) for _ in range(10 if quick else 100)]
-        return {
-            "a call": a_call,
-            "driver CPU": cpu,
-            "round trip": quantile(trips, 0.5),
-            "1 MB there and back": quantile(large, 0.5),
-        }
+        return await far_calls(partial(opened.run, same), 40, quick=quick)
 
     return Row(
         _both(WORKERS, once),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import percore
 from benchmarks.calls import pid_after, same, sleep_long
-from benchmarks.contestants import always, await_all, by_calls, playing, timed
+from benchmarks.contestants import always, far_calls, playing
 from benchmarks.figures import Target, in_mebibytes, quantile
 from benchmarks.harness import Row, row
 from benchmarks.machine import uss_of
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from benchmarks.peers import Call
     from benchmarks.results import Sample
 
-MB = 1_000_000
 HERE, THERE, PEER = "percore", "percore, Ray", "Ray"
 MANY = 8
 
@@ -68,19 +67,7 @@ def ray(quick: bool) -> Row:
     """
 
     async def once(call: Call) -> Sample:
-        awaiters, calls = (50, 8) if quick else (500, 8)
-        cpu = time.process_time()
-        a_call = await by_calls(await_all([call] * awaiters, calls))
-        cpu = (time.process_time() - cpu) / (awaiters * calls)
-        trips = [await timed(call, number) for number in range(50 if quick else 500)]
-        payload = os.urandom(MB)
-        large = [await timed(call, payload) for _ in range(10 if quick else 100)]
-        return {
-            "a call": a_call,
-            "driver CPU": cpu,
-            "round trip": quantile(trips, 0.5),
-            "1 MB there and back": quantile(large, 0.5),
-        }
+        return await far_calls(call, 8, quick=quick)
 
     return Row(
         {HERE: playing(_here, once), THERE: playing(_there, once), PEER: playing(_actors, once)},

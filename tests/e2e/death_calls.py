@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import percore
-from percore._protocol.messages import VALUE
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS, VALUE
 from percore._transport import codec
 from tests.e2e.fault_calls import _channel, append, pattern, tell, who_in_thread
 

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import percore
-from percore._protocol.messages import READY, RESULT, RETURNED, UNPICKLED, VALUE
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS, READY, RESULT, RETURNED, UNPICKLED, VALUE
 from percore._transport import codec
 from percore._transport.channel import Channel
 

@@ -187,7 +187,7 @@ LARGEST: Final[dict[str, Any]] = {
 }
 """By the name of each kind, the largest body: a pickle or results of a batch of more than INLINE_LIMIT bytes go through a slot."""
 
-NO_KINDS: Final = {"ITEM_SHIFT", "ID_MASK"}
+NO_KINDS: Final = {"ITEM_SHIFT", "ID_MASK", "MARK_WORDS"}
 
 
 def heaviest_context() -> bytes:

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from percore._protocol.messages import VALUE, Body, Kind
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS, VALUE, Body, Kind
 from percore._transport.codec import is_inline_value
 from percore._worker import plain_calls as module
 from percore._worker.answers import Answers, WorkerFunction

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS
 from percore._worker import timeouts as module
 from percore._worker.timeouts import Timeouts
 from tests.waiting import until

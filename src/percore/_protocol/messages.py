@@ -5,9 +5,17 @@ A message is a triple (op, id, body), marshalled in frames. `id` is the id of a 
     a tuple     the arguments themselves, if all are exact immutable scalars
     bytes       one pickle
     an int      a parcel: one pickle that the store and the channel find by this number
+
+A worker says one thing without a message: its start marks tell which calls have begun. They outlive the worker, so its engine can
+tell how far each call was. A call's mark has MARK_WORDS words from index `place * MARK_WORDS` on, where the place is the call's id
+modulo the number of places:
+
+    the call's id, written last: it makes the mark valid
+    when the call began, in nanoseconds of the monotonic clock
+    for a batch, how many of its items have begun
 """
 
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 Payload: TypeAlias = bytes | int
 Body: TypeAlias = object
@@ -111,3 +119,14 @@ DEFINE_OPS: Final = (DEFINE_TASK, DEFINE_THREAD)
 def is_call(op: int) -> bool:
     """Whether a message to a worker makes a call."""
     return op > 0 or op in ONCE_OPS or op == BATCH
+
+
+MARK_WORDS: Final = 3
+
+
+class StartMarks(Protocol):
+    """The marks of one worker: unsigned words of 64 bits, such as a memoryview of shared memory."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, word: int, /) -> int: ...
+    def __setitem__(self, word: int, value: int, /) -> None: ...

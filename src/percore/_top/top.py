@@ -2,10 +2,14 @@
 
 import json
 import os
+import select
 import signal
 import sys
+import termios
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Final
@@ -17,7 +21,6 @@ from rich.text import Text
 from percore._attach.programs import ProgramGone, programs, read, why_refused
 from percore._attach.stacks import NoStacks, is_worker, stacks_of
 from percore._monitor.views import Model, View, Worker
-from percore._top.keyboard import key_within, single_keys
 from percore._top.screen import draw, orders, printable
 
 _HINT: Final = "s stacks of a worker   r recycle a worker   o sort   w functions by worker   p pause   q quit"
@@ -204,3 +207,28 @@ def recycle(worker: Worker) -> str:
     except PermissionError:
         return f"worker {index} ({pid}) belongs to another user"
     return f"worker {index} ({pid}) was asked to end"
+
+
+# Keys
+
+
+@contextmanager
+def single_keys() -> Iterator[None]:
+    """Pass on each key at once and do not show it, until the block ends. Ctrl-C raises KeyboardInterrupt as before."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def key_within(seconds: float) -> str:
+    """Return the next key, or an empty string if none was pressed within so many seconds."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready, _, _ = select.select([sys.stdin], [], [], min(left, 3600.0))
+        if ready:
+            pressed = os.read(sys.stdin.fileno(), 1).decode(errors="replace")
+            return pressed or "q"  # the terminal has gone
+    return ""

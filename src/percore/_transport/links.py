@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from percore._common.options import RunnerOptions
 from percore._protocol.interfaces import UNBEGUN, Fate
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS
 from percore._transport.arena import Arena
 from percore._transport.doorbell import bell_fds, bell_of
 from percore._transport.frames import RING_SIZE

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from percore._common.fault_points import POINTS, point
-from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload
-from percore._protocol.start_marks import MARK_WORDS, StartMarks
+from percore._protocol.messages import LEASED, MARK_WORDS, RELEASE, UNLEASED, Body, Payload, StartMarks
 from percore._serialization.exceptions import dump_exception
 from percore._serialization.pickler import dump
 from percore._transport.channel import Channel

@@ -17,8 +17,7 @@ from operator import length_hint
 from typing import Any, Final, cast
 
 from percore._common.fault_points import POINTS, point
-from percore._protocol.messages import ITEM_SHIFT, RESULT, VALUES, Body
-from percore._protocol.start_marks import StartMarks
+from percore._protocol.messages import ITEM_SHIFT, RESULT, VALUES, Body, StartMarks
 from percore._serialization.advice import IMPORT_ERRORS, advise_importing
 from percore._serialization.pickler import load
 from percore._worker.answers import Answers, Send, WorkerFunction

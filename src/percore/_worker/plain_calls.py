@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.system import IS_FREE_THREADED
-from percore._protocol.messages import CANCELLED, ENDED, HOLDING, RETURNED, STARTED, TIMED_OUT, VALUE, Body
-from percore._protocol.start_marks import MARK_WORDS, StartMarks
+from percore._protocol.messages import CANCELLED, ENDED, HOLDING, MARK_WORDS, RETURNED, STARTED, TIMED_OUT, VALUE, Body, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.batches import KEEP, BatchResults, WorkerBatch, item_id
 from percore._worker.context import of_id

@@ -27,6 +27,7 @@ from percore._protocol.messages import (
     DRAINING,
     FINISH,
     FORGET,
+    MARK_WORDS,
     ONCE_TASK,
     ONCE_THREAD,
     RECALL,
@@ -40,8 +41,8 @@ from percore._protocol.messages import (
     Kind,
     Message,
     Payload,
+    StartMarks,
 )
-from percore._protocol.start_marks import MARK_WORDS, StartMarks
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.batches import WorkerBatch, item_id
 from percore._worker.families import Families

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from percore._common.callables import qualified_name
 from percore._common.errors import overrun
 from percore._common.fault_points import POINTS, point
-from percore._protocol.messages import CANCELLED, ENDED, ID_MASK, RETURNED, STARTED, VALUE, Body
-from percore._protocol.start_marks import MARK_WORDS, StartMarks
+from percore._protocol.messages import CANCELLED, ENDED, ID_MASK, MARK_WORDS, RETURNED, STARTED, VALUE, Body, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.context import of_id
 from percore._worker.eager_tasks import task_starter

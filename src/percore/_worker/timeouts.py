@@ -5,7 +5,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from percore._protocol.start_marks import MARK_WORDS, StartMarks
+from percore._protocol.messages import MARK_WORDS, StartMarks
 
 if TYPE_CHECKING:
     import asyncio

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from percore._protocol.start_marks import StartMarks
+from percore._protocol.messages import StartMarks
 from percore._serialization.pickler import load
 from percore._worker.context import WorkerContext, context_of_calls
 from percore._worker.executor_worker import ExecutorAnswers

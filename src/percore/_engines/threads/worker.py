@@ -32,8 +32,7 @@ from percore._common.system import new_loop
 from percore._engines.threads.channel import ThreadChannel
 from percore._engines.threads.stacks import condition_of
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
-from percore._protocol.messages import Body, is_call
-from percore._protocol.start_marks import MARK_WORDS
+from percore._protocol.messages import MARK_WORDS, Body, is_call
 from percore._protocol.worker_start import WorkerStart
 from percore._serialization.exception_state import text_of, type_name_of
 from percore._worker.context import CurrentWorker, WorkerContext, of_task
