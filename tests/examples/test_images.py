@@ -1,5 +1,7 @@
 """examples/images.py as a program: what it prints and saves, and the ways it ends."""
 
+import argparse
+import importlib
 import os
 import re
 import runpy
@@ -7,10 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytest.importorskip("numpy")
@@ -18,6 +19,9 @@ pytest.importorskip("PIL")
 
 import numpy as np
 from PIL import Image
+
+import percore
+import percore.testing
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "images.py"
 COMMAND = [sys.executable, str(EXAMPLE), "--workers", "2", "--size", "640x480"]
@@ -76,17 +80,30 @@ def test_it_tells_and_saves_what_it_has_developed(folder: Path, tmp_path: Path) 
     assert list(folder.iterdir()) == []
 
 
-def test_a_worker_that_dies_costs_no_picture(folder: Path) -> None:
-    with started(folder, "8") as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "making 8 photographs of 640 x 480\n"
-        workers = [child for child in psutil.Process(program.pid).children(recursive=True) if not child.children()]
-        assert len(workers) == 2
-        workers[0].kill()
-        printed, complaints = program.communicate(timeout=TIMEOUT)
-    assert program.returncode == 0  # which it is only if the pictures are those of one process
-    assert re.fullmatch(r"percore: worker \d \(pid \d+\) died by SIGKILL.*\n", complaints)
-    assert re.search(r"^  pictures +8 +8$", printed, re.MULTILINE)
+@pytest.mark.asyncio_only  # the loop under test is the program's
+def test_workers_that_die_cost_no_picture(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One when it has made a photograph, and one when it has developed one by the shared table."""
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    images = importlib.import_module("images")
+
+    class LosingRunner(percore.testing.FakeRunner):
+        async def start(self) -> None:
+            await super().start()
+            self.losses = ExitStack()
+            for stage in (images.make_photograph, images.develop_shared):
+                self.losses.enter_context(percore.testing.losing(self, stage, times=1))
+
+        async def aclose(self, *, grace: float | None = None) -> None:
+            self.losses.close()
+            await super().aclose(grace=grace)
+
+    monkeypatch.setattr(percore, "Runner", LosingRunner)
+    options = argparse.Namespace(count=6, size=(640, 480), workers=2, output=None)
+    assert images.compare(folder, options) == 0, "the pictures are those of one process"
+    assert caplog.text.count("died by SIGKILL") == 2
+    assert re.search(r"^  pictures +6 +6$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_ctrl_c_leaves_nothing(folder: Path) -> None:

@@ -690,7 +690,7 @@ class TestRows:
                     assert all(len(one) >= 3 for one in row.contestants.values() if isinstance(one, dict))
 
     def test_all_together_fit_into_the_time_of_a_run(self) -> None:
-        assert sum(row_of(name, quick=False).seconds for name in row_names()) <= 46 * 60  # all of them get less in proportion
+        assert sum(row_of(name, quick=False).seconds for name in row_names()) <= 48 * 60  # all of them get less in proportion
         assert any(row_of(name, quick=False).is_cheap for name in row_names())
 
     def test_those_of_payloads_take_no_more_than_six_minutes(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from percore._worker import turns as module
 from percore._worker.threads import Threads
-from percore._worker.turns import JOIN_AFTER
+from percore._worker.turns import JOIN_AFTER, Turns
 
 Run = Callable[[int, Any], None]
 
@@ -661,6 +661,21 @@ def test_the_last_of_several_pools_restores_the_interval(clock: Clock) -> None:
     assert sys.getswitchinterval() == pytest.approx(0.0005)
     pools[1].stop()
     assert sys.getswitchinterval() == usual
+
+
+def test_a_call_that_ends_after_its_pool_leaves_the_interval_alone(clock: Clock) -> None:
+    """A killed worker whose threads live in somebody's process, such as a test's, runs on until its calls return."""
+    usual = sys.getswitchinterval()
+
+    def run(_call_id: int, _item: object) -> None:
+        clock.wall += 0.1
+        clock.cpu += 0.1
+        turns.stop()
+
+    turns = Turns(run)
+    for call_id in range(2):
+        turns.run(call_id, None)
+        assert sys.getswitchinterval() == usual
 
 
 def test_joining_takes_milliseconds() -> None:

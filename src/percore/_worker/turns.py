@@ -60,9 +60,10 @@ class SwitchInterval:
         self._usual = 0.0
 
     def shorten(self, pool: "Turns", *, is_wanted: bool) -> None:
-        """Shorten the interval for a pool, or no longer. Any thread may call this."""
+        """Shorten the interval for a pool that may do so, or no longer. Any thread may call this."""
         with self._lock:
             was_short = bool(self._pools)
+            is_wanted = is_wanted and pool.may_switch_often  # it may have been stopped while this thread came here
             pool.switches_often = is_wanted
             (self._pools.add if is_wanted else self._pools.discard)(pool)
             if self._pools and not was_short:
@@ -103,9 +104,9 @@ class Turns:
         """Whether this pool has shortened the switch interval."""
 
     def stop(self) -> None:
-        """Leave the switch interval to the other pools: this one has no more calls."""
-        if self.switches_often:
-            _interval.shorten(self, is_wanted=False)
+        """Leave the switch interval to the other pools: this one gets no more calls. Those in its threads may end later."""
+        self.may_switch_often = False
+        _interval.shorten(self, is_wanted=False)
 
     def run(self, call_id: int, item: Any) -> None:
         """Run a call in this thread, in its turn, and measure it."""
