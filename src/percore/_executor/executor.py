@@ -4,7 +4,6 @@ What this module imports is on the way of a short program to its first result: i
 imports the rest (`Portal`), while the fork server imports the modules of a worker on another CPU.
 """
 
-import multiprocessing
 import signal
 import sys
 import time
@@ -14,34 +13,21 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import percore  # noqa: TC001  # get_type_hints needs it
-from percore._common.engines import AnyEngine, engine_of
-from percore._common.options import Lifespan, RunnerOptions, usable_cpus, whole
+from percore._common.engines import AnyEngine
+from percore._common.options import Lifespan
 from percore._executor.futures import Held, traced_future
 from percore._executor.portal import Portal
-from percore._runner.early import check_start, keep_warm
+from percore._executor.setup import Broken, setup_of
+from percore._runner.early import check_start
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from percore._common.engines import EngineChoice
     from percore._executor.worker_process import WorkerProcess
-    from percore._protocol.interfaces import Engine
-    from percore._protocol.worker_start import Given
-    from percore._runner.assembly import Assembly
-    from percore._serialization.pickler import MainInfo
-    from percore._supervisor.burials import WorkerObserver
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Broken = Literal["worker", "pool"]
-
-_MOST_WORKERS: Final = 1024
-_FOR_EVER: Final = 1e8
-_KILL_AFTER: Final = 30.0
 
 
 class LoopPoolExecutor(Executor):
@@ -106,46 +92,23 @@ class LoopPoolExecutor(Executor):
         engine: AnyEngine | None = None,
         harden: bool = False,
     ) -> None:
-        if broken not in get_args(Broken):
-            raise ValueError(f'broken must be "worker" or "pool", not {broken!r}')
-        if mp_context is not None and not isinstance(mp_context, BaseContext):
-            raise TypeError(f'mp_context must be a context, such as multiprocessing.get_context("spawn"), not {mp_context!r}')
-        _check_initializers(initializer=initializer, thread_initializer=thread_initializer)
-        self._max_workers = _workers(max_workers)
-        choice = engine_of(engine)
-        if choice is not None:
-            _check_engine(choice, mp_context, broken)
-        elif mp_context is None and initargs and _needs_inheritance(initializer, tuple(initargs)):
-            mp_context = multiprocessing.get_context()
-        self._mp_context = mp_context
-        options = RunnerOptions.checked(
-            workers=self._max_workers,
-            lifespan=lifespan,
-            concurrency=100,
-            threads=None if max_threads is None else whole("max_threads", max_threads, 1),
-            loop_factory=None,
-            start_method=None if mp_context is None else "spawn",  # with a context: only to start no fork server
-            max_message=2**30,
-            start_timeout=_FOR_EVER,
-            kill_after=_KILL_AFTER,
-            max_tasks_per_worker=None,
+        setup = setup_of(
+            max_workers=max_workers,
+            mp_context=mp_context,
+            given=(initializer, tuple(initargs)),
+            max_tasks_per_child=max_tasks_per_child,
             max_memory_per_worker=max_memory_per_worker,
-            retries=0,
-            per_key=None,
-            contextvars=(),
-            thread_initializer=_thread_start(thread_initializer, tuple(thread_initargs)),
-            max_pending=None,
-            listen=(),
-            blocked_after=None,
-            engine=choice,
+            max_threads=max_threads,
+            of_threads=(thread_initializer, tuple(thread_initargs)),
+            lifespan=lifespan,
+            broken=broken,
+            engine=engine,
             harden=harden,
         )
-        self._tracing = options.tracing
-        if max_memory_per_worker is not None:
-            _check_replaces("max_memory_per_worker", mp_context)
-        is_pool = broken == "pool"
-        setup = _Setup(options, mp_context, (initializer, tuple(initargs)), is_pool, _max_tasks(max_tasks_per_child, mp_context))
-        self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=is_pool)
+        self._max_workers = setup.options.workers
+        self._mp_context = setup.context
+        self._tracing = setup.options.tracing
+        self._portal = portal = Portal(setup.assemble, setup.warm_up, is_pool=setup.is_pool)
         is_ending = sys.is_finalizing  # bound here: where uWSGI embeds an interpreter, executors outlive the globals of modules
         self._collected = weakref.ref(self, lambda _: None if is_ending() else portal.release())
 
@@ -369,110 +332,6 @@ class _ResultIterator:
             chunk.reverse()
             while chunk:
                 yield chunk.pop()
-
-
-class _Setup(NamedTuple):
-    """The setup of an executor's workers, which behave as the standard library promises (see `_worker/executor_worker.py`)."""
-
-    options: RunnerOptions
-    context: BaseContext | None
-    given: "Given"
-    is_pool: bool
-    max_tasks: int
-
-    def warm_up(self) -> None:
-        if self.options.engine is None:
-            keep_warm(self.options)
-
-    def assemble(self, loop: "asyncio.AbstractEventLoop", observer: "WorkerObserver | None") -> "Assembly":
-        from percore._runner.assembly import Assembly
-        from percore._serialization.pickler import MainInfo
-
-        # A forked worker has this same __main__ module, with its globals.
-        is_forked = self.context is not None and self.context.get_start_method() == "fork"
-        return Assembly(loop, self.options, self._make_engine, MainInfo("module", "__main__") if is_forked else None, observer)
-
-    def _make_engine(self, loop: "asyncio.AbstractEventLoop", options: RunnerOptions, main: "MainInfo", /) -> "Engine":
-        from percore._protocol.worker_start import ExecutorSettings
-
-        if options.engine is not None:
-            settings = ExecutorSettings(is_pool=False, max_tasks=self.max_tasks, has_main=False, initializer=b"")
-            return cast("Engine", options.engine._engine_of_executor(loop, options, settings, self.given))
-        from percore._engines.processes.engine import ProcessEngine
-
-        launcher, given = None, None
-        if self.context is not None:
-            from percore._engines.processes.multiprocessing_launcher import MultiprocessLauncher
-
-            launcher = MultiprocessLauncher(self.context, self.given)
-        elif self.given[0] is not None:
-            given = self.given
-        executor_settings = ExecutorSettings(self.is_pool, self.max_tasks, self.context is not None, b"")
-        return ProcessEngine(loop, options, main, launcher, executor_settings, given)
-
-
-def _needs_inheritance(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> bool:
-    from percore._engines.processes.multiprocessing_launcher import needs_inheritance
-
-    return needs_inheritance(initializer, initargs)
-
-
-def _check_initializers(**initializers: object) -> None:
-    for name, given in initializers.items():
-        if given is None:
-            continue
-        if not callable(given):
-            raise TypeError(f"{name} must be a callable")
-        from percore._common.callables import check_plain
-
-        check_plain(name, given)
-
-
-def _thread_start(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> Callable[[], object] | None:
-    if initializer is None:
-        return None
-    from percore._worker.executor_worker import ThreadStart
-
-    return ThreadStart(initializer, initargs)
-
-
-def _workers(max_workers: int | None) -> int:
-    if max_workers is None:
-        return usable_cpus()
-    if not isinstance(max_workers, int):
-        raise TypeError("max_workers must be an integer")
-    if max_workers <= 0:
-        raise ValueError("max_workers must be greater than 0")
-    if max_workers > _MOST_WORKERS:
-        raise ValueError(f"max_workers must be at most {_MOST_WORKERS}")
-    return max_workers
-
-
-def _check_engine(choice: "EngineChoice", mp_context: BaseContext | None, broken: Broken) -> None:
-    choice._check_executor()
-    if mp_context is not None:
-        raise ValueError(f"mp_context starts processes, and engine={choice!r} has none: give one of the two")
-    if broken == "pool":
-        raise ValueError(f'broken="pool" ends all workers, and those of engine={choice!r} cannot be ended: use broken="worker"')
-
-
-def _max_tasks(given: int | None, context: BaseContext | None) -> int:
-    if given is None:
-        return 0
-    if not isinstance(given, int):
-        raise TypeError("max_tasks_per_child must be an integer")
-    if given <= 0:
-        raise ValueError("max_tasks_per_child must be >= 1")
-    _check_replaces("max_tasks_per_child", context)
-    return given
-
-
-def _check_replaces(name: str, context: BaseContext | None) -> None:
-    if context is not None and context.get_start_method() == "fork":
-        raise ValueError(
-            f'{name} cannot be used with the "fork" start method, which would fork a process that runs threads; '
-            "use another mp_context"
-        )
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:

@@ -104,7 +104,12 @@ class Server:
         self.families.runs = self._runs
         self._tickets: deque[None] = deque()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._handlers: dict[int, Callable[[int, Any], object]] = {
+        self._handlers = self._handlers_by_op()
+
+    # Messages
+
+    def _handlers_by_op(self) -> dict[int, Callable[[int, Any], object]]:
+        return {
             DEFINE_TASK: lambda number, payload: self._define(number, Kind.TASK, payload),
             DEFINE_THREAD: lambda number, payload: self._define(number, Kind.THREAD, payload),
             UNDEFINE: lambda number, _: self._functions.pop(number),
@@ -123,10 +128,8 @@ class Server:
             FORGET: self.shares.forget,
             SHARE: self.shares.meet,
             **self.families.handlers,
-            **channel.own,
+            **self._channel.own,
         }
-
-    # Messages
 
     def receive(self, messages: Iterable[Message]) -> None:
         """Handle the messages of a frame, up to one that ends the channel. Raises for messages that no supervisor sends."""

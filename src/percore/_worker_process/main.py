@@ -62,18 +62,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     if POINTS:
         point("worker.hello")
     signal.signal(signal.SIGINT, _ignore_interrupt)
-    fds, sockets = fds[: len(fds) - boot.sockets], [*map(_listening, fds[len(fds) - boot.sockets :])]
-    tracker = fds[-1] if boot.has_tracker else None
-    *link_fds, log_fd, pipe, stacks_fd = fds if tracker is None else fds[:-1]
-    faulthandler.register(STACKS_SIGNAL, stacks_fd)
-    stacks_fds = [stacks_fd, *own_stacks.answer(stacks_fd)]
-    reducers.is_worker = True
-    after_fork.withhold(
-        [*link_fds[:3], log_fd, *map(socket.socket.fileno, sockets)],
-        [pipe, *stacks_fds, *lifelines],
-    )
-    end = WorkerEnd(boot.layout, link_fds)
-    _forward_logs(log_fd, end.bell, pipe, boot.levels)  # before any user code runs
+    end, sockets, tracker = _take(boot, fds)
     main = MainInfo(*boot.main)
     executor = boot.start.executor
     if executor is None or not executor.has_main:
@@ -100,6 +89,26 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
         return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)
     on_open = main_thread.drain_on_sigterm(loop, worker.server.drain) if drains else None
     return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker.server, _leave)
+
+
+def _take(boot: Boot, fds: Sequence[int]) -> tuple[WorkerEnd, list[socket.socket], int | None]:
+    """Give each descriptor its purpose, before any user code runs.
+
+    Return the worker's end of the memory, the sockets on which it serves, and the descriptor of multiprocessing's resource tracker.
+    """
+    fds, sockets = fds[: len(fds) - boot.sockets], [*map(_listening, fds[len(fds) - boot.sockets :])]
+    tracker = fds[-1] if boot.has_tracker else None
+    *link_fds, log_fd, pipe, stacks_fd = fds if tracker is None else fds[:-1]
+    faulthandler.register(STACKS_SIGNAL, stacks_fd)
+    stacks_fds = [stacks_fd, *own_stacks.answer(stacks_fd)]
+    reducers.is_worker = True
+    after_fork.withhold(
+        [*link_fds[:3], log_fd, *map(socket.socket.fileno, sockets)],
+        [pipe, *stacks_fds, *lifelines],
+    )
+    end = WorkerEnd(boot.layout, link_fds)
+    _forward_logs(log_fd, end.bell, pipe, boot.levels)
+    return end, sockets, tracker
 
 
 def _listening(fd: int) -> socket.socket:
