@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._common.system import IS_FREE_THREADED
 from tests.counts import LONG, times
 from tests.e2e import limit_calls as calls
 from tests.faults import LIMIT, Program, Watch, wait_stopped
@@ -207,6 +208,11 @@ def cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
+# Its allocator writes to the memory of a `bytes(n)`, and reserves gigabytes of address space.
+with_gil_alone = pytest.mark.skipif(IS_FREE_THREADED, reason="without a GIL there are no bytes that take no memory")
+
+
+@with_gil_alone
 def test_r4_what_is_larger_than_the_memory_of_its_cgroup_fails_alone(cgroup: Path, program: Callable[..., Program]) -> None:
     running = program("short_of_memory", "asyncio", cgroup)
     assert running.told("up") == "MemoryError"
@@ -216,6 +222,7 @@ def test_r4_what_is_larger_than_the_memory_of_its_cgroup_fails_alone(cgroup: Pat
     ends_well(running)
 
 
+@with_gil_alone
 def test_r4_what_is_larger_than_the_address_space_fails_alone(program: Callable[..., Program]) -> None:
     running = program("short_of_memory", "uvloop", "")
     assert running.told("up") == "MemoryError"
