@@ -805,6 +805,21 @@ def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = Fals
 # Places
 
 
+def test_keys_move_from_a_worker_that_rests_and_come_back() -> None:
+    dispatch: Dispatch[Call, Seat] = Dispatch(4, 1)
+    resting, other = Seat(0), Seat(1)
+    for seat in (resting, other):
+        dispatch.seat(seat)
+    first, second, *_ = [key for key in range(100) if weight(hash(key), 0) > weight(hash(key), 1)]
+    dispatch.rest(resting, is_resting=True)
+    assert dispatch.submitted(Call(TASK, key=first)) is other
+    dispatch.rest(resting, is_resting=False)
+    assert dispatch.submitted(Call(TASK, key=second)) is resting
+    dispatch.unseat(resting)
+    dispatch.rest(resting, is_resting=True)  # it has left, and changes nothing any more
+    assert dispatch.is_settled()
+
+
 def test_a_call_goes_where_it_can_begin_at_once() -> None:
     dispatch = dispatch_of((1, 2), (0, 2), (1, 1))
     assert dispatch.submitted(Call(TASK)) is dispatch.seats[1]

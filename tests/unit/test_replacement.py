@@ -322,6 +322,17 @@ def test_a_renewal_that_fails_after_its_worker_died_is_repeated_like_any_start()
     assert not slot.is_delayed
 
 
+def test_a_renewal_counts_as_a_replacement_where_none_was_counted() -> None:
+    added: Replacement[Worker] = Replacement()
+    assert added.renew().act is Act.START
+    assert added.restarts == 0, "its first worker replaces nobody"
+    slot, worker = served()
+    assert slot.died(worker, ALL, began=False, is_first=False).act is Act.START_LATER
+    assert slot.restarts == 1
+    assert slot.renew().act is Act.START
+    assert slot.restarts == 1, "the delayed start was counted"
+
+
 def test_a_renewal_waits_for_a_place() -> None:
     slot, worker = served()
     assert slot.renew().act is Act.START
