@@ -3,6 +3,7 @@
 import asyncio
 import bdb
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -84,10 +85,13 @@ async def _remote_text(runner: percore.Runner, fn: Callable[..., Any], *args: An
 @pytest.mark.parametrize("fn", [jobs.debug, jobs.adebug])
 async def test_a_breakpoint_in_a_worker_says_which_debugger_works_there(make_real: MakeRunner, fn: Callable[..., Any]) -> None:
     async with make_real() as runner:
-        with pytest.raises(bdb.BdbQuit) as caught:
-            await runner.run(fn)
-    (note,) = caught.value.__notes__
-    assert "PYTHONBREAKPOINT=remote_pdb.set_trace" in note
+        error = await _error(runner, fn)
+    if sys.version_info >= (3, 14):  # pdb then raises SystemExit
+        assert isinstance(error, percore.RemoteError)
+        assert error.type_name == "SystemExit"
+    else:
+        assert type(error) is bdb.BdbQuit
+    assert "PYTHONBREAKPOINT=remote_pdb.set_trace" in str(error.__cause__)
 
 
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")

@@ -135,8 +135,7 @@ def advise_importing(error: BaseException) -> None:
 
 def advise_call(error: BaseException) -> None:
     """Add a note to `error`, raised by a call, if the call needed what workers lack: the main thread, or a debugger's input."""
-    bdb = sys.modules.get("bdb")
-    if bdb is not None and issubclass(type(error), bdb.BdbQuit):
+    if _has_left_debugger(error):
         BaseException.add_note(
             error,
             "A worker has no standard input for breakpoint(). Use a debugger with a port: install remote-pdb, and set "
@@ -152,6 +151,17 @@ def advise_call(error: BaseException) -> None:
             "The main thread of a worker runs the coroutine functions. With LoopPoolExecutor(max_threads=1) it runs the plain "
             "functions instead.",
         )
+
+
+def _has_left_debugger(error: BaseException) -> bool:
+    """Whether pdb has raised `error`, because its input has ended: BdbQuit, or from Python 3.14 on SystemExit."""
+    bdb = sys.modules.get("bdb")
+    if bdb is None or not issubclass(type(error), bdb.BdbQuit | SystemExit):
+        return False
+    frame, last = None, error.__traceback__
+    while last is not None:
+        frame, last = last.tb_frame, last.tb_next
+    return issubclass(type(error), bdb.BdbQuit) or (frame is not None and frame.f_globals.get("__name__") == "pdb")
 
 
 # Arguments
