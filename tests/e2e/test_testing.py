@@ -14,31 +14,14 @@ import pytest
 import percore
 import percore.testing
 from tests import jobs
+from tests.e2e import testing_calls as calls
 from tests.waiting import until
+
+pytestmark = pytest.mark.warm_fork_server
 
 MakeRunner = Callable[[int], percore.Runner]
 FAKE = percore.testing.FakeRunner
 BOTH = pytest.mark.parametrize("make", [FAKE, percore.Runner], ids=["fake", "processes"])
-
-
-def lose(path: str) -> None:
-    """Do the work, and die before the result arrives."""
-    with open(path, "a") as file:
-        file.write("done")
-    if os.path.getsize(path) == 4:
-        percore.testing.die()
-
-
-async def alose(path: str) -> None:
-    lose(path)
-
-
-async def endless() -> None:
-    await asyncio.Event().wait()
-
-
-async def pid() -> int:
-    return percore.current_worker().pid
 
 
 def thread() -> int:
@@ -92,14 +75,14 @@ async def test_a_task_factory_of_the_program_goes_on_making_tasks() -> None:
 @BOTH
 async def test_a_killed_worker_fails_its_call_and_is_replaced(make: MakeRunner) -> None:
     async with make(1) as runner:
-        before = await runner.run(pid)
-        call = runner.submit(endless)
+        before = await runner.run(calls.pid)
+        call = runner.submit(calls.endless)
         await runner.run(jobs.aecho, 1)  # it has begun
         percore.testing.kill(runner)
         with pytest.raises(percore.WorkerDied) as died:
             await call
         assert died.value.exitcode == -9
-        assert await runner.options(retries=2).run(pid) != before
+        assert await runner.options(retries=2).run(calls.pid) != before
 
 
 @BOTH
@@ -115,7 +98,7 @@ async def test_a_stopped_worker_answers_when_it_goes_on(make: MakeRunner) -> Non
 
 
 @BOTH
-@pytest.mark.parametrize("function", [lose, alose])
+@pytest.mark.parametrize("function", [calls.lose, calls.alose])
 async def test_a_result_is_lost_when_its_worker_dies_first(
     make: MakeRunner, function: Callable[[str], None], tmp_path: Path
 ) -> None:
@@ -143,25 +126,7 @@ async def test_strikes_that_cannot_hit_are_told() -> None:
         percore.testing.die()
 
 
-def slow_square(number: int) -> int:
-    return number * number
-
-
-async def aslow_square(number: int) -> int:
-    return number * number
-
-
-def write(path: str) -> str:
-    with open(path, "a") as file:
-        file.write("done")
-    return path
-
-
-async def awrite(path: str) -> str:
-    return write(path)
-
-
-SQUARES = pytest.mark.parametrize("square", [slow_square, aslow_square])
+SQUARES = pytest.mark.parametrize("square", [calls.square, calls.asquare])
 
 
 @BOTH
@@ -181,7 +146,7 @@ async def test_calls_fail_as_often_as_asked(make: MakeRunner, square: Callable[[
         assert await runner.map(square, range(3)) == [0, 1, 4]
         assert await runner.run(square, 3) == 9
         (figures,) = [one for one in runner.statistics().functions if one.name.endswith(square.__qualname__)]
-        assert figures.name == f"{__name__}.{square.__qualname__}"
+        assert figures.name == f"{calls.__name__}.{square.__qualname__}"
         assert figures.ended == figures.begun == 32
 
 
@@ -195,14 +160,14 @@ async def test_calls_are_delayed(make: MakeRunner, square: Callable[[int], Any])
         run = runner.statistics().functions[0].run
         assert run is not None
         assert run.p50 > 0.04
-        with percore.testing.delayed(runner, aslow_square, seconds=3600, times=1):
+        with percore.testing.delayed(runner, calls.asquare, seconds=3600, times=1):
             with pytest.raises(TimeoutError):
-                await runner.options(timeout=0.01).run(aslow_square, 1)
-            assert await runner.run(aslow_square, 1) == 1
+                await runner.options(timeout=0.01).run(calls.asquare, 1)
+            assert await runner.run(calls.asquare, 1) == 1
 
 
 @BOTH
-@pytest.mark.parametrize("work", [write, awrite])
+@pytest.mark.parametrize("work", [calls.write, calls.awrite])
 async def test_a_lost_result_is_that_of_work_that_was_done(make: MakeRunner, work: Callable[[str], Any], tmp_path: Path) -> None:
     done = tmp_path / "done"
     async with make(1) as runner:
@@ -223,15 +188,15 @@ async def test_starts_fail_and_come_late(make: MakeRunner) -> None:
     with percore.testing.delayed_starts(runner, seconds=0.01, times=1):
         await runner.start()
     async with asyncio.timeout(40):
-        before = await runner.run(pid)
+        before = await runner.run(calls.pid)
         with percore.testing.delayed_starts(runner, seconds=3600):
             percore.testing.kill(runner)
             await until(lambda: runner.statistics().workers[0].state == "gone")
-            call = runner.submit(pid)
+            call = runner.submit(calls.pid)
         assert await call != before  # the end of the block is the end of the delay
         with percore.testing.failing_starts(runner, times=1):
             percore.testing.kill(runner)
-            assert await runner.options(retries=2).run(pid) != before
+            assert await runner.options(retries=2).run(calls.pid) != before
         await runner.aclose()
     with pytest.raises(percore.RunnerClosed), percore.testing.delayed_starts(runner, seconds=1):
         pass
