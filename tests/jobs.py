@@ -155,6 +155,12 @@ async def block_loop_in_task(log: str, gate: str) -> None:
     await asyncio.create_task(block_loop(log, gate))
 
 
+async def block_until(path: str) -> None:
+    """Hold the loop until somebody writes to this pipe."""
+    with open(path) as pipe:  # noqa: ASYNC230  # a worker's loop that is blocked is what is told
+        pipe.read()
+
+
 def hold_gil(log: str, gate: str) -> None:
     """Hold the GIL for ever, as a C function can."""
     import ctypes  # seldom needed, and not cheap to import
@@ -178,6 +184,20 @@ def hold_gil_until(log: str, gate: str) -> None:
     sys.setswitchinterval(0.005)
     os.close(fd)
     os.close(log_fd)
+
+
+async def first_returns(log: str, gate: str, place: int) -> int:
+    return 0 if place == 0 else int(await await_(log, gate, place))
+
+
+def inverse(value: int) -> int:
+    return 1 // value
+
+
+def refuse_some(number: int) -> int:
+    if number % 50 == 49:
+        raise ValueError(number)
+    return number
 
 
 async def await_unless_first(gate: str, place: int) -> int:

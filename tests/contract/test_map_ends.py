@@ -261,17 +261,13 @@ async def test_an_error_of_an_inner_map_is_one_of_its_input(make: MakeRunner) ->
     async with make() as runner:
         seen: list[int] = []
         with pytest.raises(ZeroDivisionError):
-            await _all(runner.map(jobs.echo, runner.map(_inverse, [1, 1, 0, 1])), seen)
+            await _all(runner.map(jobs.echo, runner.map(jobs.inverse, [1, 1, 0, 1])), seen)
         assert seen == [1, 1]
         with pytest.raises(ZeroDivisionError):
-            await runner.map(jobs.aecho, runner.map(_inverse, [1, 1, 0, 1]))
-        inner = runner.map(_inverse, [1, 0, 1], return_exceptions=True)
+            await runner.map(jobs.aecho, runner.map(jobs.inverse, [1, 1, 0, 1]))
+        inner = runner.map(jobs.inverse, [1, 0, 1], return_exceptions=True)
         results = await runner.map(jobs.echo, inner)
         assert [type(result) for result in results] == [int, ZeroDivisionError, int]
-
-
-def _inverse(value: int) -> int:
-    return 1 // value
 
 
 @KINDS
@@ -291,7 +287,7 @@ async def test_m2_a_dropped_iterator_cancels_the_rest_and_closes_generators(
 ) -> None:
     source = Source()
     async with make() as runner:
-        results = aiter(runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))
+        results = aiter(runner.map(jobs.first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind)))
         assert await anext(results) == 0
         assert sorted(await log.take(2)) == ["1", "2"]
         del results
@@ -306,7 +302,7 @@ async def test_kept_in_a_variable_it_goes_on_after_break_until_it_is_dropped(
 ) -> None:
     source = Source()
     async with make() as runner:
-        results = runner.map(_first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind))
+        results = runner.map(jobs.first_returns, [log.path] * 3, [gate.path] * 3, source.open(kind))
         async for value in results:
             assert value == 0
             break
@@ -319,10 +315,6 @@ async def test_kept_in_a_variable_it_goes_on_after_break_until_it_is_dropped(
         gc.collect()
         await source.closed.wait()
         assert sorted(await log.take(2)) == ["cancelled 1", "cancelled 2"]
-
-
-async def _first_returns(log: str, gate: str, place: int) -> int:
-    return 0 if place == 0 else int(await jobs.await_(log, gate, place))
 
 
 @pytest.mark.parametrize("fn", [jobs.echo, jobs.aecho])

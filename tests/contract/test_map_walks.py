@@ -16,12 +16,6 @@ from tests.internals import current_member, held_by, pulls, slots_used, supervis
 from tests.waiting import until
 
 
-def refuse_some(number: int) -> int:
-    if number % 50 == 49:
-        raise ValueError(number)
-    return number
-
-
 class Walk:
     """One map, and the steps that its user, its input and its runner take."""
 
@@ -30,7 +24,7 @@ class Walk:
         self.dice = dice
         self.is_left = False
         self.input: Any = self._numbers() if dice.random() < 0.5 else self._anumbers()
-        fn: Any = dice.choice([jobs.echo, jobs.aecho, refuse_some])
+        fn: Any = dice.choice([jobs.echo, jobs.aecho, jobs.refuse_some])
         make: Any = dice.choice([runner.map, runner.map_items])
         self.mapped: percore.Map[Any] = make(
             fn,

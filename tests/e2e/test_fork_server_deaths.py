@@ -45,11 +45,6 @@ def pids_of(runner: percore.Runner) -> set[int | None]:
     return {worker.pid for worker in runner.statistics().workers}
 
 
-async def write_down(ledger: str, number: int) -> int:
-    calls.append(ledger, str(number))
-    return number
-
-
 async def all_new(runner: percore.Runner, before: set[int | None]) -> None:
     async with asyncio.timeout(LIMIT):
         while pids_of(runner) & before or any(worker.state != "ready" for worker in runner.statistics().workers):
@@ -70,7 +65,7 @@ async def test_killed_while_it_replaces_a_worker(place: str, plans: Plans, wire:
             await wire.worker()
         plans.kill_at(place)
         os.kill(victim, signal.SIGKILL)
-        futures = [runner.submit(write_down, str(ledger), number) for number in range(500)]
+        futures = [runner.submit(calls.write_down, str(ledger), number) for number in range(500)]
         assert (await plans.hits.line()).startswith(f"{place} kill")
         async with asyncio.timeout(LIMIT):
             ends = await asyncio.gather(*futures, return_exceptions=True)

@@ -79,12 +79,6 @@ async def ask(app: Any, scope: "dict[str, Any]", events: int = 0) -> "tuple[int,
     return said[0]["status"], {name.decode(): value.decode() for name, value in said[0]["headers"]}, body.decode()
 
 
-async def block_until(path: str) -> None:
-    """Hold the loop until somebody writes to this pipe."""
-    with open(path) as pipe:  # noqa: ASYNC230  # a worker's loop that is blocked is what is told
-        pipe.read()
-
-
 @pytest.fixture(params=[over_aiohttp, over_asgi], ids=["aiohttp", "asgi"])
 def over(request: pytest.FixtureRequest) -> Any:
     return request.param
@@ -149,7 +143,7 @@ async def test_a_worker_whose_loop_is_blocked_is_not_ready(over: Any, tmp_path: 
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     async with percore.Runner(workers=1, blocked_after=0.1) as runner, over(percore.web.dashboard(runner)) as get:
-        blocking = runner.submit(block_until, str(gate))
+        blocking = runner.submit(jobs.block_until, str(gate))
         await until(lambda: runner.statistics().workers[0].blocked_for)
         assert (await get("/ready"))[0] == 503
         assert (await get("/health"))[0] == 200
