@@ -182,7 +182,7 @@ class Keys(Generic[C, S]):
             lane = self._lane(name, queue)
         key = lane.key
         if key.calm != self.round:
-            return self._submitted(call, queue, places)
+            return self._submitted(call, lane, places)
         # As `_submitted`, for a key that nothing holds back. With the other shorter ways this saves a third of what a key costs.
         calls, seat = lane.calls, key.seat
         if seat.load[call.kind] < places and (not calls or len(calls) == lane.ended):  # type: ignore[union-attr]
@@ -195,12 +195,11 @@ class Keys(Generic[C, S]):
             queue.by_seat[seat].append(lane)  # type: ignore[index]
         return None
 
-    def _submitted(self, call: C, queue: Lanes[C, S], places: int) -> S | None:
-        name = call.key
-        lane = self._lane(name, queue)
+    def _submitted(self, call: C, lane: Lane[C, S], places: int) -> S | None:
+        queue: Lanes[C, S] = lane.queue
         if lane.key.round != self.round:
             self._place(lane.key)
-            lane = self._lane(name, queue)
+            lane = self._lane(call.key, queue)
         # No user code may run from here until the key has a call: it could drop the key.
         key = lane.key
         calls = lane.calls
@@ -247,6 +246,9 @@ class Keys(Generic[C, S]):
 
     def fill(self, queue: Lanes[C, S], kind: int, places: int) -> Iterator[tuple[C, S]]:
         """Yield the queue's calls for workers with free places of this kind, each with its worker, and count them as under way."""
+        if self._gates or self._limit != _WORD:
+            yield from self._fill_by_taking(queue, kind, places)
+            return
         for seat in list(queue.by_seat):
             load, lanes = seat.load, queue.by_seat.get(seat)
             while load[kind] < places:
@@ -267,6 +269,13 @@ class Keys(Generic[C, S]):
                     lanes.append(lane)  # type: ignore[union-attr]
                 else:
                     lane.is_listed = False
+                yield call, seat
+
+    def _fill_by_taking(self, queue: Lanes[C, S], kind: int, places: int) -> Iterator[tuple[C, S]]:
+        """As `fill`, where rates or a limit hold calls of some keys back."""
+        for seat in list(queue.by_seat):
+            load = seat.load
+            while load[kind] < places and (call := self.take(queue, seat)) is not None:
                 yield call, seat
 
     def take(self, queue: Lanes[C, S], seat: S) -> C | None:
