@@ -167,6 +167,42 @@ def test_no_module_comes_from_the_working_directory(method: str, tmp_path: Path)
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
 
+def test_v11_without_ctypes_buffers_are_copied_and_hardening_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['_ctypes'] = sys.modules['ctypes'] = None")
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
+            import asyncio
+            import numpy, percore
+            from tests import jobs
+            from tests.contract import share_jobs
+
+            async def main():
+                array = numpy.arange(100_000)
+                async with percore.Runner(1) as runner:
+                    back = await runner.run(jobs.echo, array)
+                    shared = await runner.share(array)
+                    there = await runner.run(share_jobs.value_of, shared)
+                    print((back == array).all(), back.flags.writeable, there.sum() == array.sum())
+                try:
+                    percore.Runner(harden=True)
+                except ValueError as error:
+                    print(error)
+
+            if __name__ == "__main__":
+                asyncio.run(main())
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("True True True\nharden=True needs Linux, and a Python that has ctypes\n", "")
+
+
 async def test_a_fork_of_the_program_holds_no_bells_and_processes() -> None:
     """V4: it could ring for the program, and keep the workers alive. (The memory it keeps: views of it must stay valid there.)"""
     async with percore.Runner(1) as runner:

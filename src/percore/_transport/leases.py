@@ -12,7 +12,8 @@ object exports the memory, and is freed after everything that refers to it.
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from importlib.util import find_spec
 from pickle import PickleBuffer
 from typing import Any, Final
 from weakref import ref
@@ -106,11 +107,12 @@ class Leases:
             assert isinstance(data, memoryview)
             pickled, places = places_in(data) if has_buffers(data) else (len(data), [])
             # ctypes cannot export read-only memory
-            whole = export(self._slots.own(payload), self._endings, ended) if self._slots.may_lease else memoryview(bytes(data))
+            may_export = self._slots.may_lease and can_export()
+            whole = export(self._slots.own(payload), self._endings, ended) if may_export else memoryview(bytes(data))
         except BaseException:  # there is no view, and so no end of a view
             self._endings.add(ended)
             raise
-        if not self._slots.may_lease:
+        if not may_export:
             self._endings.add(ended)
         seen = whole[: len(data)].toreadonly()
         # The pickle is read through the exported view as well, so `ended` is called even if there are no buffers.
@@ -122,6 +124,8 @@ class Leases:
         return len(self._leased)
 
     def _begin(self, slot: int) -> bool:
+        if not can_export():
+            return False
         with self._lock:
             # The slot may be leased already: by an earlier attempt, or if two threads unpickle one function at once. Then its first
             # holder may have written to it, and the end of the first lease would discard what a second holder writes.
@@ -150,6 +154,12 @@ def parts_of(exported: memoryview, places: Sequence[tuple[int, int]], *, readonl
     """
     views = [PickleBuffer(exported.obj).raw()[start:end] for start, end in places]
     return [view.toreadonly() for view in views] if readonly else views
+
+
+@cache
+def can_export() -> bool:
+    """Whether this Python has ctypes. Without it every buffer is copied out of its slot."""
+    return find_spec("_ctypes") is not None
 
 
 _watched: Final[dict[int, ref[Any]]] = {}
