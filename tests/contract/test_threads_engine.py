@@ -358,6 +358,22 @@ async def test_a_worker_that_does_not_end_is_given_up(caplog: pytest.LogCaptureF
     assert "not ended within kill_after" in caplog.text or "hard_timeout" in caplog.text
 
 
+async def test_the_function_that_blocks_a_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with blocked() as (block, begun, gate):
+        async with runner_of(1, blocked_after=0.05) as runner:
+            longer = [runner.submit(asyncio.sleep, 3600) for _ in range(2)]
+            call = runner.submit(block)
+            await until(begun.is_set)
+            waiting = runner.submit(len, "abc")
+            await until(lambda: runner.statistics().workers[0].blocked_by)
+            assert str(runner.statistics().workers[0].blocked_by).endswith("blocked.<locals>.block")
+            assert "its event loop is blocked by " in caplog.text
+            gate.set()
+            assert (await call, await waiting) == ("late", 3)
+            for one in longer:
+                one.cancel()
+
+
 async def test_its_started_calls_end_with_worker_died_that_says_so() -> None:
     with blocked() as (block, begun, gate):
         runner = runner_of(1, kill_after=0.05)
