@@ -14,6 +14,7 @@
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make syscalls   lets each system call fail, the first time, the second time, and so on; SYSCALLS_ARGS="-k start" for a part of it
+#   make many-workers  a thousand workers: start, calls, close, descriptors left; WORKERS=200 for fewer
 #   make fuzz       ten million frames of a ring and as many of a link, and 200,000 lies of a worker
 #   make mutants    small faults in the source, and whether the unit tests notice them; MUTANTS=300, MUTANTS_ARGS="--seed 2"
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
@@ -138,7 +139,11 @@ sweep: $(VENV)/.percore-test
 syscalls: $(VENV)/.percore-test
 	$(RUN) -m pytest -n $(JOBS) -o faulthandler_timeout=0 tests/syscalls/failing.py $(SYSCALLS_ARGS)
 
-.PHONY: fuzz mutants
+.PHONY: fuzz mutants many-workers
+WORKERS ?= 1000
+many-workers: $(VENV)/.percore-test
+	$(RUN) scripts/many_workers.py $(WORKERS)
+
 fuzz: $(VENV)/.percore-test
 	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 -o timeout=3600 tests/unit/test_ring_fuzz.py tests/unit/test_wire_fuzz.py tests/unit/test_broken_workers.py
 

@@ -587,6 +587,36 @@ def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifelin
 
 
 @pytest.mark.asyncio_only
+async def test_requests_that_a_fork_server_has_no_room_for_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of workers that start at once fill the socket before the fork server has forked the first."""
+    launcher = open_launcher("forkserver", "obey")
+    send, full = servers.send, [True] * 3
+
+    def is_full(preload: str, fds: Any) -> Any:
+        if full:
+            full.pop()
+            raise BlockingIOError(errno.EAGAIN, "the socket is full")
+        return send(preload, fds)
+
+    monkeypatch.setattr(servers, "send", is_full)
+    end = End()
+    process = launcher.launch(b"exit 3", [], end)
+    assert await end.code() == 3
+    assert process.pid is not None
+    assert not full
+    full[:] = [True] * 1000
+    killed = End()
+    process = launcher.launch(b"exit 3", [], killed)
+    process.kill(signal.SIGTERM)
+    process.kill()
+    process.kill()
+    assert await killed.code() is None, "no fork server has heard of it"
+    assert process.pid is None
+    assert not process.is_lost
+    await launcher.aclose()
+
+
+@pytest.mark.asyncio_only
 async def test_a_launch_that_the_loop_cannot_watch_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = open_launcher("forkserver", "obey")
     loop = asyncio.get_running_loop()

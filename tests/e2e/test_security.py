@@ -1,6 +1,6 @@
 """What other processes, files and logs can see of a runner: nothing that the user has not asked to show.
 
-The letters V1 to V12 are those of the threat model in SECURITY.md.
+The letters V1 to V13 are those of the threat model in SECURITY.md.
 """
 
 import asyncio
@@ -210,3 +210,24 @@ async def test_a_fork_of_the_program_holds_no_bells_and_processes() -> None:
         found = await asyncio.to_thread(jobs.fds_of_a_fork)
         assert "eventfd" not in found
         assert "pidfd" not in found
+
+
+def test_v13_the_package_has_no_native_code_and_opens_no_connection_when_it_is_imported() -> None:
+    package = Path(percore.__file__).parent
+    assert not [path for path in package.rglob("*") if path.suffix in {".so", ".pyd", ".dll", ".dylib", ".a", ".o"}]
+    program = textwrap.dedent("""
+        import sys
+
+        def refuse(event, args):
+            assert event not in {"socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"}, (event, args)
+
+        sys.addaudithook(refuse)
+        import percore
+        for name in percore.__all__:
+            try:
+                getattr(percore, name)
+            except ImportError:  # of what is not installed
+                pass
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)

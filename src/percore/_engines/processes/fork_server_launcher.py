@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _NOTHING_YET, _SILENCE = -1, -2  # results beside the kinds of report: none has come yet; none will come
 _ORPHAN_PATIENCE = 0.01  # seconds that init may take to reap a worker without a fork server: the exit code is known only then
+_SOON, _LATER = 0.005, 0.2  # seconds until a request is sent again that the fork server had no room for: at first, and at most
 _ANSWER_PATIENCE = 1.0  # seconds that a fork server may take to fork a worker that is to be killed anyway, or to reap one
 
 
@@ -167,6 +168,8 @@ class ForkedProcess(Watched):
         self._server: ForkServerProcess | None = None
         self._report: socket.socket | None = None
         self._wanted: int | None = None  # the signal of a `kill` before the pid was known
+        self._retry: asyncio.Handle | None = None
+        """Runs while the request is to be sent again: the fork server has not taken those before it yet."""
         self._is_late = False
         try:
             self._ask()
@@ -187,6 +190,10 @@ class ForkedProcess(Watched):
             return
         self._wanted = signum  # the last signal counts: an escalation ends with SIGKILL
         if signum == signal.SIGKILL:
+            if self._retry is not None:  # no fork server knows of it
+                self._retry.cancel()
+                self._retry = self._loop.call_soon(self._finish, None)
+                return
             let_go(self._request.lifeline)  # if the loop is closed, the report of the fork is never read
             if self._timer is None and not self._loop.is_closed():
                 self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
@@ -198,12 +205,16 @@ class ForkedProcess(Watched):
         servers.retire(self._server)
         self._finish(None)
 
-    def _ask(self) -> None:
+    def _ask(self, pause: float = _SOON) -> None:
         ours, theirs = packet_pair()
         server = None
         try:
             server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
             self._loop.add_reader(ours.fileno(), self._on_report)
+        except BlockingIOError:  # many workers start at once, and the socket to the fork server is full
+            let_go(ours)
+            self._retry = self._loop.call_later(pause, self._ask_again, min(2 * pause, _LATER))
+            return
         except BaseException:
             let_go(ours)  # a fork server that cannot report a worker kills it
             servers.done(server)
@@ -211,6 +222,14 @@ class ForkedProcess(Watched):
         finally:
             let_go(theirs)
         self._server, self._report = server, ours
+
+    def _ask_again(self, pause: float) -> None:
+        self._retry = None
+        try:
+            self._ask(pause)
+        except OSError as error:
+            report(logging.WARNING, "the fork server could not start a worker: %s", error)
+            self._finish(None)
 
     def _on_report(self) -> None:
         kind, value, fds = self._read_report()
@@ -290,6 +309,9 @@ class ForkedProcess(Watched):
 
     def _release(self) -> None:
         super()._release()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         self._close_report()
         self._request.answered()
         let_go(self._request.lifeline)
