@@ -43,8 +43,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
-# Three for two CPUs: a test waits for about as long as it computes.
-TEST_JOBS ?= 3
+# Three for two CPUs, unless JOBS was given: a test waits for about as long as it computes.
+TEST_JOBS ?= $(if $(filter file,$(origin JOBS)),3,$(JOBS))
 CHAOS_KILLS ?= 1000
 RUN    := $(VENV)/bin/python
 
