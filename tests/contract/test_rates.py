@@ -19,6 +19,7 @@ from tests.fakes import FakeWorker
 from tests.hosts import NodesRunner, engine_of
 from tests.internals import members_of, supervisor_of
 from tests.marks import most_within
+from tests.rows import repeats
 
 pytestmark = pytest.mark.differs("nodes", because="nobody reads start marks of nodes")
 timed = pytest.mark.differs("uvloop", because="uvloop's clock has coarse ticks")
@@ -41,7 +42,7 @@ async def waiting(runner: percore.Runner, count: int) -> None:
 
 @timed
 @pytest.mark.own_fork_server
-@pytest.mark.parametrize("burst", [1, 4, 20])
+@pytest.mark.parametrize("burst", [1, *repeats(4), 20])
 async def test_no_window_holds_more_starts(make: MakeRunner, burst: int) -> None:
     """Of calls of every verb and both kinds, in two workers of which one takes over from another now and then."""
     rate = percore.Rate(20, per=0.2, burst=burst)

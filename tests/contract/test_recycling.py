@@ -21,7 +21,7 @@ from tests.contract import life_jobs
 from tests.contract.conftest import MakeRunner, Starts, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.internals import members_of, supervisor_of
-from tests.rows import repeats
+from tests.rows import repeated_rows, repeats
 from tests.waiting import until
 
 pytestmark = pytest.mark.differs("fallbacks", because="bells are pipes, and the workers' loop is asyncio's", on="fake")
@@ -114,8 +114,14 @@ async def test_t3_calls_wait_for_the_replacement_of_a_worker_that_may_begin_no_m
         assert max(Counter(generations).values()) <= 3
 
 
-@LIMITS
-@pytest.mark.parametrize("fn", [life_jobs.generation, life_jobs.ageneration])
+@pytest.mark.parametrize(
+    ("fn", "limit"),
+    [
+        *[(life_jobs.generation, 3), (life_jobs.ageneration, 1)],
+        *repeated_rows((life_jobs.generation, 1), (life_jobs.ageneration, 3)),
+        *repeated_rows(*((fn, limit) for fn in (life_jobs.generation, life_jobs.ageneration) for limit in (2, 7))),
+    ],
+)
 async def test_t3_no_worker_begins_more_calls_than_its_limit(
     make: MakeRunner, fn: Callable[..., Any], limit: int, starts: Starts
 ) -> None:

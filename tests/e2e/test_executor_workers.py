@@ -18,7 +18,7 @@ from percore import LoopPoolExecutor
 from tests import executor_jobs, jobs
 from tests.contract.pipes import Gate, Log, gate, log
 from tests.e2e.executors import context, end_helpers, lines, members_of, mp_context
-from tests.rows import repeats
+from tests.rows import repeated_rows
 
 __all__ = ["context", "gate", "log", "mp_context"]
 
@@ -162,8 +162,14 @@ def test_max_threads_bounds_what_runs_at_once(max_threads: int, log: Log, gate: 
         assert max(future.result() for future in futures) == max_threads
 
 
-@pytest.mark.parametrize("limit", [1, 3, *repeats(2, 7)])
-@pytest.mark.parametrize("fn", [executor_jobs.pid, jobs.awhere])
+@pytest.mark.parametrize(
+    ("fn", "limit"),
+    [
+        *[(executor_jobs.pid, 1), (jobs.awhere, 3)],
+        *repeated_rows((executor_jobs.pid, 3), (jobs.awhere, 1)),
+        *repeated_rows(*((fn, limit) for fn in (executor_jobs.pid, jobs.awhere) for limit in (2, 7))),
+    ],
+)
 def test_t3_a_worker_begins_no_more_calls_than_it_may(limit: int, fn: Callable[[], Any]) -> None:
     with LoopPoolExecutor(2, max_tasks_per_child=limit, max_threads=2) as executor:
         futures: list[Any] = [executor.submit(fn) for _ in range(30)]
