@@ -239,12 +239,6 @@ def _seconds_of(steps: int) -> float:
     return time.perf_counter() - start
 
 
-def compiled(path: str) -> int:
-    """Compile a module, and return the number of its constants."""
-    with open(path, "rb") as file:
-        return len(compile(file.read(), path, "exec", dont_inherit=True).co_consts)
-
-
 # Calls that make calls. They return the seconds that each took
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.calls import compiled
+from benchmarks.programs.compiling import compiled
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
