@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
     Attributes:
         events: how often each thing may happen: "dies", "sticks", "fails", "drains", "cancels", "closes", "cuts", "reloads",
-            "grows", "shrinks", "time".
+            "grows", "shrinks", "time", "suspends".
         calls: how many calls the user makes.
         options: those of the runner.
         of_call: those of each call.
@@ -107,6 +107,8 @@ class World:
             found.append(("submits", self.submit))
         if left.get("time") and self.loop.timers():
             found.append(("time", self.loop.expire))
+        if left.get("suspends"):
+            found.append(("suspends", self.loop.suspend))
         found += [(one, partial(self.close, one)) for one in ("closes", "cuts") if left.get(one) and one not in self.tasks]
         if is_open:
             found += [(event, partial(self.change, event)) for event in ("reloads", "grows", "shrinks") if left.get(event)]

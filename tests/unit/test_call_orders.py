@@ -50,6 +50,7 @@ ALL: Final = {
     "grows": 1,
     "shrinks": 1,
     "time": 8,
+    "suspends": 1,
 }
 LARGE: Final[dict[str, Case]] = {
     "calls": Case(ALL, 7, 3, options={"threads": 2, "concurrency": 2}),
