@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import tracemalloc
+from contextlib import suppress
 from time import monotonic
 
 import pytest
@@ -45,6 +46,26 @@ async def test_a_lost_node_ends_its_calls_and_its_slots_move(log: Log, gate: Gat
             assert (error.started, error.exitcode, error.node, {error.pid}) == (True, None, "a", lost)
             assert "its node a was lost" in error.detail
         assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_d3_a_node_is_lost_in_the_middle_of_a_reload(subtests: pytest.Subtests) -> None:
+    """The reload ends, with its workers or with StartupFailed; the slots have workers, and the next reload works."""
+    for index in range(2):
+        with subtests.test(node=index):
+            async with NodesRunner(2) as runner:
+                calls = [runner.submit(jobs.aecho, place) for place in range(20)]
+                lost = engine_of(runner).links[index]
+                reload = asyncio.create_task(runner.reload())
+                await until(lambda: any(slot.next is not None for slot in supervisor_of(runner).slots))
+                lost.connection.cut()
+                with suppress(percore.StartupFailed):
+                    await reload
+                await inner_hosts(engine_of(runner))[index].ended
+                await until(lambda: [it.state for it in runner.statistics().workers] == ["ready"] * 2)
+                for place, outcome in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+                    assert outcome == place or isinstance(outcome, percore.WorkerDied)
+                await runner.reload()
+                assert await runner.map(jobs.aecho, range(10)) == list(range(10))
 
 
 @pytest.mark.warm_fork_server(imports="numpy")

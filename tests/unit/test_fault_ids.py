@@ -12,6 +12,82 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+
+NEW: dict[str, tuple[str, str]] = {
+    # Nested calls
+    "n1": ("a caller dies with its worker", "contract/test_nested.py::test_calls_of_a_dead_caller_end"),
+    "n2": ("the worker of a nested call dies", "contract/test_nested.py::test_a_death_is_told_with_its_caller"),
+    "n3": ("both are in the worker that dies", "contract/test_nested_ends.py::test_a_worker_that_dies_with_a_caller_and_its_call"),
+    "n4": ("the worker of a caller retires or is reloaded", "contract/test_nested.py::test_workers_that_retire_get_their_answers"),
+    "n5": ("callers want each other's keys", "contract/test_nested_walks.py::test_callers_that_want_each_others_keys_get_an_error"),
+    "n6": ("the same, as their worker leaves", "contract/test_nested_walks.py::test_callers_whose_worker_leaves_get_an_error"),
+    "n7": ("the runner closes over callers", "contract/test_nested.py::test_a_close_cuts_callers_and_their_calls"),
+    # Generators
+    "g1": (
+        "a worker dies in the middle of a stream",
+        "contract/test_stream_ends.py::test_a_death_gives_what_was_sent_then_worker_died",
+    ),
+    "g2": ("a consumer leaves", "contract/test_stream_ends.py::test_a_consumer_that_leaves_closes_the_generator"),
+    "g3": (
+        "a generator ignores its end",
+        "contract/test_stream_ends.py::test_a_generator_that_swallows_its_cancellation_is_closed_when_it_yields",
+    ),
+    "g4": ("its worker drains, as in a reload", "contract/test_stream_ends.py::test_a_worker_that_drains_ends_its_streams_first"),
+    "g5": (
+        "it has not begun when its worker leaves",
+        "contract/test_stream_ends.py::test_a_stream_that_has_not_begun_moves_to_another_worker",
+    ),
+    "g6": ("slow consumers", "contract/test_streams.py::test_slow_consumers_hold_up_nothing_but_their_streams"),
+    # Allowances: rates
+    "a1": ("workers die under a rate", "contract/test_rates.py::test_the_rate_holds_though_workers_die"),
+    "a2": ("retries under a rate", "contract/test_rates.py::test_every_attempt_counts"),
+    "a3": ("a close while calls wait for their rate", "contract/test_rates.py::test_a_close_without_grace_ends_waiting_calls"),
+    "a4": ("a call does not begin after all", "contract/test_rates.py::test_a_call_that_has_not_begun_is_not_counted"),
+    # Changes of the pool
+    "h1": ("deaths during a reload", "contract/test_reload_and_resize.py::test_deaths_during_a_reload"),
+    "h2": (
+        "a new worker cannot start",
+        "contract/test_reload_and_resize.py::test_a_reload_whose_new_worker_cannot_start_raises_and_leaves_the_old_ones",
+    ),
+    "h3": ("a close during a reload", "contract/test_reload_and_resize.py::test_a_close_ends_a_reload_and_those_that_wait"),
+    "h4": (
+        "a cancelled change",
+        "contract/test_reload_and_resize.py::test_a_cancelled_resize_leaves_as_many_workers_as_there_were",
+    ),
+    "h5": (
+        "a broadcast during a reload",
+        "contract/test_reload_and_resize.py::test_a_broadcast_that_an_old_worker_has_not_begun_runs_in_the_new_one",
+    ),
+    "h6": ("SIGTERM during a reload", "contract/test_reload_and_resize.py::test_a_worker_asked_to_end_while_it_is_reloaded"),
+    "h7": (
+        "hard_timeout, streams, keys and all else in any order",
+        "unit/test_call_orders.py::test_in_random_histories_each_call_ends_and_is_told_the_truth",
+    ),
+    # Sockets
+    "w1": ("a worker that serves is killed", "contract/test_listen.py::test_a_killed_worker_costs_only_what_it_holds"),
+    "w2": ("a resize to fewer, with requests", "contract/test_listen.py::test_a_request_in_a_removed_worker_is_answered"),
+    "w3": ("a slot is given up", "contract/test_listen.py::test_a_slot_that_is_given_up_has_no_connections"),
+    "w4": ("a start that fails", "contract/test_listen.py::test_a_start_that_fails_leaves_the_address_free"),
+    # Threads
+    "o1": ("a worker does not end", "contract/test_threads_engine.py::test_a_worker_that_does_not_end_is_given_up"),
+    "o2": ("the same, as the runner closes", "contract/test_threads_engine.py::test_a_close_gives_up_what_does_not_end"),
+    "o3": ("kills at any moment", "contract/test_threads_engine.py::test_kills_at_any_moment_lose_no_call_and_run_none_twice"),
+    # Nodes
+    "d1": ("a node is lost", "contract/test_nodes.py::test_a_lost_node_ends_its_calls_and_its_slots_move"),
+    "d2": ("a host freezes and thaws", "e2e/test_nodes.py::test_a_frozen_host_is_lost_and_its_workers_end_when_it_thaws"),
+    "d3": ("a node is lost during a reload", "contract/test_nodes.py::test_d3_a_node_is_lost_in_the_middle_of_a_reload"),
+    "d4": ("a peer sends what nobody should send", "unit/test_wire_fuzz.py::test_the_program_drops_a_host_that_is_broken"),
+    "d5": ("no node is left", "e2e/test_nodes.py::test_calls_wait_for_a_node_when_none_is_left"),
+    # Views from outside
+    "e1": ("the program that is watched stops", "e2e/test_top.py::test_a_stopped_program_is_told_as_blocked"),
+    "e2": ("a viewer of the dashboard leaves", "e2e/test_web.py::test_a_stream_of_snapshots_ends_when_the_viewer_has_gone"),
+    "e3": (
+        "a closed program is watched",
+        "e2e/test_hardening.py::test_v10_a_hardened_program_is_closed_to_its_own_user_and_a_plain_one_to_other_users",
+    ),
+}
+"""The faults of the newer parts, each with what happens and the test that has it: here the rows name the tests."""
+
 IDS = [
     *(
         f"{letter}{number}"
@@ -42,4 +118,11 @@ def test_each_fault_has_a_test(subtests: pytest.Subtests) -> None:
 
 
 def test_no_test_carries_an_id_that_does_not_exist() -> None:
-    assert set(carried()) <= set(IDS)
+    assert set(carried()) <= {*IDS, *NEW}
+
+
+def test_each_fault_of_the_newer_parts_has_its_test(subtests: pytest.Subtests) -> None:
+    for fault, (_, node) in NEW.items():
+        file, _, name = node.partition("::")
+        with subtests.test(fault=fault):
+            assert re.search(rf"^ *(async )?def {name}\(", (TESTS / file).read_text(), re.MULTILINE)
