@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from percore import WorkerDied
-from percore._protocol.messages import ITEM_SHIFT, RETURNED, UNPICKLED, Kind
+from percore._protocol.messages import ITEM_SHIFT, RETURNED, TIMED_OUT, UNPICKLED, Kind
 from tests.counts import times
 from tests.unit.call_orders import FAULTS, Case, World, watched, world
 from tests.unit.stepped_workers import StepWorker
@@ -95,6 +95,16 @@ def test_v9_arguments_that_need_no_reading_are_kept_whatever_a_worker_says() -> 
         liar.kill()
         one.finish()
         assert [call.result() for call in one.calls] == [0, 1]
+
+
+def test_v9_a_call_without_a_timeout_does_not_exceed_it() -> None:
+    with world(Case({}, calls=2, of_call={"hard_timeout": 100.0}), ()) as one:
+        liar, _ = two_workers_with_calls(one)
+        (number,) = liar.running
+        assert lies(one, liar, (TIMED_OUT, number, None))
+        one.finish()
+        with pytest.raises(WorkerDied):
+            one.calls[liar.labels[number]].result()
 
 
 @pytest.mark.long

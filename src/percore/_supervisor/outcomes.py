@@ -403,7 +403,8 @@ class Outcomes:
         if call is None or plan is None or call.done() or plan.late is not None:
             return  # the call has ended meanwhile, was cancelled, or has exceeded its hard timeout before
         seconds = plan.policy.timeout
-        assert seconds is not None, "the worker watches only calls that have a timeout"
+        if seconds is None:
+            raise BrokenFrame(f"call {call_id} is said to have exceeded a timeout, and has none")
         delay, error = self._calls.retries.next(call, overrun(call.function.name, seconds))
         if call.done():
             return
