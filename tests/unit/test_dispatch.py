@@ -805,6 +805,25 @@ def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = Fals
 # Places
 
 
+def test_a_key_is_taken_at_its_limit_and_while_its_worker_has_left() -> None:
+    dispatch: Dispatch[Call, Seat] = Dispatch(4, 1, per_key=2)
+    seat = Seat(0)
+    dispatch.seat(seat)
+    first, second = Call(TASK, key="k"), Call(TASK, key="k")
+    assert not dispatch.keys.is_taken("k")
+    assert dispatch.submitted(first) is seat
+    assert not dispatch.keys.is_taken("k")
+    assert dispatch.submitted(second) is seat
+    assert dispatch.keys.is_taken("k"), "two of two run"
+    dispatch.left(second)
+    assert not dispatch.keys.is_taken("k")
+    dispatch.seat(Seat(1))
+    dispatch.unseat(seat)
+    assert dispatch.keys.is_taken("k"), "one runs in a worker that takes no more"
+    dispatch.left(first)
+    assert not dispatch.keys.is_taken("k")
+
+
 def test_keys_move_from_a_worker_that_rests_and_come_back() -> None:
     dispatch: Dispatch[Call, Seat] = Dispatch(4, 1)
     resting, other = Seat(0), Seat(1)

@@ -322,6 +322,12 @@ def test_a_renewal_that_fails_after_its_worker_died_is_repeated_like_any_start()
     assert not slot.is_delayed
 
 
+def test_a_worker_that_is_low_is_replaced_once() -> None:
+    slot, _ = served()
+    assert slot.low(ALL, has_waiting=False).act is Act.START
+    assert slot.restarts == 1
+
+
 def test_a_renewal_counts_as_a_replacement_where_none_was_counted() -> None:
     added: Replacement[Worker] = Replacement()
     assert added.renew().act is Act.START
