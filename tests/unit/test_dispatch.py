@@ -1,7 +1,9 @@
 """Who gets which call: the rules of places, turns, keys, batches and recalls, held by a model that plays the shell."""
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -803,6 +805,20 @@ def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = Fals
 
 
 # Places
+
+
+def test_a_worker_that_has_left_is_forgotten() -> None:
+    """Also one that got calls in place of a blocked one: a service would keep each such worker."""
+    dispatch: Dispatch[Call, Seat] = Dispatch(100, 1)
+    blocked, other = Seat(0, silent=BLOCKED), Seat(1, load=[BLOCKED + 1, 0], unread=True)
+    for seat in (blocked, other):
+        dispatch.seat(seat)
+    assert dispatch.submitted(Call(TASK)) is other
+    dispatch.unseat(other)
+    left = weakref.ref(other)
+    del other, seat
+    gc.collect()
+    assert left() is None
 
 
 def test_a_key_is_taken_at_its_limit_and_while_its_worker_has_left() -> None:
