@@ -807,6 +807,34 @@ def map_of(dispatch: Dispatch[Unit, Seat], kind: int, *, is_batched: bool = Fals
 # Places
 
 
+class Turnstile:
+    """A gate that lets calls pass when it is told to."""
+
+    is_shut = False
+    lets = False
+
+    def take(self, _call: Call, _seat: Seat) -> bool:
+        self.is_shut = not self.lets
+        return self.lets
+
+    def left(self, call: Call) -> None: ...
+
+    unsent = left
+
+
+def test_a_call_that_its_gate_turns_away_does_not_count_as_under_way() -> None:
+    dispatch: Dispatch[Call, Seat] = Dispatch(4, 1, per_key=1)
+    seat, gate, call = Seat(0), Turnstile(), Call(TASK, key="k")
+    dispatch.seat(seat)
+    dispatch.guard("k", gate)
+    assert dispatch.submitted(call) is None
+    assert not dispatch.keys.is_taken("k")
+    gate.is_shut, gate.lets = False, True
+    dispatch.opened("k")
+    assert list(dispatch.fill(TASK)) == [(call, seat)]
+    assert dispatch.keys.is_taken("k")
+
+
 def test_a_worker_that_has_left_is_forgotten() -> None:
     """Also one that got calls in place of a blocked one: a service would keep each such worker."""
     dispatch: Dispatch[Call, Seat] = Dispatch(100, 1)
