@@ -61,9 +61,10 @@ _OPERATED: Final[dict[type[ast.operator], type[ast.operator]]] = {
 
 
 class Place(NamedTuple):
-    """A node of a module, by its number in the order of `ast.walk`, and what is done to it."""
+    """A node of a module, whose text may change meanwhile, by its number in the order of `ast.walk`, and what is done to it."""
 
     module: Path
+    text: str
     number: int
     line: int
     change: str
@@ -95,12 +96,26 @@ def main() -> int:
 
 def places_in(path: Path) -> Iterator[Place]:
     """Yield the mutants of a module."""
-    for number, node in enumerate(ast.walk(ast.parse(path.read_text()))):
+    text = path.read_text()
+    tree = ast.parse(text)
+    said = {id(part) for one in ast.walk(tree) for part in _annotations(one)}
+    for number, node in enumerate(ast.walk(tree)):
+        if id(node) in said:
+            continue
         found = deepcopy(node)
         before = ast.unparse(found) if isinstance(found, ast.expr | ast.stmt) else ""
         if _change(found):
             after = "left out" if isinstance(found, ast.Pass) or _is_left_out(node) else ast.unparse(found)
-            yield Place(path, number, getattr(node, "lineno", 0), f"{before.splitlines()[0][:60]} -> {after.splitlines()[0][:60]}")
+            yield Place(
+                path, text, number, getattr(node, "lineno", 0), f"{before.splitlines()[0][:60]} -> {after.splitlines()[0][:60]}"
+            )
+
+
+def _annotations(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of the annotations of this node, which change nothing when the code runs."""
+    for name in ("annotation", "returns"):
+        if (annotation := getattr(node, name, None)) is not None:
+            yield from ast.walk(annotation)
 
 
 def _is_left_out(node: ast.AST) -> bool:
@@ -132,7 +147,7 @@ def _change(node: Any) -> bool:
 
 def is_noticed(place: Place) -> bool:
     """Whether a test fails with this mutant."""
-    tree = ast.parse(place.module.read_text())
+    tree = ast.parse(place.text)
     for number, node in enumerate(ast.walk(tree)):
         if number == place.number:
             _change(node)
