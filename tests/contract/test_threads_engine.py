@@ -6,6 +6,7 @@ The functions are closures: they run in this process.
 import asyncio
 import logging
 import multiprocessing
+import re
 import signal
 import sys
 import threading
@@ -294,7 +295,8 @@ async def test_what_a_loop_raises_at_its_end_ends_in_the_log(caplog: pytest.LogC
         worker_of(runner).kill()
         assert await runner.run(jobs.aecho, 1) == 1
         assert runner.statistics().given_up == 0
-    assert "the event loop of a worker raised at its end" in caplog.text
+    # The task is cancelled when the loop ends, or before, if the worker hears of the kill while its loop still runs.
+    assert re.search("the event loop of (a worker raised at its end|worker 0 raised)", caplog.text)
 
 
 async def test_a_loop_that_cannot_be_made_fails_the_start() -> None:

@@ -113,6 +113,10 @@ IMPORT_ERRORS: Final = (ModuleNotFoundError, AttributeError)
 """The errors that unpickling raises if it cannot import a name."""
 
 
+_NO_NAME: Final = ("Can't get attribute", "module '")
+"""How an AttributeError of unpickling begins: up to Python 3.14, and from 3.15 on."""
+
+
 def advise_importing(error: BaseException) -> None:
     """Add a note to `error`, raised by unpickling a call, if the worker lacks a module or has another version of it."""
     if type(error) is ModuleNotFoundError:
@@ -121,7 +125,7 @@ def advise_importing(error: BaseException) -> None:
             "The worker could not import it. A worker has the sys.path that the program had when the worker was started: change "
             "sys.path before the runner is started, or call cloudpickle.register_pickle_by_value(module) in the program.",
         )
-    elif type(error) is AttributeError and text_of(error).startswith("Can't get attribute"):
+    elif type(error) is AttributeError and text_of(error).startswith(_NO_NAME):
         BaseException.add_note(
             error,
             "The worker has imported this module from its file, and does not see what the program has changed in it since "
