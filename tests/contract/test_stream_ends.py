@@ -424,7 +424,6 @@ async def test_a_stream_that_has_not_begun_moves_to_another_worker(make: MakeRun
         await threads_ended(worker)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 async def test_a_forked_child_leaves_the_stream_alone(make_real: MakeRunner, log: Log) -> None:
     async with make_real() as runner:
         stream = runner.options(prefetch=2).stream(streams.told, log.path, 10)

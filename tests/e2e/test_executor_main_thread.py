@@ -16,10 +16,7 @@ from tests.e2e.executors import context, lines, members_of
 
 __all__ = ["context", "gate", "log"]
 
-pytestmark = [
-    pytest.mark.warm_fork_server,
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = pytest.mark.warm_fork_server
 
 NOTE = "With LoopPoolExecutor(max_threads=1) it runs the plain functions instead."
 

@@ -23,10 +23,7 @@ from tests.rows import repeated_rows
 __all__ = ["context", "gate", "log", "mp_context"]
 
 # Since Python 3.12 a fork of a process that has threads, as an executor's always is, is warned of.
-pytestmark = [
-    pytest.mark.warm_fork_server,
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = pytest.mark.warm_fork_server
 
 
 def traceback_of(error: BaseException | None) -> str:

@@ -357,7 +357,6 @@ async def test_a_stopped_fork_server_is_not_waited_for_when_its_child_dies(monke
     await launcher.aclose()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_fork_keeps_no_lifeline_while_another_thread_starts_a_program() -> None:
     """Otherwise that fork keeps the workers alive after the program has ended."""
     ends = pipe()

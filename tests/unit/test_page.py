@@ -40,7 +40,6 @@ def test_what_is_left_of_a_longer_page_does_not_count() -> None:
 
 
 @pytest.mark.skipif(not HAS_MEMFD, reason="pages are memfds")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_page_ends_with_its_descriptor_and_in_forks() -> None:
     page = PageFile()
     page.write(b"written")
