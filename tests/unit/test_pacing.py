@@ -110,11 +110,20 @@ def test_an_open_function_is_closed_by_a_long_call_that_computes() -> None:
     pace.is_open = True
     pacing = Pacing(LIMIT, has_spare=False)
     for seconds, cpu, active in ((0.004, 0.004, 1), (0.1, 0.01, 1), (0.1, 0.02, 2)):
-        assert not pacing.closes(pace, seconds, cpu, cpu, active)
+        assert not pacing.closes(pace, seconds, cpu, cpu, active, 1)
         assert pace.is_open
-    assert pacing.closes(pace, 0.1, 0.04, 0.09, 2)  # two that share the GIL
+    assert pacing.closes(pace, 0.1, 0.04, 0.09, 2, 1)  # two that share the GIL
     assert not pace.is_open
     assert [pace.enters(call, 0.0) for call in (1, 2)] == [True, False]
+
+
+@pytest.mark.parametrize("items", [1, 20])
+def test_calls_that_wait_and_compute_a_little_stay_open_when_they_use_a_whole_cpu_together(items: int) -> None:
+    pace = pace_of([])
+    pace.is_open = True
+    pacing = Pacing(LIMIT, has_spare=False)
+    assert not pacing.closes(pace, 0.024 * items, 0.0008 * items, 0.024 * items, 30, items)  # 20 ms of waiting, 0.8 ms of computing
+    assert pace.is_open
 
 
 def test_calls_without_the_gil_run_beside_each_other_while_there_are_cpus() -> None:
@@ -127,7 +136,7 @@ def test_calls_without_the_gil_run_beside_each_other_while_there_are_cpus() -> N
     pace.looked(3.9, 4, 0.03)
     assert pace.is_open
     pacing = Pacing(LIMIT, has_spare=True)
-    assert not pacing.closes(pace, 0.1, 0.1, 0.4, 4)
+    assert not pacing.closes(pace, 0.1, 0.1, 0.4, 4, 1)
     assert pace.is_open
 
 

@@ -216,8 +216,10 @@ class Pacing:
                 due += self._due(pace, now)
         return due
 
-    def closes(self, pace: Pace, seconds: float, cpu: float, process: float, active: int) -> bool:
+    def closes(self, pace: Pace, seconds: float, cpu: float, process: float, active: int, items: int) -> bool:
         """Close an open function if a call of it has computed for long. Return whether the function is not open now.
+
+        Calls that wait much and compute a little use a whole CPU together, once there are enough of them. They stay open.
 
         Args:
             pace: that of the function.
@@ -225,8 +227,10 @@ class Pacing:
             cpu: seconds of computing of its thread.
             process: those of all threads.
             active: how many calls run.
+            items: how many calls it was, if it was a batch.
         """
-        if seconds > _LONG and cpu * active > COMPUTING * seconds and (process < _ONE * seconds or not self._has_spare):
+        is_long = cpu > _LONG * items
+        if is_long and cpu * active > COMPUTING * seconds and (process < _ONE * seconds or not self._has_spare):
             with self._lock:
                 pace.close()
         return not pace.is_open

@@ -158,7 +158,9 @@ class Turns:
         """Let calls of this function begin one at a time from now on if this one, which was not paced, has computed for long."""
         function = item[0] if type(item) is tuple else getattr(item, "function", None)
         if self._pacing is not None and function is not None and function.pace is not None:
-            function.is_paced = self._pacing.closes(function.pace, seconds, cpu, process, len(self._active))
+            function.is_paced = self._pacing.closes(
+                function.pace, seconds, cpu, process, len(self._active), max(1, getattr(item, "end", 1))
+            )
 
     def _measured(self, *, is_busy: bool) -> None:
         self._takes_turns = is_busy
