@@ -37,7 +37,7 @@ def commands_of(text: str) -> Iterator[Command]:
 def matches(expected: list[str], output: str, *, start: bool = False) -> bool:
     """Whether the output is as expected: a line `...` stands for any lines, `...` within a line for any text.
 
-    With `start`, more may follow.
+    Several spaces stand for as many as a table needs that is as wide as its figures. With `start`, more may follow.
     """
     pattern = "".join(r"(?:.*\n)*?" if line.strip() == ANY else _line(line) + r"\n" for line in expected)
     lines = "".join(f"{line.rstrip()}\n" for line in output.splitlines())
@@ -45,4 +45,4 @@ def matches(expected: list[str], output: str, *, start: bool = False) -> bool:
 
 
 def _line(line: str) -> str:
-    return ".*".join(re.escape(part) for part in line.split(ANY))
+    return ".*".join(re.sub(r"(\\ ){2,}", r"\\ {2,}", re.escape(part)) for part in line.split(ANY))
