@@ -360,7 +360,7 @@ def test_p7_stopped_for_longer_than_a_close_is_given(start: Start, tmp_path: Pat
         program.expect("leaving")
         program.expect("leaving")
         with Watch([program.pid, *program.descendants()]) as everybody:
-            pause([program.pid, *program.descendants()], everybody, 2.5)
+            pause([program.pid, *program.descendants()], everybody, 3.5)  # a timer that is a second late tells of a stop
             gate.give(2)
             assert rest(program) == ["left", "left", "closed"]
         assert program.end() == 0
