@@ -154,8 +154,9 @@ mutants: $(VENV)/.percore-test
 chaos: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos
 
+# Fewer by default: a lost node takes its time.
 chaos-nodes: $(VENV)/.percore-test
-	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos --nodes
+	CHAOS_KILLS=$(if $(filter file,$(origin CHAOS_KILLS)),200,$(CHAOS_KILLS)) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos --nodes
 
 chaos-threads: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos.threads
