@@ -216,7 +216,8 @@ class _Comparison:
         if name in _RESULTS and not ran and outcome.words != ["all"]:  # a broadcast, at a moment at which nobody was ready
             self._breach("wrong value", outcome, "has a result and never ran")
         is_whole = outcome.kind != "everywhere"  # the first failure of a broadcast is told, and the others go on
-        if is_whole and (name in _RESULTS or name == "died") and any(entry.ns > outcome.ns for entry in ran):
+        is_late = is_whole and (name in _RESULTS or name == "died") and any(entry.ns > outcome.ns for entry in ran)
+        if is_late and not self._may_begin_late(outcome, ran):
             self._breach("twice", outcome, "began after its end was told")
         if name == "timeout" and outcome.kind.startswith("impatient") and ran:
             self._breach("twice", outcome, "was said never to run, and ran")
@@ -224,6 +225,14 @@ class _Comparison:
             self._breach("twice", outcome, "was refused and ran all the same")
         if name == "died":
             self._look_at_death(outcome, ran)
+
+    def _may_begin_late(self, outcome: Outcome, ran: list[Entry]) -> bool:
+        """Whether a lost node explains it: the program knows of the loss before the node's workers have ended.
+
+        The error says that the call may have begun.
+        """
+        is_said = outcome.words[:2] == ["died", "1"]
+        return is_said and all(self._round.hosts.get(entry.pid) in self._round.struck for entry in ran if entry.ns > outcome.ns)
 
     def _look_at_death(self, outcome: Outcome, ran: list[Entry]) -> None:
         started, pid, attempts = outcome.words[1] == "1", int(outcome.words[2]), int(outcome.words[3])
