@@ -371,3 +371,15 @@ async def test_a_death_or_an_end_while_it_is_aside_leaves_no_count_behind() -> N
     await items.aclose()
     await asyncio.sleep(2 * streaming.PATIENCE)
     stage.member.check_empty()
+
+
+async def test_a_generator_whose_own_calls_a_closing_cut_off_is_not_told() -> None:
+    """RunnerClosed from its nested calls is no failure of the generator."""
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context["exception"]))
+    call = Stage().call
+    call.failed_late(RunnerClosed("the runner was closed"))
+    assert told == []
+    failure = ValueError("its own")
+    call.failed_late(failure)
+    assert told == [failure]

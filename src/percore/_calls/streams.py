@@ -271,8 +271,10 @@ class StreamCall(CallBase):
 
     def failed_late(self, error: BaseException) -> None:
         """Take an error of the generator that has come after the consumer left. `gone` raises it, or else the loop reports it."""
-        self._failure = error
-        if not self._closers:
+        if self._closers:
+            self._failure = error
+        elif not isinstance(error, RunnerClosed):  # else its own calls were cut off with it
+            self._failure = error
             self._report()
 
     def left(self) -> None:
