@@ -22,6 +22,8 @@ TIMEOUT = 45.0
 sys.path.append(str(EXAMPLES))
 
 Page = dict[str, Any]
+Mode = list[str]
+"""The arguments with which the crawler runs on workers, or as one plain process."""
 
 
 def scrape(*arguments: str | Path, code: int = 0) -> str:

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.crawling import ROOT, SCRAPE, TIMEOUT, Page, failures, figure, read_pages, scrape
-from tests.rows import repeats
+from tests.crawling import ROOT, SCRAPE, TIMEOUT, Mode, Page, failures, figure, read_pages, scrape
 from tests.terminals import shown_at_terminal
 
 from farm import Farm, Visits  # isort: skip
@@ -28,8 +27,6 @@ KILLS = 6  # of workers, in one crawl
 PER_HOST = 2
 FULL = Path("/dev/full")
 QUICK = ("--depth", "20", "--per-host", str(PER_HOST), "--backoff", "0.05")
-
-Mode = list[str]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +42,6 @@ def farm_that_hangs() -> Iterator[Farm]:
     farm = Farm(sites=SITES, modules=3, releases=1, slow=600, latency=0.02)
     yield farm
     assert farm.close() == 0
-
-
-@pytest.fixture(params=[["--workers", "2"], *repeats(["--single"])], ids=["percore", "single"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    arguments: Mode = request.param
-    return arguments
 
 
 def site(visits: dict[str, Visits], number: int) -> Visits:

@@ -13,17 +13,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.crawling import EXAMPLES, SCRAPE, TIMEOUT, by_path, failures, figure, read_pages, scrape
+from tests.crawling import EXAMPLES, SCRAPE, TIMEOUT, Mode, by_path, failures, figure, read_pages, scrape
 from tests.faults import complaints
-from tests.rows import repeats
 
 from farm import Farm  # isort: skip
 from scrape import read_command_line  # isort: skip
 
 LAST_RELEASE = "/3.15/"
 MANY = 64  # sites
-
-Mode = list[str]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +29,6 @@ def farm() -> Iterator[Farm]:
     farm = Farm(sites=MANY, modules=12, slow=30)
     yield farm
     assert farm.close() == 0
-
-
-@pytest.fixture(params=[["--workers", "2"], *repeats(["--single"])], ids=["percore", "single"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    arguments: Mode = request.param
-    return arguments
 
 
 def test_every_page_is_visited_once(farm: Farm, mode: Mode, tmp_path: Path) -> None:

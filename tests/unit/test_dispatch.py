@@ -1113,6 +1113,22 @@ def test_a_burst_of_results_of_one_of_many_workers_needs_no_comparison_for_each_
     assert sum(seat.looks for seat in seats) < 4 * 64
 
 
+def test_of_many_workers_none_takes_over_the_share_of_a_blocked_one_within_a_turn() -> None:
+    def taken(turn: Callable[[], float] | None) -> int:
+        """The calls of a burst that others get in place of a blocked worker, before they have read them."""
+        dispatch: Dispatch[Unit, Seat] = Dispatch(100, 2, None, turn)
+        for index in range(9):
+            dispatch.seat(Seat(index))
+        for seat in dispatch.seats:
+            seat.load[TASK] = 8 if seat.index else 0
+            seat.unread = bool(seat.index)
+        dispatch.seats[0].silent = BLOCKED
+        dispatch.lowered()
+        return burst(dispatch, 200)
+
+    assert taken(lambda: 1.0) == taken(None) <= 8 * (1 + 8 // 2)
+
+
 def test_without_workers_calls_wait() -> None:
     dispatch = dispatch_of()
     calls = [Call(kind) for kind in (TASK, THREAD, TASK)]

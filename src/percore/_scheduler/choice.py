@@ -54,6 +54,8 @@ class Choice(Generic[S]):
         """The workers, if they are more than a few."""
         self._is_one_behind = False
         """Whether the last full comparison met a worker that had room and unread messages."""
+        self._is_beside = False
+        """Whether `of_many` has chosen in place of a blocked worker. Nothing is remembered of that: each such call is counted."""
         self._known_in: list[float | None] = [None, None]
         """By kind: the turn to the end of which `_least` is known, because a worker may read again; None: it stays known."""
         self._best: list[S | None] = [None, None]
@@ -130,6 +132,7 @@ class Choice(Generic[S]):
         Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
         call yet, the call waits: None.
         """
+        self._is_beside = True
         places, room = self._places[kind], self._room[kind]
         level = places if blocked is not None and blocked.load[kind] < places else room
         others = [seat for seat in self._seats if seat.load[kind] < level and seat.silence() < BLOCKED]
@@ -165,14 +168,15 @@ class Choice(Generic[S]):
                 self._least[kind] = least, index, is_shared
                 return seat
         lowered.clear()
+        self._is_beside = False
         chosen = self.of_few(kind)
         self._remember(chosen, kind)
         return chosen
 
     def _remember(self, best: S | None, kind: int) -> None:
         """Remember what is known after a full comparison."""
-        if best is None:
-            self._least[kind] = _NOWHERE
+        if best is None or self._is_beside:
+            self._least[kind], self._known_in[kind] = _NOWHERE, None
             return
         load, silence, turn = best.load[kind], best.silence(), self._turn()
         # A worker with unread messages may have a smaller load, and may read again in the next turn.

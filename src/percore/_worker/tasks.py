@@ -298,7 +298,7 @@ class Tasks:
     def _overran(self, call_id: int, seconds: float) -> None:
         """Cancel a call that has exceeded its timeout."""
         task = self.by_id.get(call_id)
-        if task is not None and _is_unbegun(task):  # as in `_cancel`
+        if task is not None and _is_unbegun(task):  # it would end without an answer
             self._loop.call_soon(self._overran, call_id, seconds)
         elif task is not None and call_id not in self._cancelled:
             self._overruns[call_id] = seconds
