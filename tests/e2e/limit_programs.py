@@ -217,7 +217,7 @@ async def _short_of_memory(max_message: int, size: int) -> None:
         else:
             say("down", await outcome_of(runner.submit(calls.length, large)))
         for _ in range(3):  # what fits goes through, again and again
-            data = calls.with_letters(30 * MEGABYTE)
+            data = calls.with_letters(20 * MEGABYTE)
             assert await runner.run(calls.has_letters, data, len(data))
             assert calls.has_letters(await runner.run(calls.with_letters, len(data)), len(data))
         say("serves", await serves(runner) and await runner.run(calls.pid) == pid and runner.statistics().restarts == 0)
