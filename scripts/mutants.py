@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -76,20 +77,26 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", nargs="*", default=["_scheduler", "_protocol", "_transport"])
+    parser.add_argument("--jobs", type=int, default=1, help="how many mutants are tested at once")
     parser.add_argument("--least", type=float, default=0.0, help="the share that must be noticed")
     asked = parser.parse_args()
     places = [place for room in asked.rooms for path in sorted((SOURCE / room).rglob("*.py")) for place in places_in(path)]
     chosen = random.Random(asked.seed).sample(places, min(asked.count, len(places)))
     print(f"{len(chosen)} of {len(places)} mutants, seed {asked.seed}", flush=True)
-    if any(fails(path, path.read_text()) for path in {place.module for place in chosen}):
-        print("the tests fail without a mutant")
-        return 2
+    with ThreadPoolExecutor(asked.jobs) as threads:
+        modules = sorted({place.module for place in chosen})
+        for path, fail in zip(modules, threads.map(lambda path: fails(path, path.read_text()), modules), strict=True):
+            if fail:
+                print(f"the tests of {path.relative_to(SOURCE)} fail without a mutant")
+                return 2
     noticed = 0
-    for place in chosen:
-        if is_noticed(place):
-            noticed += 1
-        else:
-            print(f"survives: {place.module.relative_to(SOURCE)}:{place.line}: {place.change}", flush=True)
+    with ThreadPoolExecutor(asked.jobs) as threads:
+        for tested, (place, is_seen) in enumerate(zip(chosen, threads.map(is_noticed, chosen), strict=True), 1):
+            noticed += is_seen
+            if tested % 100 == 0:
+                print(f"{noticed} of {tested} noticed", flush=True)
+            if not is_seen:
+                print(f"survives: {place.module.relative_to(SOURCE)}:{place.line}: {place.change}", flush=True)
     print(f"noticed: {noticed} of {len(chosen)}, {noticed / max(1, len(chosen)):.1%}")
     return int(noticed < asked.least * len(chosen))
 
@@ -169,7 +176,7 @@ def fails(module: Path, text: str) -> bool:
             "-p",
             "no:cacheprovider",
             "-o",
-            "timeout=60",
+            "timeout=30",
             *tests_of(module),
         ]
         environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
