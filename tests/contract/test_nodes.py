@@ -198,7 +198,7 @@ async def test_a_host_that_is_told_its_end_twice_at_once_ends() -> None:
         theirs, _ = server.accept()
         host = hosts.Host(asyncio.get_running_loop(), theirs, 1)
         host._over("")
-        host._over("it was closed")
+        host._over("its connection was closed")
         await host.ended
 
 

@@ -1004,7 +1004,7 @@ UNSAID: Final = {
     "the values of the context variables take more than … bytes when they are pickled": "as in the program",
     "percore: a peer at %s was dropped: another one was proven before": "two programs with one token, at the same moment",
     "the host on node %s did not end within %g s, and was killed": "a mistake of percore's own",
-    "the connection to the program ended: %s": "a host says it in the log of its own process",
+    "the program is gone: %s": "a host says it in the log of its own process",
 }
 """Sentences to which no use leads, and why."""
 

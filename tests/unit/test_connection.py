@@ -1,8 +1,11 @@
 """A connection between a program and a host: order, back-pressure, beats, its loss, and who gets in."""
 
 import asyncio
+import errno
+import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +59,15 @@ async def test_frames_of_any_size_arrive_in_order(pair: tuple[socket.socket, soc
     assert other.frames == sent
     one.connection.close()
     await until(lambda: other.lost)
-    assert (one.lost, other.lost) == ([], ["it was closed"])
+    assert (one.lost, other.lost) == ([], ["its connection was closed"])
+
+
+async def test_an_end_whose_peer_resets_the_connection_says_so_once(pair: tuple[socket.socket, socket.socket]) -> None:
+    end = End(pair[0])
+    pair[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    pair[1].close()
+    await until(lambda: end.lost)
+    assert end.lost == [f"its connection broke: {os.strerror(errno.ECONNRESET)}"]
 
 
 async def test_a_full_connection_has_room_again_when_the_other_end_reads(pair: tuple[socket.socket, socket.socket]) -> None:

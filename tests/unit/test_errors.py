@@ -28,7 +28,7 @@ EXAMPLES: list[PercoreError] = [
     WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node was lost"),
     WorkerDied(1, -11, "jobs.fetch", 0.5, others={"jobs.parse": 3}),
     WorkerDied(1, -9, "jobs.fetch", 0.5, detail="killed by the kernel: out of memory", memory=2**30),
-    WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node b was lost: it was closed", node="b"),
+    WorkerDied(1, None, "jobs.fetch", 0.5, detail="its node b was lost: its connection was closed", node="b"),
     RunnerBroken(10, -11, "Traceback …"),
     RunnerBroken(10, None),
     RunnerBroken(0, None, "none was found within start_timeout=60 s"),

@@ -274,7 +274,7 @@ class Host:
     def _over(self, why: str) -> None:
         """The program is gone, or has asked for the end: nobody needs the workers any more."""
         if why and self._engine is not None:
-            report(_INFO, "the connection to the program ended: %s", why)
+            report(_INFO, "the program is gone: %s", why)
         self._is_over = True
         arriving, self._arriving = self._arriving, None
         if arriving is not None:

@@ -206,7 +206,7 @@ class Connection:
             if self.is_open:
                 self.on_batch()
         except Exception as error:
-            self._break(f"it broke: {shown(error)}")
+            self._break(f"its connection broke: {shown(error)}")
 
     def _readable_again(self) -> None:
         """There is more that TLS has decrypted, which does not make the socket readable."""
@@ -223,10 +223,10 @@ class Connection:
             self._deliver()  # what an error has left
             return False
         except OSError as error:
-            self._break(f"it was lost: {error.strerror or error}")
+            self._break(f"its connection broke: {error.strerror or error}")
             return False
         if not count:
-            self._break("it was closed")
+            self._break("its connection was closed")
             return False
         self.heard += 1
         self.decoder.filled(count)
