@@ -273,6 +273,9 @@ async def test_keywords_of_other_pools_get_advice(make: MakeRunner) -> None:
         for name in ("run", "submit", "broadcast"):
             with pytest.raises(TypeError, match=rf"^Runner\.{name}\(\) missing 1 required positional argument: 'fn'"):
                 getattr(runner, name)()
+        for name, argument in ("resize", "workers"), ("share", "obj"):
+            with pytest.raises(TypeError, match=rf"^Runner\.{name}\(\) missing 1 required positional argument: '{argument}'"):
+                getattr(runner, name)()
 
 
 def test_signatures_say_what_there_is() -> None:
