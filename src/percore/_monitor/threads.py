@@ -1,6 +1,7 @@
 """Runs a reading of the system in a thread of its own, because the system may take milliseconds for it.
 
-Runners read their usage this way, engines the memory of workers, and the dashboard its pages.
+Runners read their usage this way, engines the memory of workers, and the dashboard its pages. So it is a module of its own: most of
+them read no usage.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Places: how many calls a worker may hold, and how many start marks that takes."""
+"""Places: how many calls a worker may hold, and how many start marks that takes.
+
+A vocabulary: pools, executors and the start data of workers use it, and need no dispatch for that.
+"""
 
 from typing import Final
 

@@ -19,18 +19,19 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from time import monotonic
+from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.log import report
 from percore._common.system import new_loop
 from percore._engines.threads.channel import ThreadChannel
-from percore._engines.threads.stacks import condition_of
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
 from percore._protocol.messages import MARK_WORDS, Body, is_call
 from percore._protocol.worker_start import WorkerStart
@@ -299,7 +300,7 @@ class ThreadWorker:
     def examine(self, told: Callable[[Condition], None]) -> None:
         def examined() -> None:
             if not self._is_over:
-                told(condition_of(self._thread.ident, [one.ident for one in self._threads() if one.ident is not None]))
+                told(_condition_of(self._thread.ident, [one.ident for one in self._threads() if one.ident is not None]))
 
         self._engine.loop.call_soon(examined)
 
@@ -341,3 +342,24 @@ async def _cancel_all(main: asyncio.Task[int]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _condition_of(loop: int | None, idents: Iterable[int]) -> Condition:
+    """Return what the stacks of these threads tell of a worker, written as faulthandler does. `loop`: the thread of its loop."""
+    from percore._engines.processes import examination  # needed seldom
+
+    frames = sys._current_frames()
+    stacks = "\n\n".join(_stack(ident, frames[ident]) for ident in idents if ident in frames)
+    return examination.condition_of(stacks, _head(loop or 0))
+
+
+def _head(ident: int) -> str:
+    return f"Thread 0x{ident:016x}"
+
+
+def _stack(ident: int, frame: FrameType | None) -> str:
+    lines = [f"{_head(ident)} (most recent call first):"]
+    while frame is not None:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
