@@ -92,6 +92,30 @@ def test_a_process_without_cpu(before: CpuTimes, now: CpuTimes, obstacle: str, m
     assert bool(found) == bool(obstacle)
 
 
+def test_the_quota_of_any_ancestor_throttles(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    throttled = {"usage_usec": 7, "nr_throttled": 4, "throttled_usec": 90_000}
+    none = {"usage_usec": 9, "throttled_usec": 0}
+    second = "0::/jobs/seven"
+    cases: dict[str, tuple[str, dict[str, dict[str, int]]]] = {
+        "its own": (second, {"": {"usage_usec": 9}, "/jobs": none, "/jobs/seven": throttled}),
+        "of its parent": (second, {"": {"usage_usec": 9}, "/jobs": throttled, "/jobs/seven": none}),
+        "of its parent, and its own cgroup has no controller": (second, {"/jobs": throttled, "/jobs/seven": {"usage_usec": 9}}),
+        "of the only cgroup of a container, with the host's path": (second, {"": throttled}),
+        "in a cgroup namespace": ("0::/", {"": throttled}),
+        "version 1": (
+            "5:cpuset:/a\n4:cpuacct,cpu:/jobs/seven\n0::/b",
+            {"/cpu/jobs": {"nr_throttled": 4, "throttled_time": 90_000_000}},
+        ),
+    }
+    for case, (cgroups, folders) in cases.items():
+        with subtests.test(case):
+            files = {f"/sys/fs/cgroup{folder}/cpu.stat": fields for folder, fields in folders.items()}
+            texts = {name: "".join(f"{field} {number}\n" for field, number in fields.items()) for name, fields in files.items()}
+            texts["/proc/7/cgroup"] = f"{cgroups}\n"
+            monkeypatch.setattr(examination, "_text", lambda path, texts=texts: texts.get(path, ""))
+            assert examination._cpu_times(7) == CpuTimes(0, 90_000_000)
+
+
 def test_the_state_of_a_process() -> None:
     assert examination.state_of("7 (a) T b) T 1 7 7") == "T"
     assert examination.state_of("") == ""

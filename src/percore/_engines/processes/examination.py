@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -204,15 +204,27 @@ def _cpu_times(pid: int) -> CpuTimes:
 
 
 def _throttled(cgroups: str) -> int:
-    """Return the nanoseconds for which the cgroup of a process was throttled, from its /proc/PID/cgroup."""
+    """Return the nanoseconds for which the cgroup of a process was throttled, from its /proc/PID/cgroup.
+
+    A quota can be that of an ancestor, and only the cgroup with the quota counts how long it was throttled. In a container the path
+    may be the host's; then only the root exists.
+    """
+    found = [0]
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            names = (f"/sys/fs/cgroup{path}/cpu.stat", "/sys/fs/cgroup/cpu.stat")  # in a container the path may be the host's
-            for words in (line.split() for line in next(filter(None, map(_text, names)), "").splitlines()):
-                if words[0] == "throttled_usec":
-                    return int(words[1]) * 1000
-    return 0
+            found += _fields_of_cgroups("/sys/fs/cgroup", path, "throttled_usec", 1000)
+        elif "cpu" in controllers.split(","):
+            found += _fields_of_cgroups("/sys/fs/cgroup/cpu", path, "throttled_time", 1)
+    return max(found)
+
+
+def _fields_of_cgroups(root: str, path: str, field: str, unit: int) -> Iterator[int]:
+    names = path.strip("/").split("/")
+    for count in range(len(names) + 1):
+        for words in map(str.split, _text("/".join((root, *names[:count], "cpu.stat"))).splitlines()):
+            if words[0] == field:
+                yield int(words[1]) * unit
 
 
 def _text(path: str) -> str:
