@@ -621,6 +621,30 @@ def test_the_end_of_a_call_may_open_the_gate() -> None:
     assert keys.take(queue, seat) is second
 
 
+def test_a_gate_hears_of_each_call_that_has_left_its_worker() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue, gate = keys_with(seats), Queue(), Gate(2)
+    listed: list[object] = []
+    keys.on_listed = listed.append
+    keys.guard("gated", gate)
+    calls = [Call(number, key="gated") for number in range(3)]
+    assert [keys.submitted(call, queue, ROOM) for call in calls] == [seat, seat, None]
+    assert keys.take(queue, seat) is None, "the gate is shut"
+    keys.left(calls[0])
+    assert not listed, "it is still shut"
+    gate.opens_on_end = True
+    keys.left(calls[1])
+    assert listed == [queue]
+    assert keys.take(queue, seat) is calls[2]
+    keys.left(calls[2])
+    assert [call for _, call in gate.gone] == calls
+    assert keys.is_idle("gated")
+    assert keys.submitted(calls[0], queue, ROOM) is seat
+    keys.left(calls[0])
+    assert gate.gone[3:] == [("left", calls[0])], "also while the gate is open"
+    assert keys.is_idle("gated")
+
+
 def test_a_gated_key_moves_with_the_workers() -> None:
     old, new = seats_of(2)
     keys, queue, gate = keys_with([old]), Queue(), Gate(0)

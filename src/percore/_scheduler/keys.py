@@ -208,7 +208,7 @@ class Keys(Generic[C, S]):
             if key.gate is None:
                 key.running += 1
                 return key.seat
-            if self._passes(key, call):
+            if _passes(key, key.gate, call):
                 return key.seat
         calls.append(call)
         queue.count += 1
@@ -296,7 +296,7 @@ class Keys(Generic[C, S]):
                     continue
                 if gate is None:
                     key.running += 1
-                elif not self._taken(lane, call):
+                elif not self._taken(lane, gate, call):
                     break
                 queue.count -= 1
                 if calls and key.running < self._limit:
@@ -307,24 +307,10 @@ class Keys(Generic[C, S]):
         queue.by_seat.pop(seat, None)
         return None
 
-    @staticmethod
-    def _passes(key: Key[C, S], call: C) -> bool:
-        """Count a call as under way, if the gate of its key lets it begin now."""
-        assert key.gate is not None
-        assert key.seat is not None
-        key.running += 1  # first: `take` may run a garbage collection, and user code could drop an idle key
-        may_begin = False
-        try:
-            may_begin = key.gate.take(call, key.seat)
-        finally:
-            if not may_begin:
-                key.running -= 1
-        return may_begin
-
-    def _taken(self, lane: Lane[C, S], call: C) -> bool:
+    def _taken(self, lane: Lane[C, S], gate: Gate[C, S], call: C) -> bool:
         """As `_passes`, for a call that was taken from its lane. It is put back unless it may begin."""
         try:
-            may_begin = self._passes(lane.key, call)
+            may_begin = _passes(lane.key, gate, call)
         except BaseException:
             lane.calls.appendleft(call)
             self._list(lane)
@@ -355,11 +341,17 @@ class Keys(Generic[C, S]):
         """As `ended`, for a call that was sent: tell `on_listed`."""
         key = self._keys[call.key]
         running = key.running
-        if key.calm == self.round and (running > 1 or key.is_noted):
-            key.running = running - 1  # no lane of this key waits for it
-        else:
-            for queue in self.ended(call):
-                self.on_listed(queue)
+        if key.is_noted or running > 1:
+            if key.calm == self.round:
+                key.running = running - 1  # no lane of this key waits for it
+                return
+            gate = key.gate
+            if gate is not None and not gate.is_shut and key.is_home and key.round == self.round and running < self._limit:
+                key.running = running - 1  # neither its gate nor the limit holds a lane back
+                gate.left(call)
+                return
+        for queue in self.ended(call):
+            self.on_listed(queue)
 
     def ended(self, call: C, *, was_sent: bool = True) -> Iterable[Lanes[C, S]]:
         """Note that a call is no longer under way. Return the queues from which a call may be sent now.
@@ -450,6 +442,18 @@ class Keys(Generic[C, S]):
             elif self._list(lane):
                 listed[lane.queue] = None
         return listed
+
+
+def _passes(key: Key[C, S], gate: Gate[C, S], call: C) -> bool:
+    """Count a call as under way, if the gate of its key lets it begin now."""
+    key.running += 1  # first: `take` may run a garbage collection, and user code could drop an idle key
+    may_begin = False
+    try:
+        may_begin = gate.take(call, key.seat)  # type: ignore[arg-type]  # a key whose calls are sent has a worker
+    finally:
+        if not may_begin:
+            key.running -= 1
+    return may_begin
 
 
 def _came_through(gate: Gate[C, S], call: C, *, was_sent: bool) -> bool:
