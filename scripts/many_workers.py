@@ -13,8 +13,8 @@ from typing import Final
 
 import percore
 
-DESCRIPTORS: Final = 24
-"""Descriptors of the program for each worker, roundly: ten, and those that its start takes until its fork server has answered."""
+DESCRIPTORS: Final = 18
+"""Descriptors of the program for each worker: ten, and of those beyond some hundred those of a start that waits for its turn."""
 
 SPARE: Final = 200
 BYTES: Final = 8 << 20

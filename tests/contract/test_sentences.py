@@ -424,6 +424,13 @@ SENTENCES: Final[dict[str, Use]] = {
         asyncio.run(percore.Runner(1, max_message=1 << 35).start())
         """
     ),
+    "this program may have … files open, and each worker takes about ten: raise the limit (ulimit -n)": Program(
+        """
+        import asyncio, resource, percore
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        asyncio.run(percore.Runner(16).start())
+        """
+    ),
     "the address space has no room for the results of … workers with max_message=… bytes: make the runner with a "
     "smaller max_message or fewer workers, or raise the limit (ulimit -v) if there is one": at(
         "tests/unit/test_links.py::test_what_cannot_fit_is_refused_when_the_memory_is_made", "fewer workers"

@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkS
 from percore._engines.processes.fork_servers import ForkServerProcess, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
+from tests.e2e.limit_programs import kinds
 from tests.e2e.scripts import python
 from tests.rows import repeated_rows
 from tests.waiting import until
@@ -396,7 +398,7 @@ def test_a_kill_counts_although_the_loop_is_closed_and_hears_of_no_birth() -> No
     loop.close()
     os.close(write_end)
     process.kill()
-    process._request.answered()  # what the loop would have let go of
+    process._request.sent()  # what the loop would have let go of
     assert process._report is not None
     let_go(process._report)
     poller = select.poll()
@@ -587,23 +589,24 @@ def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifelin
 
 @pytest.mark.asyncio_only
 async def test_requests_that_a_fork_server_has_no_room_for_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of workers that start at once fill the socket before the fork server has forked the first."""
+    """Hundreds of workers that start at once fill the socket before the fork server has forked the first, or have more descriptors
+    in transit than an ordinary user may have files open."""
     launcher = open_launcher("forkserver", "obey")
-    send, full = servers.send, [True] * 3
+    send, full = socket.send_fds, [errno.EAGAIN, errno.ETOOMANYREFS] * 2
 
-    def is_full(preload: str, fds: Any) -> Any:
+    def is_full(*args: Any) -> Any:
         if full:
-            full.pop()
-            raise BlockingIOError(errno.EAGAIN, "the socket is full")
-        return send(preload, fds)
+            code = full.pop()
+            raise OSError(code, os.strerror(code))
+        return send(*args)
 
-    monkeypatch.setattr(servers, "send", is_full)
+    monkeypatch.setattr(socket, "send_fds", is_full)
     end = End()
     process = launcher.launch(b"exit 3", [], end)
     assert await end.code() == 3
     assert process.pid is not None
     assert not full
-    full[:] = [True] * 1000
+    full[:] = [errno.EAGAIN] * 1000
     killed = End()
     process = launcher.launch(b"exit 3", [], killed)
     process.kill(signal.SIGTERM)
@@ -612,6 +615,21 @@ async def test_requests_that_a_fork_server_has_no_room_for_are_sent_again(monkey
     assert await killed.code() is None, "no fork server has heard of it"
     assert process.pid is None
     assert not process.is_lost
+    await launcher.aclose()
+
+
+@pytest.mark.asyncio_only
+async def test_a_request_that_was_sent_holds_one_end_of_a_pipe_and_of_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many workers that start at once need no more descriptors than they do later."""
+    launcher = ForkServerLauncher.open(f"{launch_jobs.__name__}:obey")
+    launcher.warm_up()
+    (server,) = servers.pids()
+    os.kill(server, signal.SIGSTOP)
+    before, end = kinds(), End()
+    launcher.launch(b"exit 3", [0, 1, 2], end)
+    assert sorted((kinds() - before).elements()) == ["pipe", "socket"]
+    os.kill(server, signal.SIGCONT)
+    assert await end.code() == 3
     await launcher.aclose()
 
 

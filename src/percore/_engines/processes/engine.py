@@ -1,12 +1,14 @@
 """The engine of real processes: each worker is one process with its own shared memory."""
 
 import asyncio
+import errno
 import os
 import pickle
+import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
@@ -159,6 +161,12 @@ class ProcessEngine:
     def start(
         self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
     ) -> ProcessWorker:
+        with _advice_on_descriptors():
+            return self._start(index, generation, on_exit, sockets)
+
+    def _start(
+        self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
+    ) -> ProcessWorker:
         logs = LogReceiver(index, self._handle_record)
         try:
             start = replace(self._boot.start, index=index, generation=generation)
@@ -172,7 +180,7 @@ class ProcessEngine:
             more = [tracker] if self._passes_on and tracker is not None else []
             more += [sock.fileno() for sock in sockets]
             before = counts()
-            worker = self._start(boot, more, logs, lambda code: on_exit(self._ended(index, worker.end(code, self._kills, before))))
+            worker = self._launch(boot, more, logs, lambda code: on_exit(self._ended(index, worker.end(code, self._kills, before))))
             return worker
         except BaseException:
             logs.close()
@@ -180,7 +188,7 @@ class ProcessEngine:
         finally:
             logs.close_fds()
 
-    def _start(self, boot: Boot, more: Sequence[int], logs: LogReceiver, on_exit: Callable[[int | None], None]) -> ProcessWorker:
+    def _launch(self, boot: Boot, more: Sequence[int], logs: LogReceiver, on_exit: Callable[[int | None], None]) -> ProcessWorker:
         link = self._links.link()
         link.channel.on_logged = logs.receive
         link.channel.haste = self._haste
@@ -241,6 +249,20 @@ class ProcessEngine:
         finally:
             self._examiner.close()
             self._links.close()
+
+
+@contextmanager
+def _advice_on_descriptors() -> Iterator[None]:
+    """Add to the error of a process that may open no more files which limit to raise."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            errno.EMFILE, f"this program may have {limit} files open, and each worker takes about ten: raise the limit (ulimit -n)"
+        ) from error
 
 
 def _launcher(options: RunnerOptions) -> Launcher:

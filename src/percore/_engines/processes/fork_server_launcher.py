@@ -127,9 +127,10 @@ async def _wait_dead(server: ForkServerProcess) -> None:
 
 
 class _Request:
-    """The data and descriptors of one worker, kept until a fork server has answered.
+    """The data and descriptors of one worker.
 
-    `fds` are sent with the request. `lifeline` stays here: closing it kills the worker.
+    `fds` are sent with the request, and kept until then: many workers that start at once would otherwise need three times the
+    descriptors that they need later. `lifeline` stays here: closing it kills the worker.
     """
 
     def __init__(self, entry: str, boot: bytes, fds: Sequence[int]) -> None:
@@ -148,7 +149,8 @@ class _Request:
             let_go(read_end, self.lifeline, *self.fds)
             raise
 
-    def answered(self) -> None:
+    def sent(self) -> None:
+        """Close the descriptors: they are on their way, or nobody wants them any more. Idempotent."""
         let_go(*self.fds)
 
 
@@ -174,7 +176,7 @@ class ForkedProcess(Watched):
         try:
             self._ask()
         except BaseException:
-            request.answered()
+            request.sent()
             let_go(request.lifeline)
             raise
 
@@ -221,6 +223,7 @@ class ForkedProcess(Watched):
             raise
         finally:
             let_go(theirs)
+        self._request.sent()
         self._server, self._report = server, ours
 
     def _ask_again(self, pause: float) -> None:
@@ -244,7 +247,6 @@ class ForkedProcess(Watched):
             self._on_silence()
 
     def _on_birth(self, pid: int, fds: list[int]) -> None:
-        self._request.answered()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -313,7 +315,7 @@ class ForkedProcess(Watched):
             self._retry.cancel()
             self._retry = None
         self._close_report()
-        self._request.answered()
+        self._request.sent()
         let_go(self._request.lifeline)
         servers.done(self._server)
         if servers.untold and not self._loop.is_closed():

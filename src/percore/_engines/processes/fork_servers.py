@@ -10,6 +10,7 @@ starting a program takes. A process forked from this one has no fork server; its
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -74,8 +75,20 @@ class ForkServerProcess:
             let_go(*given)
 
     def send(self, fds: Sequence[Closable]) -> None:
+        """Send a request with copies of these descriptors.
+
+        Raises:
+            BlockingIOError: there is no room for it until the fork server has taken earlier ones.
+            OSError: the fork server is dead.
+        """
         numbers = [fd.fileno() for fd in fds]
-        socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
+        try:
+            socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
+        except OSError as error:
+            # unix(7): a user may have as many descriptors in transit as RLIMIT_NOFILE says, and root any number.
+            if error.errno == errno.ETOOMANYREFS:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(error.errno)) from None
+            raise
 
     def end(self) -> None:
         """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
