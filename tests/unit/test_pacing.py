@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from percore._worker import pacing as module
+from percore._worker import thread_clocks
 from percore._worker.pacing import BRIEF, COMPUTING, PATIENCE, Pace, Pacing
 
 LIMIT = 8
@@ -26,7 +27,7 @@ def pace_of(calls: Iterable[int], *, has_spare: bool = False) -> Pace:
 def readings(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """What each thread has computed."""
     readings = {threading.get_native_id(): 0.0}
-    monkeypatch.setattr(module, "computed", readings.__getitem__)
+    monkeypatch.setattr(thread_clocks, "computed", readings.__getitem__)
     monkeypatch.setattr(module, "wants_cpu", lambda _tid: False)
     return readings
 
@@ -70,7 +71,7 @@ def test_calls_that_compute_after_others_have_waited_begin_one_at_a_time_again()
     pace = pace_of(range(12))
     pace.looked(0.0, 1, 0.01)
     assert pace.due(0.01) == [1]
-    pace.ended(0, 0.5)  # two of them share the GIL
+    pace.ended(0, 1.0)  # two of them share the GIL
     assert pace.due(LONG) == []
     pace.ended(1, 1.0)
     assert pace.due(LONG) == [2]
@@ -143,7 +144,7 @@ def test_calls_without_the_gil_run_beside_each_other_while_there_are_cpus() -> N
 def test_calls_that_share_the_gil_begin_one_at_a_time_whatever_cpus_there_are() -> None:
     pace = pace_of(range(5), has_spare=True)
     pace.looked(1.0, 2, 0.01)
-    pace.ended(0, 0.5)
+    pace.ended(0, 1.0)
     assert pace.due(LONG) == []
     pace.ended(1, 1.0)
     assert pace.due(LONG) == [2]
@@ -194,9 +195,108 @@ def test_functions_do_not_hold_up_each_other() -> None:
     assert pacing.held == 1
 
 
+class Clock:
+    """The time, and how long this thread and the rest of the process have computed."""
+
+    def __init__(self, readings: dict[int, float]) -> None:
+        self.now = self.rest = 0.0
+        self._readings = readings
+
+    def pass_by(self, seconds: float, computed: float, rest: float = 0.0) -> None:
+        self.now += seconds
+        self.rest += rest
+        self._readings[threading.get_native_id()] += computed
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.rest + self._readings[threading.get_native_id()]
+
+
+@pytest.fixture
+def clock(readings: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(readings)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(thread_clocks, "time", clock)
+    return clock
+
+
+def held_behind_one(pacing: Pacing, count: int) -> Pace:
+    """The pace of a function of which one call runs and so many others are held."""
+    pace = pacing.new()
+    assert [pacing.holds(call, pace) for call in range(1 + count)] == [False, *[True] * count]
+    pacing.began(0)
+    return pace
+
+
+def test_a_call_is_judged_at_its_end_by_all_that_it_has_done(clock: Clock) -> None:
+    """In the moment since the last look it may have waited, such as for the GIL that the look needed."""
+    pacing = Pacing(LIMIT, has_spare=False)
+    held_behind_one(pacing, 3)
+    clock.pass_by(0.01, computed=0.01)
+    assert pacing.look() == []
+    clock.pass_by(0.001, computed=0.0)
+    assert pacing.ended(0, 0.01, 1) == [1]
+
+
+def test_a_call_that_has_just_begun_tells_nothing(clock: Clock) -> None:
+    pacing = Pacing(LIMIT, has_spare=False)
+    held_behind_one(pacing, 1)
+    clock.pass_by(0.001, computed=0.0)
+    assert pacing.look() == []
+    clock.pass_by(0.009, computed=0.0)
+    assert pacing.look() == [1]
+
+
+@pytest.mark.parametrize(("computed", "due"), [(0.004, [1]), (0.0005, [1, 2])])
+def test_a_call_that_waits_for_the_gil_computes(clock: Clock, computed: float, due: list[int]) -> None:
+    """The loop of the worker takes half of the time, or nearly all of it."""
+    pacing = Pacing(LIMIT, has_spare=False)
+    held_behind_one(pacing, 3)
+    clock.pass_by(0.01, computed=computed, rest=0.01 - computed)
+    assert pacing.ended(0, computed, 1) == due
+
+
+def test_a_look_allows_for_the_rest_of_the_process(clock: Clock) -> None:
+    pacing = Pacing(LIMIT, has_spare=False)
+    held_behind_one(pacing, 3)
+    clock.pass_by(0.01, computed=0.004, rest=0.006)
+    assert pacing.look() == []
+    clock.pass_by(0.01, computed=0.0005, rest=0.009)
+    assert pacing.look() == [1]
+
+
+def test_a_call_is_judged_with_those_that_ran_beside_it() -> None:
+    pace = Pace(LIMIT, has_spare=True)
+    for call in (0, 1):
+        pace.began(call, 0.0)
+    pace.ended(1, 1.0)
+    assert pace.beside(0, 0.1) == 1.0  # so far as is known here, the other one has run no time
+    pace.began(2, 0.1)
+    assert pace.beside(0, 0.2) == pytest.approx(1.5)
+    assert pace.beside(2, 0.2) == pytest.approx(2.0)
+    pace.left(2, 0.2)
+    assert pace.beside(0, 0.4) == pytest.approx(1.25)
+
+
+def test_calls_that_take_turns_with_the_gil_end_one_after_the_other(clock: Clock) -> None:
+    pacing = Pacing(LIMIT, has_spare=True)
+    pace = pacing.new()
+    assert [pacing.holds(call, pace) for call in range(5)] == [False, False, True, True, True]
+    for call in (0, 1):
+        pacing.began(call)
+    clock.pass_by(0.02, computed=0.01, rest=0.01)
+    assert pacing.ended(0, 0.01, 1) == []
+    clock.pass_by(0.002, computed=0.002)
+    assert pacing.ended(1, 0.012, 1) == [2]
+
+
 def test_an_open_function_forgets_its_calls(readings: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(thread_clocks, "time", clock)
     pacing = Pacing(2, has_spare=False)
     pace = pacing.new()
     assert [pacing.holds(call, pace) for call in range(4)] == [False, True, True, True]
@@ -212,10 +312,10 @@ def test_an_open_function_forgets_its_calls(readings: dict[int, float], monkeypa
 
 def test_the_computing_of_a_thread_counts() -> None:
     tid = threading.get_native_id()
-    before, began = module.computed(tid), time.thread_time()
+    before, began = thread_clocks.computed(tid), time.thread_time()
     while time.thread_time() - began < 0.02:
         pass
-    assert module.computed(tid) - before >= 0.019
+    assert thread_clocks.computed(tid) - before >= 0.019
 
 
 def test_a_thread_that_is_ready_to_run_is_told_from_one_that_waits() -> None:
@@ -230,10 +330,19 @@ def test_a_thread_that_is_ready_to_run_is_told_from_one_that_waits() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     waits.wait()
-    while module.wants_cpu(ready[0]):  # it is about to wait
+    while thread_clocks.wants_cpu(ready[0]):  # it is about to wait
         pass
     over.set()
     thread.join()
-    assert module.wants_cpu(threading.get_native_id())
-    while module.wants_cpu(ready[0]):  # its end comes a moment after `join`, and then it wants none any more
+    assert thread_clocks.wants_cpu(threading.get_native_id())
+    while thread_clocks.wants_cpu(ready[0]):  # its end comes a moment after `join`, and then it wants none any more
         pass
+
+
+def test_the_threads_of_a_foreign_proc_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a PID namespace of its own without its /proc, a process finds others under the numbers of its threads."""
+    tid = threading.get_native_id()
+    monkeypatch.setattr(thread_clocks, "_are_listed", lambda _pid: False)
+    before = time.thread_time()
+    assert before <= thread_clocks.computed(tid) <= time.thread_time()
+    assert not thread_clocks.wants_cpu(tid)

@@ -17,11 +17,12 @@ there are fewer workers than CPUs, two calls begin at once, to see whether they 
 `Pace` decides. `Pacing` tells it what happens, from several threads.
 """
 
-import sys
 import threading
 import time
 from collections import deque
 from typing import Final
+
+from percore._worker.thread_clocks import Reading, wants_cpu
 
 BRIEF: Final = 0.001
 """Seconds of computing below which a call, or an item of a batch, is brief."""
@@ -30,7 +31,14 @@ _MANY: Final = 16
 """Brief calls in a row after which their function is open. The first files of a folder are often empty."""
 
 COMPUTING: Final = 0.6
-"""Seconds of computing in a second from which on calls compute, and do not wait."""
+"""Seconds of computing in a second from which on calls compute, and do not wait. A second here is one that the rest of the process
+leaves them: a call that waits for the GIL computes."""
+
+_LEAST: Final = 0.5
+"""The part of the time that is left to the calls at least: calls that wait beside a busy loop begin in spite of it."""
+
+_SOON: Final = 0.002
+"""Seconds below which a look at a call tells nothing."""
 
 _LONG: Final = 0.005
 """Seconds from which on a computing call of an open function closes it."""
@@ -45,7 +53,10 @@ PATIENCE: Final = 60.0
 class Pace:
     """How many calls of one function may run at once. Time is an argument."""
 
-    __slots__ = ("_brief", "_floor", "_limit", "_moved_at", "admitted", "allowed", "held", "is_open")
+    __slots__ = (
+        *("_begun", "_brief", "_floor", "_limit", "_moved_at", "_passed_at", "_seconds"),
+        *("admitted", "allowed", "held", "is_open"),
+    )
 
     def __init__(self, limit: int, *, has_spare: bool) -> None:
         """`limit`: the number of threads. `has_spare`: whether there are CPUs for more than one call of this worker."""
@@ -57,6 +68,9 @@ class Pace:
         self.is_open = False
         self._brief = 0
         self._moved_at = 0.0
+        self._begun: dict[int, tuple[float, float]] = {}
+        """When each running call began, and for how long calls had run then, all together."""
+        self._seconds = self._passed_at = 0.0
 
     def enters(self, call_id: int, now: float) -> bool:
         """Add a call. Return whether it may begin; else it is held."""
@@ -76,45 +90,66 @@ class Pace:
             self._moved_at = now
         return due
 
-    def left(self, call_id: int) -> None:
+    def began(self, call_id: int, now: float) -> None:
+        """Note that a thread runs a call."""
+        self._pass(now)
+        self._begun[call_id] = now, self._seconds
+
+    def beside(self, call_id: int, now: float) -> float:
+        """Return how many calls have run while this one ran, on the average, with itself."""
+        self._pass(now)
+        at, seconds = self._begun[call_id]
+        return max(1.0, (self._seconds - seconds) / max(1e-9, now - at))
+
+    def _pass(self, now: float) -> None:
+        self._seconds += len(self._begun) * (now - self._passed_at)
+        self._passed_at = now
+
+    def left(self, call_id: int, now: float) -> None:
         """Note that a call was taken back, or waits for its nested calls."""
+        self._pass(now)
+        self._begun.pop(call_id, None)
         self.admitted.discard(call_id)
         if call_id in self.held:
             self.held.remove(call_id)
 
-    def ended(self, call_id: int, share: float, *, brief: int = 0) -> None:
+    def ended(self, call_id: int, share: float, rest: float = 0.0, *, brief: int = 0) -> None:
         """Note that a call, or a batch, has ended.
 
         Args:
             call_id: the call.
-            share: how many seconds it has computed in each second that it has run.
+            share: how many seconds it and the calls beside it have computed in each second that it has run.
+            rest: how many seconds the rest of the process has computed meanwhile.
             brief: how many brief calls it was; 0: it was not brief.
         """
         running = max(1, len(self.admitted))
         self.admitted.discard(call_id)
+        self._begun.pop(call_id, None)
         self._brief = self._brief + brief if brief else 0
         if self._brief >= _MANY:
             self.is_open = True
         else:
-            self._judge(share * running, running, is_over=True)
+            self._judge(share, rest, running, is_over=True)
 
-    def looked(self, share: float, running: int, now: float) -> None:
+    def looked(self, share: float, running: int, now: float, rest: float = 0.0) -> None:
         """Take a look at the calls that run.
 
         Args:
             share: how many seconds they have computed in each second since the last look, all together.
             running: how many they are. The others wait for a thread.
             now: the time of this look.
+            rest: how many seconds the rest of the process has computed in each second.
         """
         if now - self._moved_at > PATIENCE:
             self.allowed = len(self.admitted) + 1
             self._moved_at = now
         elif running:
-            self._judge(share, running, is_over=False)
+            self._judge(share, rest, running, is_over=False)
 
-    def _judge(self, share: float, running: int, *, is_over: bool) -> None:
+    def _judge(self, share: float, rest: float, running: int, *, is_over: bool) -> None:
         """Allow more calls if those that run wait, or compute beside each other; fewer if they have computed."""
-        if share < COMPUTING or (self._floor > 1 and running > 1 and share > max(_ONE, COMPUTING * running)):
+        waits = share < COMPUTING * min(1.0, max(_LEAST, 1.0 - rest))
+        if waits or (self._floor > 1 and running > 1 and share > max(_ONE, COMPUTING * running)):
             self.allowed = max(self.allowed, 2 * running)
             self.is_open = self.allowed >= self._limit
             return
@@ -123,22 +158,16 @@ class Pace:
         elif is_over:
             self.allowed = max(self._floor, min(self.allowed, running) // 2)
 
+    def forget(self) -> None:
+        """Forget the calls of a function that is open."""
+        self.admitted.clear()
+        self._begun.clear()
+
     def close(self) -> None:
         """Let calls begin one at a time again: a long one of this open function has computed."""
         self.is_open = False
         self.allowed = self._floor
         self._brief = 0
-
-
-class _Reading:
-    """How long a thread had computed, and when."""
-
-    __slots__ = ("at", "computed", "tid")
-
-    def __init__(self, tid: int, computed: float, at: float) -> None:
-        self.tid = tid
-        self.computed = computed
-        self.at = at
 
 
 class Pacing:
@@ -151,7 +180,8 @@ class Pacing:
         self._lock = threading.RLock()  # a garbage collection may run user code that makes a nested call
         self.paces: dict[int, Pace] = {}
         """The calls of functions that are not open, by id."""
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, tuple[Reading, Reading]] = {}
+        """The readings of each running call: when it began, and at the last look."""
         self.held = 0
         """How many calls are held."""
 
@@ -178,8 +208,11 @@ class Pacing:
 
     def began(self, call_id: int) -> None:
         """Note that this thread begins a call that is in `paces`. Tell its end to `ended`."""
-        tid = threading.get_native_id()
-        self._readings[call_id] = _Reading(tid, computed(tid), time.perf_counter())
+        with self._lock:
+            reading, pace = Reading(threading.get_native_id(), time.perf_counter()), self.paces.get(call_id)
+            self._readings[call_id] = reading, reading
+            if pace is not None:
+                pace.began(call_id, reading.at)
 
     def ended(self, call_id: int, cpu: float, items: int) -> list[int]:
         """Note that this thread has ended a call. Return the held calls that may begin now.
@@ -187,12 +220,13 @@ class Pacing:
         `cpu`: how many seconds it has computed, with all its items if it was a batch.
         """
         with self._lock:
-            reading, pace = self._readings.pop(call_id), self.paces.pop(call_id, None)
+            (began, _), pace = self._readings.pop(call_id), self.paces.pop(call_id, None)
             if pace is None:  # it has made nested calls
                 return []
             now = time.perf_counter()
-            share = (computed(reading.tid) - reading.computed) / max(1e-9, now - reading.at)
-            pace.ended(call_id, min(1.0, share), brief=items if cpu < BRIEF * items else 0)
+            share, process = began.until(Reading(began.tid, now))
+            share *= pace.beside(call_id, now)
+            pace.ended(call_id, share, process - share, brief=items if cpu < BRIEF * items else 0)
             return self._due(pace, now)
 
     def left(self, call_id: int) -> list[int]:
@@ -201,9 +235,10 @@ class Pacing:
             pace = self.paces.pop(call_id, None)
             if pace is None:
                 return []
+            now = time.perf_counter()
             self.held -= call_id in pace.held
-            pace.left(call_id)
-            return self._due(pace, time.perf_counter())
+            pace.left(call_id, now)
+            return self._due(pace, now)
 
     def look(self) -> list[int]:
         """Look at the running calls of functions with held calls. Return the held calls that may begin now."""
@@ -212,7 +247,8 @@ class Pacing:
             now = time.perf_counter()
             for pace in {id(pace): pace for pace in self.paces.values() if pace.held}.values():
                 shares = [share for call_id in pace.admitted if (share := self._share(call_id, now)) is not None]
-                pace.looked(sum(shares), len(shares), now)
+                together = sum(share for share, _ in shares)
+                pace.looked(together, len(shares), now, max((process for _, process in shares), default=0.0) - together)
                 due += self._due(pace, now)
         return due
 
@@ -235,15 +271,18 @@ class Pacing:
                 pace.close()
         return not pace.is_open
 
-    def _share(self, call_id: int, now: float) -> float | None:
-        """Return how many seconds of each second a call has computed since the last look; None if no thread runs it."""
-        reading = self._readings.get(call_id)
-        if reading is None:
+    def _share(self, call_id: int, now: float) -> tuple[float, float] | None:
+        """Return how many seconds of each second a call, and the process, have computed since the last look.
+
+        None if no thread runs the call, or only since a moment ago.
+        """
+        began, before = self._readings.get(call_id, (None, None))
+        if began is None or before is None or now - before.at < _SOON:
             return None
-        before, at = reading.computed, reading.at
-        reading.computed, reading.at = computed(reading.tid), now
-        share = (reading.computed - before) / max(1e-9, now - at)
-        return 1.0 if share < COMPUTING and wants_cpu(reading.tid) else share
+        reading = Reading(before.tid, now)
+        self._readings[call_id] = began, reading
+        share, process = before.until(reading)
+        return 1.0 if share < COMPUTING and wants_cpu(before.tid) else share, process
 
     def _due(self, pace: Pace, now: float) -> list[int]:
         due = pace.due(now)
@@ -251,35 +290,5 @@ class Pacing:
         if pace.is_open:
             for call_id in [one for one, its in self.paces.items() if its is pace]:
                 del self.paces[call_id]
-            pace.admitted.clear()
+            pace.forget()
         return due
-
-
-def _of_process(_tid: int) -> float:
-    """Return how long this process has computed: threads of other systems cannot be asked."""
-    return time.process_time()
-
-
-def _of_thread(tid: int) -> float:
-    """Return how many seconds a thread of this process has computed, or was able to while other processes had the CPU."""
-    try:
-        cpu = time.clock_gettime(~tid << 3 | 6)  # the clock of a thread: see clock_getcpuclockid(3)
-        with open(f"/proc/self/task/{tid}/schedstat", "rb", buffering=0) as file:  # called every few milliseconds
-            return cpu + int(file.read(64).split()[1]) / 1e9
-    except (OSError, ValueError, IndexError, OverflowError):  # the system has no such file
-        return time.process_time()
-
-
-def wants_cpu(tid: int) -> bool:
-    """Whether a thread of this process is ready to run. The time for which it waits for a CPU is known only once it runs again.
-
-    A thread that waits for the GIL is not ready to run. But it has run until this thread asked for the GIL, so that time is known.
-    """
-    try:
-        with open(f"/proc/self/task/{tid}/stat", "rb", buffering=0) as file:  # called every few milliseconds
-            return file.read(256).rpartition(b")")[2].split()[0] == b"R"
-    except (OSError, IndexError):
-        return False
-
-
-computed: Final = _of_thread if sys.platform == "linux" else _of_process
