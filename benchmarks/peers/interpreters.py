@@ -34,7 +34,8 @@ sys.path[:] = path
 sys.modules["faulthandler"] = types.ModuleType("faulthandler")
 import asyncio, pickle
 from percore._serialization import reducers
-from percore._transport.worker_side import Layout, WorkerEnd
+from percore._transport.frames import Layout
+from percore._transport.worker_side import WorkerEnd
 from percore._worker import context, threads
 from percore._worker.worker import WorkerCore
 

@@ -127,7 +127,7 @@ async def test_without_the_option_nothing_is_sampled(make: MakeRunner) -> None:
         samples = Samples(runner)
         await runner.run(jobs.echo, 1)
         pool = supervisor_of(runner).pool
-        assert (pool.memory_watch._timer, samples.taken, runner.statistics().workers[0].memory) == (None, 0, None)
+        assert (pool.memory_watch, samples.taken, runner.statistics().workers[0].memory) == (None, 0, None)
 
 
 async def test_workers_that_have_too_much_from_their_start_are_told_of_once(
@@ -202,7 +202,9 @@ async def test_a_close_ends_the_sampling_whatever_it_does(make: MakeRunner, log:
         async with make(1, max_memory_per_worker=LIMIT) as runner:
             samples = Samples(runner)
             await samples.wait(0)
-        assert supervisor_of(runner).pool.memory_watch._timer is None
+        watch = supervisor_of(runner).pool.memory_watch
+        assert watch is not None
+        assert watch._timer is None
 
 
 @pytest.mark.asyncio_only

@@ -245,7 +245,7 @@ async def test_the_rate_of_a_key_changes_while_calls_wait(make: MakeRunner) -> N
 async def test_a_pause(make: MakeRunner) -> None:
     async with make() as runner:
         runner.set_rate("k", None)  # nothing to lift
-        assert len(supervisor_of(runner).rates) == 0
+        assert len(supervisor_of(runner).calls.rates) == 0
         runner.set_rate("k", None, after=1e6)
         calls = [runner.options(key="k").submit(jobs.aecho, n) for n in range(3)]
         calls += [runner.options(key="k", rate=OFTEN).submit(jobs.aecho, 3)]
@@ -273,7 +273,7 @@ async def test_idle_keys_are_forgotten(make: MakeRunner) -> None:
         quick = percore.Rate(1, per=1e-4)
         for number in range(1000):
             await runner.options(key=number, rate=quick).run(jobs.aecho)
-        assert len(supervisor_of(runner).rates) <= 300
+        assert len(supervisor_of(runner).calls.rates) <= 300
         assert len(supervisor_of(runner).dispatch.names) <= 1500
         runner.set_rate("k", SELDOM)
         for number in range(300):

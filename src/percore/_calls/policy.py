@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._common.call_options import CallOptions, checked, delay_of
 from percore._common.callables import check_awaited
 from percore._common.options import PREFETCH, Backoff, RetryOn
-from percore._common.rates import Rate
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
     import asyncio
+
+    from percore._common.rates import Rate
 
 _NO_TERMS: Final = (None, None, False, 0, None, False, 0.0)
 
@@ -53,7 +54,7 @@ class Policy:
     queue_timeout: float | None = None
     queue_left: float | None = field(default=None, repr=False, compare=False)
     hard_timeout: float | None = None
-    rate: Rate | None = None
+    rate: "Rate | None" = None
     asks_for_retries: bool = field(default=False, repr=False, compare=False)
     is_limited: bool = field(init=False, repr=False, compare=False)
     has_clock: bool = field(init=False, repr=False, compare=False)
@@ -82,7 +83,7 @@ class Policy:
         prefetch: int = PREFETCH,
         queue_timeout: float | None = None,
         hard_timeout: float | None = None,
-        rate: Rate | None = None,
+        rate: "Rate | None" = None,
         inherited: int = 0,
     ) -> "Policy":
         """Validate options and return their policy. `inherited`: the runner's retries, which apply if `retries` is None.
@@ -97,12 +98,12 @@ class Policy:
         if key is not None and hasattr(type(key), "__await__"):
             raise TypeError(f"a key is a value, such as a string, not {key!r}: await it first")
         given = CallOptions(retries, retry_on, backoff, timeout, prefetch, queue_timeout, hard_timeout)
-        if rate is not None and not isinstance(rate, Rate):
+        if rate is not None and not _is_rate(rate):
             raise TypeError(f"rate must be a percore.Rate, as in percore.Rate(10, per=1), not {rate!r}")
         return cls.of(checked(given, inherited), inherited, key, rate)
 
     @classmethod
-    def of(cls, options: CallOptions, inherited: int = 0, key: Hashable | None = None, rate: Rate | None = None) -> "Policy":
+    def of(cls, options: CallOptions, inherited: int = 0, key: Hashable | None = None, rate: "Rate | None" = None) -> "Policy":
         """Return the policy of checked options. `inherited`: the runner's retries, which apply if the options have none."""
         return cls(
             key=key,
@@ -257,3 +258,9 @@ class CallPlan:
         """Let the worker announce the start."""
         _, context, is_broadcast, prefetch, begin_by, _, patience = self.terms or _NO_TERMS
         self.terms = self.policy.timeout, context, is_broadcast, prefetch, begin_by, True, patience
+
+
+def _is_rate(value: object) -> bool:
+    from percore._common.rates import Rate  # few programs have one
+
+    return isinstance(value, Rate)

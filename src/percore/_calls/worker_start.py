@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from percore._calls.context_variables import references
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.system import metrics_wanted
 from percore._protocol.interfaces import Store
@@ -33,12 +32,20 @@ def start_of(options: RunnerOptions, store: Store, executor: ExecutorSettings | 
         threads=options.threads,
         lifespan=pickled_option("lifespan", options.lifespan, store),
         thread_initializer=pickled_option("thread_initializer", options.thread_initializer, store),
-        contextvars=references(options.contextvars),
+        contextvars=_references(options),
         tracing=b"" if options.tracing is None else store.pickled(options.tracing),
         executor=executor,
         is_measured=metrics_wanted(),
         has_spare=options.workers < usable_cpus(),
     )
+
+
+def _references(options: RunnerOptions) -> tuple[tuple[str, str], ...]:
+    if not options.contextvars:
+        return ()
+    from percore._calls.context_variables import references  # few runners have any
+
+    return references(options.contextvars)
 
 
 def pickled_option(option: str, value: Any, store: Store) -> bytes:

@@ -173,7 +173,7 @@ class Control(Verbs):
         if key is None:
             raise TypeError("set_rate is for one key, such as a host: key must not be None")
         seconds = delay_of(after, "after")
-        supervisor.rates.set(supervisor.dispatch.names.of(key), policy.rate, seconds)
+        supervisor.calls.rates.set(supervisor.dispatch.names.of(key), policy.rate, seconds)
 
     # Shared objects
 

@@ -27,6 +27,16 @@ MODULES: Final = (
 )
 """The modules of an assembly, in the order in which they are imported."""
 
+LATER: Final = (
+    "percore._calls.context_variables",
+    "percore._supervisor.admission",
+    "percore._supervisor.hard_limits",
+    "percore._supervisor.limited_worker",
+    "percore._supervisor.memory_watch",
+    "percore._supervisor.rates",
+)
+"""Those of options that few runners have: they are imported for a runner with the option, or for the first call with it."""
+
 
 def check_start() -> None:
     """As `check_start` of `_worker.context`, which every worker has loaded. A process that has not is none."""

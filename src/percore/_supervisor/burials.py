@@ -49,7 +49,7 @@ class BereavedPool(Protocol):
     changes: "PoolChanges"
     blocked_loops: "BlockedLoops"
     listening: "Listening"
-    memory_watch: "MemoryWatch"
+    memory_watch: "MemoryWatch | None"
 
     def age(self, member: PoolWorker) -> float:
         """Return how many seconds ago the worker was started."""
@@ -159,7 +159,8 @@ class Burials:
         if POINTS:
             point("supervisor.worker.buried")
         self._pool.blocked_loops.look_members()
-        self._pool.memory_watch.look_members()
+        if self._pool.memory_watch is not None:
+            self._pool.memory_watch.look_members()
         self._keeper.workers_changed()
         exitcode, why, *_ = member.end
         if state in (State.STARTING, State.READY):

@@ -27,6 +27,8 @@ from percore._supervisor.time_limits import TimeLimits, is_late, late
 from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from percore._supervisor.rates import Rates
 
 
@@ -80,7 +82,8 @@ class CallRegistry:
         self.broadcasts = Broadcasts()
         self.members = members
         self.limits = TimeLimits(self, members)
-        self.rates: Rates
+        self._rates: Rates | None = None
+        self.make_rates: Callable[[], Rates]
         """The supervisor sets it."""
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
@@ -88,6 +91,19 @@ class CallRegistry:
         """Armed whenever calls are sent. The pool sets it."""
         self._progress = progress
         self._pid = os.getpid()
+
+    @property
+    def rates(self) -> "Rates":
+        """The rates of keys, made for the first one."""
+        if self._rates is None:
+            self._rates = self.make_rates()
+        return self._rates
+
+    def stop_clocks(self) -> None:
+        """Stop the timers of limits and rates, since all calls have ended. Idempotent."""
+        for clock in (self.limits, self.limits.hard, self._rates):
+            if clock is not None:
+                clock.stop()
 
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""

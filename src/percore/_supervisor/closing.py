@@ -127,9 +127,7 @@ class Closing:
         if due is PhaseEvent.FINISH:
             self._finish()
         elif due is PhaseEvent.END:
-            self._calls.limits.stop()
-            self._calls.limits.hard.stop()
-            self._calls.rates.stop()
+            self._calls.stop_clocks()
             self._stop_timers()  # first: if it fails, the next look goes on from here
             self._phase.advance(PhaseEvent.END)
             self._gone.set_result(None)

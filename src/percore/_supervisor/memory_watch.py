@@ -44,10 +44,8 @@ class Scale(Protocol):
 class MemoryWatch:
     """Watches the memory of one runner's workers, from the start of the first one until the last one has ended."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, pool: RenewedPool, engine: Scale, phase: RunnerPhase, limit: int | None
-    ) -> None:
-        """`limit`: how many bytes a worker may have. None: no worker is watched."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: RenewedPool, engine: Scale, phase: RunnerPhase, limit: int) -> None:
+        """`limit`: how many bytes a worker may have."""
         self._loop = loop
         self._pool = pool
         self._engine = engine
@@ -60,7 +58,7 @@ class MemoryWatch:
 
     def arm(self) -> None:
         """Watch the workers. To be called when one has started."""
-        if self._limit is not None and self._timer is None and self._sampling is None:
+        if self._timer is None and self._sampling is None:
             self._timer = self._loop.call_later(_EVERY, self._begin)
 
     def look_members(self) -> None:
@@ -78,7 +76,6 @@ class MemoryWatch:
         self._sampling = self._loop.create_task(self._sample(), name="percore-memory")
 
     async def _sample(self) -> None:
-        assert self._limit is not None, "else nobody is watched"
         started = self._loop.time()
         members = [member for member in self._pool.members if member.life.state in (State.READY, State.DRAINING)]
         try:
@@ -98,7 +95,6 @@ class MemoryWatch:
         Faults("the memory of the workers was compared with max_memory_per_worker").run(lambda: self._look(known))
 
     def _look(self, sampled: "dict[PoolWorker, int]") -> None:
-        assert self._limit is not None
         for member, size in sampled.items():
             member.memory = size
         for gone in self._limits.keys() - set(self._pool.slots):
@@ -119,7 +115,6 @@ class MemoryWatch:
 
     def _renew(self, slot: "WorkerSlot", member: "PoolWorker", *, is_futile: bool) -> None:
         assert member.memory is not None
-        assert self._limit is not None
         size, limit = mebibytes(member.memory), mebibytes(self._limit)
         report(
             logging.INFO,

@@ -7,7 +7,7 @@ it replace all workers, or use more or fewer slots.
 import logging
 import signal
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._calls.meters import Meters
 from percore._common.errors import RunnerClosed, shown
@@ -25,10 +25,8 @@ from percore._supervisor.burials import Burials, WorkerObserver
 from percore._supervisor.call_registry import CallRegistry, Progress
 from percore._supervisor.first_start import FirstStart, Placeless, not_ready, unready
 from percore._supervisor.lifecycles import Lifecycles
-from percore._supervisor.limited_worker import LimitedWorker
 from percore._supervisor.listening import Listening
 from percore._supervisor.measuring import Measurements
-from percore._supervisor.memory_watch import MemoryWatch
 from percore._supervisor.nested import Nested
 from percore._supervisor.outcomes import Outcomes
 from percore._supervisor.pool_changes import PoolChanges
@@ -37,6 +35,10 @@ from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
 from percore._supervisor.worker_reports import WorkerReports
 from percore._supervisor.worker_slot import WorkerSlot
+
+if TYPE_CHECKING:
+    from percore._supervisor.limited_worker import LimitedWorker
+    from percore._supervisor.memory_watch import MemoryWatch
 
 _CLOSED: Final = "the runner was closed while it started"
 
@@ -85,7 +87,7 @@ class Pool:
         self._outcomes = Outcomes(calls, StreamItems(calls), WorkerReports(self), nested, Measurements(meters))
         self._turn = calls.turn
         self.blocked_loops = BlockedLoops(self._loop, members, options.blocked_after)
-        self.memory_watch = MemoryWatch(self._loop, self, engine, calls.phase, options.max_memory_per_worker)
+        self.memory_watch = None if options.max_memory_per_worker is None else self._memory_watch(options.max_memory_per_worker)
         self.first_start = FirstStart(self._loop, self.slots, options.start_timeout)
         self._placeless = Placeless(self._loop, self.slots, members, options.start_timeout, self._no_place_in_time)
         self.last_report = ""
@@ -95,6 +97,11 @@ class Pool:
         """When all workers were ready for the first time, as a time of the loop."""
         self._burials = Burials(self, calls, nested, keeper, observer)
         engine.on_place = self._has_place
+
+    def _memory_watch(self, limit: int) -> "MemoryWatch":
+        from percore._supervisor.memory_watch import MemoryWatch
+
+        return MemoryWatch(self._loop, self, self._engine, self._phase, limit)
 
     # Starting
 
@@ -152,7 +159,8 @@ class Pool:
         self.members.add(member)  # at once: after any exception, only a member is killed
         self._placeless.look()
         slot.started(member)
-        self.memory_watch.arm()
+        if self.memory_watch is not None:
+            self.memory_watch.arm()
         self._keeper.workers_changed()
         member.attach(member.worker, self._calls.shares)
         if self._calls.limits.is_in_use:
@@ -180,6 +188,8 @@ class Pool:
         dispatch, limit = self._dispatch, self._options.max_tasks_per_worker
         if limit is None:
             return PoolWorker(slot.index, slot.generation, dispatch, self._turn)
+        from percore._supervisor.limited_worker import LimitedWorker
+
         return LimitedWorker(slot.index, slot.generation, dispatch, self._turn, limit, self._is_low, self._calls.take_back)
 
     def _overdue(self, member: PoolWorker) -> None:
@@ -229,7 +239,7 @@ class Pool:
 
     # Taking over
 
-    def _is_low(self, member: LimitedWorker) -> None:
+    def _is_low(self, member: "LimitedWorker") -> None:
         """A worker may begin few more calls, or none: let the next `relieve` replace it."""
         if member not in self.low or member.is_spent:
             self.low.add(member)

@@ -14,7 +14,6 @@ The CallRegistry knows where each call is, the Pool owns the workers, Closing en
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from percore._calls.context_variables import Contexts
 from percore._calls.functions import Function, Functions
 from percore._calls.meters import Meters
 from percore._calls.policy import Policy
@@ -27,15 +26,12 @@ from percore._protocol.interfaces import Engine
 from percore._protocol.messages import Kind
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
-from percore._supervisor.admission import Admission
 from percore._supervisor.burials import WorkerObserver
 from percore._supervisor.call_registry import CallRegistry
 from percore._supervisor.closing import Closing
-from percore._supervisor.hard_limits import HardLimits
 from percore._supervisor.nested import Nested
 from percore._supervisor.pool import Pool
 from percore._supervisor.publication import Publication
-from percore._supervisor.rates import Rates
 from percore._supervisor.rebalancing import Rebalancing
 from percore._supervisor.streams import Streams
 from percore._supervisor.submission import Submission
@@ -45,10 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from percore._calls.calls import Call
+    from percore._calls.context_variables import Contexts
     from percore._monitor.statistics import Statistics
     from percore._monitor.usage import ProcessUsage
     from percore._protocol.interfaces import Worker
+    from percore._supervisor.admission import Admission
+    from percore._supervisor.hard_limits import HardLimits
     from percore._supervisor.pool_worker import PoolWorker
+    from percore._supervisor.rates import Rates
     from percore._supervisor.reclaiming import Reclaiming
 
 
@@ -78,16 +78,15 @@ class Supervisor:
         """The policy of calls without options of their own; None: the defaults."""
         self.policy_of = Policy.checked
         """Checks call options. Kept here to save an import per view of the runner, since users may make a view for each call."""
-        self.contexts = Contexts(options.contextvars, store, options.tracing) if options.contextvars or options.tracing else None
-        self.admission = Admission(loop, options.max_pending) if options.max_pending is not None else None
+        self.contexts = self._contexts() if options.contextvars or options.tracing else None
+        self.admission = None if options.max_pending is None else self._admission(options.max_pending)
         self._rebalancing = Rebalancing(self.loop, self.dispatch)
         self._is_settling = False
         self.submission = Submission(self.calls, self.functions, self.contexts)
         self.nested = Nested(self.calls, options.concurrency, options.retries, self.meters)
         self.pool = pool = Pool(options, engine, self.calls, self.members, self, self.nested, self.meters, observer)
-        self._hard = HardLimits(self.calls, pool, options.kill_after, sees_starts=engine.sees_starts)
-        self.calls.limits.hard = self._hard
-        self.calls.rates = self.rates = Rates(loop, self.dispatch, self, sees_starts=engine.sees_starts)
+        self._limits = self.calls.limits
+        self._limits.make_hard, self.calls.make_rates = self._hard_limits, self._rates
         self.slots, self.lifecycles = pool.slots, pool.lifecycles
         self._blocked_loops = pool.blocked_loops
         self._publication = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
@@ -97,6 +96,28 @@ class Supervisor:
         self.calls.watch = watch
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, watch, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
+
+    # Parts that few runners need are imported for those that do: so the start of the others takes less time.
+
+    def _contexts(self) -> "Contexts":
+        from percore._calls.context_variables import Contexts
+
+        return Contexts(self.options.contextvars, self.store, self.options.tracing)
+
+    def _admission(self, most: int) -> "Admission":
+        from percore._supervisor.admission import Admission
+
+        return Admission(self.loop, most)
+
+    def _hard_limits(self) -> "HardLimits":
+        from percore._supervisor.hard_limits import HardLimits
+
+        return HardLimits(self.calls, self.pool, self.options.kill_after, sees_starts=self.engine.sees_starts)
+
+    def _rates(self) -> "Rates":
+        from percore._supervisor.rates import Rates
+
+        return Rates(self.loop, self.dispatch, self, sees_starts=self.engine.sees_starts)
 
     def _reclaiming(self, loop: asyncio.AbstractEventLoop, rouse: "Callable[[], object]") -> "Reclaiming":
         from percore._supervisor.reclaiming import Reclaiming
@@ -115,8 +136,9 @@ class Supervisor:
                 self._look_workers()
             if self._broadcasts.waiting:
                 self.calls.send_broadcasts()
-            if self._hard.overruns.calls:
-                self._hard.look()
+            hard = self._limits.hard
+            if hard is not None and hard.overruns.calls:
+                hard.look()
             if self.nested.rooms:
                 self.nested.look_at_keys()
             if self.nested.held:  # before other calls take the places

@@ -25,6 +25,7 @@ from percore._scheduler.deadlines import end_of_pause, grain, rounded_up
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from percore._calls.calls import PendingCall
     from percore._calls.policy import Policy
@@ -57,7 +58,9 @@ class TimeLimits:
         self._calls = calls
         self.members = members
         self._loop = calls.loop
-        self.hard: HardLimits
+        self.hard: HardLimits | None = None
+        """Made for the first call with a `hard_timeout`."""
+        self.make_hard: Callable[[], HardLimits]
         """The supervisor sets it."""
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = self._begin_by = self._open_until = self._due = 0.0
@@ -73,6 +76,7 @@ class TimeLimits:
         if policy.timeout is not None and not self.is_in_use:
             self._use()
         if policy.hard_timeout is not None:
+            self.hard = self.hard or self.make_hard()
             self.hard.limit(call, policy.hard_timeout)
         seconds = policy.queue_left
         if seconds is None:

@@ -18,10 +18,12 @@ import selectors
 import sys
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import percore
+from percore._runner.early import LATER, MODULES
 from percore._testing.engine import FakeEngine, living_workers
 
 if TYPE_CHECKING:
@@ -198,6 +200,5 @@ def _import_all() -> None:
     """Import what a runner imports when it starts, so that its clocks can be replaced."""
     for name in vars(percore)["__all__"]:
         getattr(percore, name)
-    from percore._runner.assembly import import_modules
-
-    asyncio.run(import_modules())
+    for name in (*MODULES, *LATER):
+        import_module(name)

@@ -1,13 +1,16 @@
-"""Frames of a channel: how large they may be, and how many queued messages go into the next one."""
+"""Sizes: of the memory that a worker maps, and of the frames of its channel, with how many queued messages go into the next one."""
 
 from collections import deque
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from percore._protocol.messages import Message
+from percore._protocol.messages import MARK_WORDS, Message
 from percore._transport.codec import HEAVIEST_BATCH, encode
 from percore._transport.doorbell import MOST_BYTES
 from percore._transport.ring import largest_frame
 from percore._transport.slots import INLINE_LIMIT
+
+if TYPE_CHECKING:
+    from percore._transport.memory import Memory
 
 RING_SIZE: Final = 1 << 19
 MAX_FRAME: Final = RING_SIZE // 2
@@ -20,6 +23,36 @@ _BATCH: Final = 256
 
 assert RING_SIZE <= MOST_BYTES, "the sum of several rings of a bell could overflow"
 assert max(INLINE_LIMIT, HEAVIEST_BATCH) < MAX_FRAME < LARGEST_FRAME, "a message could never fit into the ring"
+
+
+class Layout(NamedTuple):
+    """The sizes of the memory that a worker maps.
+
+    A worker's cell holds the ring to the worker, the ring to the supervisor, and the start marks.
+
+    Attributes:
+        places: how many start marks the cell has.
+        arena_size: bytes of the arena.
+        results_size: bytes of the worker's memory for result slots.
+        slot_size: bytes of every slot.
+        max_message: the largest pickle in bytes.
+        leases: how many slots of the arena one worker may keep in use after it has read them.
+    """
+
+    places: int
+    arena_size: int
+    results_size: int
+    slot_size: int
+    max_message: int
+    leases: int
+
+    @property
+    def cell_size(self) -> int:
+        return 2 * RING_SIZE + self.places * MARK_WORDS * 8
+
+    def marks(self, cell: "Memory") -> memoryview:
+        """Return a new view of the start marks in a cell."""
+        return cell.view[2 * RING_SIZE : self.cell_size].cast("Q")
 
 
 def checked(data: bytes, op: int) -> bytes:

@@ -19,12 +19,11 @@ from percore._protocol.interfaces import UNBEGUN, Fate
 from percore._protocol.messages import MARK_WORDS
 from percore._transport.arena import Arena
 from percore._transport.doorbell import bell_fds, bell_of
-from percore._transport.frames import RING_SIZE
+from percore._transport.frames import RING_SIZE, Layout
 from percore._transport.memory import Memory, has_address_space
 from percore._transport.ring import RingReader, RingWriter
 from percore._transport.slots import SLOT_MASK, SlotReader
 from percore._transport.supervisor_side import SupervisorSide
-from percore._transport.worker_side import Layout
 
 _PAGE = resource.getpagesize()
 _LEAST_SLOT = 1 << 20

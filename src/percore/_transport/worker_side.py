@@ -4,16 +4,16 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 from percore._common.fault_points import POINTS, point
-from percore._protocol.messages import LEASED, MARK_WORDS, RELEASE, UNLEASED, Body, Payload, StartMarks
+from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, Payload, StartMarks
 from percore._serialization.exceptions import dump_exception
 from percore._serialization.pickler import dump
 from percore._transport.channel import Channel
 from percore._transport.codec import is_inline_value, pack_values, unpack_items
 from percore._transport.doorbell import Bell, bell_of
-from percore._transport.frames import RING_SIZE
+from percore._transport.frames import RING_SIZE, Layout
 from percore._transport.leases import Received
 from percore._transport.memory import Memory
 from percore._transport.payload_picklers import PayloadPicklers
@@ -89,36 +89,6 @@ class WorkerSide(Channel):
         self.outgoing.give(slot, used)
         if POINTS:
             point("worker.slot.released")
-
-
-class Layout(NamedTuple):
-    """The sizes of the memory that a worker maps.
-
-    A worker's cell holds the ring to the worker, the ring to the supervisor, and the start marks.
-
-    Attributes:
-        places: how many start marks the cell has.
-        arena_size: bytes of the arena.
-        results_size: bytes of the worker's memory for result slots.
-        slot_size: bytes of every slot.
-        max_message: the largest pickle in bytes.
-        leases: how many slots of the arena one worker may keep in use after it has read them.
-    """
-
-    places: int
-    arena_size: int
-    results_size: int
-    slot_size: int
-    max_message: int
-    leases: int
-
-    @property
-    def cell_size(self) -> int:
-        return 2 * RING_SIZE + self.places * MARK_WORDS * 8
-
-    def marks(self, cell: Memory) -> memoryview:
-        """Return a new view of the start marks in a cell."""
-        return cell.view[2 * RING_SIZE : self.cell_size].cast("Q")
 
 
 class WorkerEnd:

@@ -4,7 +4,7 @@ import signal
 from typing import Any, Final, NamedTuple
 
 from percore._protocol.worker_start import WorkerStart
-from percore._transport.worker_side import Layout
+from percore._transport.frames import Layout
 from percore._worker_process import multiprocessing_state
 from percore._worker_process.log_forwarding import Levels
 
