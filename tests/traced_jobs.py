@@ -1,18 +1,30 @@
 """Functions for workers that are traced by OpenTelemetry, and the spans that a process has ended."""
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from opentelemetry import baggage, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 import percore
 
-_exporter = InMemorySpanExporter()
+
+class _Kept(SpanExporter):
+    """Keeps spans until they are taken, one by one: with the SDK's own exporter those that end meanwhile would be lost."""
+
+    def __init__(self) -> None:
+        self.spans: deque[ReadableSpan] = deque()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans.extend(spans)
+        return SpanExportResult.SUCCESS
+
+
+_exporter = _Kept()
 
 
 class Span(NamedTuple):
@@ -43,9 +55,11 @@ def exporting() -> Iterator[None]:
 
 def ended() -> list[Span]:
     """The spans that this process has ended and that were not asked for before."""
-    spans = _exporter.get_finished_spans()
-    _exporter.clear()
-    return [_told(span) for span in spans]
+    taken: list[ReadableSpan] = []
+    with suppress(IndexError):  # there are no more
+        while True:
+            taken.append(_exporter.spans.popleft())
+    return [_told(span) for span in taken]
 
 
 def _told(span: ReadableSpan) -> Span:

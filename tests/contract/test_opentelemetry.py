@@ -269,3 +269,20 @@ def test_only_the_choice_of_spans_goes_to_workers() -> None:
     with tracing.around(traced.double) as failed:  # no caller's context: no span
         failed(ValueError())
     assert traced.ended() == []
+
+
+def test_a_span_that_ends_while_others_are_collected_is_kept() -> None:
+    """With workers that are threads, all spans of the tests lie in one place."""
+
+    def end_many() -> None:
+        for _ in range(2000):
+            with traced.own("own"):
+                pass
+
+    thread = threading.Thread(target=end_many)
+    thread.start()
+    found = 0
+    while thread.is_alive():
+        found += len(traced.ended())
+    thread.join()
+    assert found + len(traced.ended()) == 2000
