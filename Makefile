@@ -16,7 +16,7 @@
 #   make syscalls   lets each system call fail, the first time, the second time, and so on; SYSCALLS_ARGS="-k start" for a part of it
 #   make many-workers  a thousand workers: start, calls, close, descriptors left; WORKERS=200 for fewer
 #   make fuzz       ten million frames of a ring and as many of a link, and 200,000 lies of a worker
-#   make mutants    small faults in the source, and whether the unit tests notice them; MUTANTS=300, MUTANTS_ARGS="--seed 2"
+#   make mutants    small faults in the source, and whether the tests notice them; MUTANTS=300, MUTANTS_ARGS="--seed 2"
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
 #   make chaos-threads  the same with workers that are threads, as far as a thread can be struck
