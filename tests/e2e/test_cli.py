@@ -37,7 +37,7 @@ def test_doctor_says_what_is_lacking_as_json() -> None:
     assert done.returncode == 1
     told = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     assert told["a trial"]["level"] == told["open files"]["level"] == "problem"
-    assert "Too many open files" in told["a trial"]["value"]
+    assert "raise the limit (ulimit -n)" in told["a trial"]["value"]
     assert {name: told[name]["level"] for name in ("eventfd", "uvloop", "memfd")} == {
         "eventfd": "note",
         "uvloop": "note",

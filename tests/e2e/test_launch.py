@@ -619,7 +619,7 @@ async def test_requests_that_a_fork_server_has_no_room_for_are_sent_again(monkey
 
 
 @pytest.mark.asyncio_only
-async def test_a_request_that_was_sent_holds_one_end_of_a_pipe_and_of_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_was_sent_holds_one_end_of_a_pipe_and_of_a_socket() -> None:
     """Many workers that start at once need no more descriptors than they do later."""
     launcher = ForkServerLauncher.open(f"{launch_jobs.__name__}:obey")
     launcher.warm_up()
