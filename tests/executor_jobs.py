@@ -1,6 +1,7 @@
 """What tests have executors do, besides tests.jobs."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -43,6 +44,17 @@ def leave_garbage() -> None:
 
 def garbage_collected() -> list[int]:
     return Garbage.collected
+
+
+def tell_of_collections(path: str) -> None:
+    """From now on, leave a file at the first collection of all garbage in this process."""
+
+    def tell(phase: str, info: dict[str, int]) -> None:
+        if (phase, info["generation"]) == ("start", 2):
+            with open(path, "wb"):
+                pass
+
+    gc.callbacks.append(tell)
 
 
 def initialize_thread(log: str, name: str) -> None:

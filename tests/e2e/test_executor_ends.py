@@ -68,6 +68,14 @@ def test_x1_each_future_has_ended_when_shutdown_returns(cancel_futures: bool) ->
     assert len(done) > 0
 
 
+@pytest.mark.parametrize(("call", "collects"), [(jobs.echo, False), (jobs.aecho, True), (jobs.later, True)])
+def test_a_worker_collects_garbage_at_its_end_if_tasks_may_have_failed_unnoticed(call: Any, collects: bool, tmp_path: Path) -> None:
+    with LoopPoolExecutor(1) as executor:
+        executor.submit(executor_jobs.tell_of_collections, str(tmp_path / "collected")).result()
+        executor.submit(call, 1).result()
+    assert (tmp_path / "collected").exists() is collects
+
+
 def test_x2_two_shutdowns_are_one(gate: Gate) -> None:
     executor = LoopPoolExecutor(2)
     held = executor.submit(jobs.pass_gate, gate.path)

@@ -295,6 +295,10 @@ class Server:
         """Whether a call runs. To be asked between the steps of tasks."""
         return self._tasks.runs(call_id) or self._threads.runs(call_id)
 
+    def has_had_tasks(self) -> bool:
+        """Whether any call has had a task."""
+        return self._tasks.have_begun
+
     def own_tasks(self) -> set[asyncio.Task[Any]]:
         """Return the tasks of the calls that still run."""
         return set(self._tasks.by_id.values())

@@ -15,7 +15,8 @@ The server decides which calls begin, and when the worker is done. It alone read
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,7 @@ from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import CANCELLED, ENDED, ID_MASK, MARK_WORDS, RETURNED, STARTED, VALUE, Body, StartMarks
 from percore._worker.answers import Answers, ItemFailed, WorkerFunction
 from percore._worker.context import of_id
-from percore._worker.eager_tasks import task_starter
+from percore._worker.eager_tasks import Starter, task_starter
 from percore._worker.sampling import UNGAUGED, FunctionGauges
 from percore._worker.streams import TaskStream
 from percore._worker.terms import SentTerms, Variables, within
@@ -33,7 +34,6 @@ from percore._worker.timeouts import Timeouts
 from percore._worker.traced import traced
 
 if TYPE_CHECKING:
-    from contextvars import Context
     from types import CoroutineType
 
     from percore._common.tracing import Tracing
@@ -93,7 +93,10 @@ class Tasks:
         self.when_left = when_left
         self.streams: Streams
         """The streams of the worker. The server sets it."""
-        self.start = task_starter(self._loop)
+        self.start: Starter = self._start_first
+        """Starts a task on the loop."""
+        self.have_begun = False
+        """Whether any call has had a task."""
         self.by_id: dict[int, asyncio.Task[None]] = {}
         self.handed_over: dict[int, tuple[Any, float | None, FunctionGauges]] = {}
         """Awaitables from threads, which have no task yet."""
@@ -105,6 +108,11 @@ class Tasks:
         self._timeouts = Timeouts(self._loop, marks, self._overran)
         self._overruns: dict[int, float] = {}
         """The timeouts of the calls that have exceeded them, and were cancelled for it."""
+
+    def _start_first(self, coro: Coroutine[Any, Any, None], name: str, context: Context | None) -> asyncio.Task[None]:
+        self.have_begun = True
+        self.start = task_starter(self._loop)
+        return self.start(coro, name, context)
 
     def has_any(self) -> bool:
         """Whether any call runs here."""
@@ -327,4 +335,5 @@ class Tasks:
             async with asyncio.timeout_at(deadline):
                 return await awaitable
 
+        self.have_begun = True
         self.by_id[call_id] = self._loop.create_task(self.run(call_id, wait_for, (), None, gauges))

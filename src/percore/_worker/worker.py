@@ -70,6 +70,13 @@ class WorkerCore:
         """Serve until asked to end, and return the exit code. As `serve_until_finished`."""
         return await serve_until_finished(self._channel, self.server, self._context, self._lifespan, tasks)
 
+    def may_have_lost_tasks(self) -> bool:
+        """Whether tasks of the user may have failed here that nobody has awaited.
+
+        In an executor most calls are plain functions. A collection of what these have made and imported may take longer than they.
+        """
+        return self._start.executor is None or bool(self._start.lifespan) or self.server.has_had_tasks()
+
     def _lifespan(self) -> Callable[[], Any] | None:
         if self._failure is not None:
             raise self._failure

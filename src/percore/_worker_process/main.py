@@ -129,7 +129,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop, worker: WorkerCore, on_open: Call
     try:
         return loop.run_until_complete(_serve(worker, on_open))
     finally:
-        _end_loop(loop)
+        _end_loop(loop, worker)
 
 
 async def _serve(worker: WorkerCore, on_open: Callable[[], None] | None) -> int:
@@ -154,9 +154,10 @@ def _ignore_interrupt(_signum: int, _frame: object) -> None:
     """Ignore SIGINT: the supervisor handles Ctrl-C. This is a handler because the user's subprocesses would inherit SIG_IGN."""
 
 
-def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
+def _end_loop(loop: asyncio.AbstractEventLoop, worker: WorkerCore) -> None:
     loop.run_until_complete(loop.shutdown_asyncgens())
-    gc.collect()  # failed tasks whose exception was never retrieved log it when they are freed: this is the last chance
+    if worker.may_have_lost_tasks():
+        gc.collect()  # failed tasks whose exception was never retrieved log it when they are freed: this is the last chance
     asyncio.set_event_loop(None)
     # Do not close the loop: threads of calls may still use it, and the process is about to end.
 
