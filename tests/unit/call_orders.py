@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from percore import Runner, RunnerClosed, WorkerDied
+from percore import Rate, Runner, RunnerClosed, WorkerDied
 from percore._engines.threads.references import References
 from percore._protocol.messages import Kind
 from percore._runner.runner import State
@@ -28,16 +28,20 @@ from tests.unit.stepped_workers import StepEngine, StepLoop, StepWorker
 LONGEST_END: Final = 400
 """Steps that a fair end may take."""
 
+PACES: Final = {"slowly": (Rate(1, per=2.0), 0.0), "later": (None, 1.5), "as asked": (None, 0.0)}
+"""What the rate of the key "k" may become: a rate, and seconds until its calls begin."""
+
 
 class Case(NamedTuple):
     """How a runner is used, and what may happen to it.
 
     Attributes:
         events: how often each thing may happen: "dies", "sticks", "fails", "drains", "cancels", "closes", "cuts", "reloads",
-            "grows", "shrinks", "time", "suspends".
+            "grows", "shrinks", "time", "suspends", "paces" (the rate of a key changes), "asks" (a call makes
+            a nested call).
         calls: how many calls the user makes.
         options: those of the runner.
-        of_call: those of each call.
+        of_call: those of each call, or those of several calls, which take turns.
         kind: coroutines or plain functions.
         from_start: whether workers get ready as steps, too.
         as_pickle: whether the arguments are sent as a pickle.
@@ -47,10 +51,16 @@ class Case(NamedTuple):
     calls: int = 3
     workers: int = 2
     options: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
-    of_call: dict[str, Any] = {}  # noqa: RUF012
+    of_call: dict[str, Any] | tuple[dict[str, Any], ...] = {}  # noqa: RUF012
     kind: int = Kind.TASK
     from_start: bool = False
     as_pickle: bool = False
+
+    def options_of(self, number: int) -> dict[str, Any]:
+        """Return the options of this call. Nested calls have none."""
+        if number >= self.calls:
+            return {}
+        return self.of_call if isinstance(self.of_call, dict) else self.of_call[number % len(self.of_call)]
 
 
 @dataclass
@@ -92,6 +102,16 @@ class World:
         label: int = body[0] if type(body) is tuple else self.store.received(body).load()[-1]["value"]
         return label
 
+    def nested(self) -> int:
+        """Return the number of a new nested call."""
+        self.ran.append(0)
+        return len(self.ran) - 1
+
+    def judge_nested(self, number: int, result: int) -> None:
+        """A nested call has a result: it is its own, and it has run."""
+        if result != number or not self.ran[number]:
+            self.broken.append(AssertionError(f"nested call {number} ran {self.ran[number]} times and gave {result}"))
+
     def begin(self, name: str, coroutine: Any) -> None:
         self.tasks[name] = self.loop.create_task(coroutine)
         self.loop.settle()
@@ -112,6 +132,7 @@ class World:
         found += [(one, partial(self.close, one)) for one in ("closes", "cuts") if left.get(one) and one not in self.tasks]
         if is_open:
             found += [(event, partial(self.change, event)) for event in ("reloads", "grows", "shrinks") if left.get(event)]
+            found += [(f"paces {how}", partial(self.pace, how)) for how in PACES if left.get("paces")]
         if left.get("cancels"):
             found += [(f"cancels {n}", partial(self.cancel, n)) for n, call in enumerate(self.calls) if not call.done()]
         struck = [worker for worker in self.workers if worker.state not in ("gone", "dying")]
@@ -143,7 +164,8 @@ class World:
 
     def submit(self) -> None:
         number = len(self.calls)
-        view: Any = self.runner.options(**self.case.of_call) if self.case.of_call else self.runner
+        options = self.case.options_of(number)
+        view: Any = self.runner.options(**options) if options else self.runner
         self.calls.append(None)
         try:
             given: Any = {"value": number} if self.case.as_pickle else number
@@ -164,6 +186,10 @@ class World:
         change = self.runner.reload() if event == "reloads" else self.runner.resize(self.case.workers + (event == "grows" or -1))
         self.begin_soon(f"{event} {self.left[event]}", change)
 
+    def pace(self, how: str) -> None:
+        rate, after = PACES[how]
+        self.runner.set_rate("k", rate, after=after)
+
     def begin_soon(self, name: str, coroutine: Any) -> None:
         self.tasks[name] = self.loop.create_task(coroutine)
 
@@ -174,8 +200,8 @@ class World:
         assert not self.broken, self.broken
         assert not self.loop.faults, self.loop.faults
         assert not FAULTS, FAULTS
-        if "retries" not in self.case.of_call:
-            assert max(self.ran, default=0) <= 1, f"a call ran twice: {self.ran}"
+        for number, ran in enumerate(self.ran):
+            assert ran <= 1 + self.case.options_of(number).get("retries", 0), f"calls ran too often: {self.ran}"
 
     def go_on(self, is_over: Callable[[], bool]) -> None:
         """Let happen what happens by itself, fairly, until it is over. The clock moves when nothing else can."""
@@ -251,7 +277,9 @@ class World:
         elif isinstance(error, WorkerDied):
             assert error.attempts == ran, f"call {number} began {ran} times, and its caller was told {error.attempts}"
         elif isinstance(error, TimeoutError):
-            assert "hard_timeout" in self.case.of_call or "queue_timeout" in self.case.of_call
+            options = self.case.options_of(number)
+            may_end_so = "hard_timeout" in options or ("queue_timeout" in options and not ran)
+            assert may_end_so, f"call {number} began {ran} times: {error}"
         else:
             assert isinstance(error, RunnerClosed), repr(error)
             assert {"closes", "cuts"} & self.tasks.keys(), "nobody closed the runner"

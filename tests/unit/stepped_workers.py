@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from percore._engines.threads.references import References
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import (
+    ANSWER_ERROR,
+    ANSWER_VALUE,
+    ASK,
     BATCH,
+    BEGIN_BY,
     CANCEL,
     CANCELLED,
     DRAIN,
     DRAINING,
+    DROP,
     FINISH,
     ID_MASK,
     READY,
@@ -30,11 +35,15 @@ from percore._protocol.messages import (
     Kind,
     is_call,
 )
+from percore._protocol.nested_calls import NestedRequest
+from tests import jobs
 
 if TYPE_CHECKING:
     from tests.unit.call_orders import World
 
 MOST_TURNS: Final = 2000
+ASKS: Final = (None, "k", "other")
+"""The keys of nested calls."""
 
 
 class Nothing:
@@ -174,6 +183,13 @@ class StepWorker:
         self.waiting: deque[int] = deque()
         """Plain calls that wait for the thread."""
         self.kinds: dict[int, int] = {}
+        self.begin_by: float | None = None
+        """When the calls that follow must have begun."""
+        self.deadlines: dict[int, float | None] = {}
+        self.asked: dict[int, int] = {}
+        """The nested calls that have no answer, each with the call that has made it."""
+        self.left: set[int] = set()
+        """The nested calls that had no answer when their callers were cancelled."""
         self.state = "starting"
         self.code = 0
         self.waits_since = 0.0
@@ -209,6 +225,10 @@ class StepWorker:
             yield f"fails {name}", self.fail
         elif self.state == "serving":
             yield f"drains {name}", partial(self.kill, signal.SIGTERM)
+        if self.state in ("serving", "draining") and not self.is_stuck:
+            for number, is_cancelled in self.running.items():
+                for key in () if is_cancelled else ASKS:
+                    yield f"asks {name} {self.labels[number]} {key}", partial(self.ask, number, key)
 
     def stick(self) -> None:
         self.is_stuck = True
@@ -218,7 +238,7 @@ class StepWorker:
         member = next((one for one in self.world.supervisor.members if one.worker is self), None)
         if member is None or not self.is_stuck:
             return False
-        has_hard_limit = "hard_timeout" in self.world.case.of_call and bool(self.running)
+        has_hard_limit = any("hard_timeout" in self.world.case.options_of(self.labels[number]) for number in self.running)
         return has_hard_limit or member.life.deadline(has_calls=bool(member.calls)) is not None
 
     def steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -240,9 +260,12 @@ class StepWorker:
     def _own_steps(self, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
         if self.inbox:
             yield f"{name} reads", self.read
-        if self.waiting and not any(self.kinds[number] == Kind.THREAD for number in self.running):
+        asking = set(self.asked.values())
+        if self.waiting and not any(self.kinds[number] == Kind.THREAD for number in self.running.keys() - asking):
             yield f"{name} begins", lambda: self.begin(self.waiting.popleft())
         for number in list(self.running):
+            if number in asking:
+                continue  # it waits for its nested calls
             yield f"{name} answers {self.labels[number]}", partial(self.answer, number)
             if self.running[number]:
                 yield f"{name} answers {self.labels[number]} all the same", partial(self.answer, number, suppresses=True)
@@ -263,9 +286,13 @@ class StepWorker:
         self.has_news = True
 
     def read(self) -> None:
-        op, number, _ = self.inbox.popleft()
+        op, number, body = self.inbox.popleft()
         if is_call(op):
             self._take(op, number)
+        elif op == BEGIN_BY:
+            self.begin_by = body
+        elif op in (ANSWER_VALUE, ANSWER_ERROR):
+            self._take_answer(number, body)
         elif op == CANCEL:
             self._cancel(number)
         elif op == RECALL:
@@ -283,6 +310,7 @@ class StepWorker:
     def _take(self, op: int, number: int) -> None:
         assert op != BATCH
         self.kinds[number] = self.world.kind
+        self.deadlines[number] = self.begin_by
         if self.state != "serving":
             self.tell(RETURNED, number, None)
         elif self.world.kind == Kind.TASK:
@@ -309,11 +337,41 @@ class StepWorker:
             self.tell(CANCELLED, number, True)
         elif number in self.running and self.kinds[number] == Kind.TASK:
             self.running[number] = True
+            self._drop_nested(number)
 
     def begin(self, number: int) -> None:
+        deadline = self.deadlines[number]
+        if deadline is not None and self.world.loop.now >= deadline:
+            self.tell(RETURNED, number, None)
+            return
         self.begun[number] = self.world.loop.now
         self.running[number] = False
         self.world.ran[self.labels[number]] += 1
+
+    def ask(self, caller: int, key: str | None) -> None:
+        """Make a nested call. Without a key of its own it belongs to that of its caller."""
+        label = self.world.nested()
+        self.asked[label] = caller
+        pickle = self.world.store.pickled((jobs.echo, (), {"value": label}))
+        request = NestedRequest(caller, self.world.kind, "echo", "tests.jobs", key, key is None, 0, None, None, (), pickle)
+        self.tell(ASK, label, tuple(request))
+
+    def _take_answer(self, number: int, body: Any) -> None:
+        if number in self.left:  # the answer was on its way when its caller ended
+            self.left.discard(number)
+            return
+        caller = self.asked.pop(number, None)
+        if caller is None:
+            self.world.broken.append(AssertionError(f"nested call {number} was answered twice, or after its caller has ended"))
+        elif type(body) is int:
+            self.world.judge_nested(number, body)
+
+    def _drop_nested(self, caller: int) -> None:
+        """The nested calls of a call are not wanted any more, because it was cancelled."""
+        for nested in [nested for nested, one in self.asked.items() if one == caller]:
+            del self.asked[nested]
+            self.left.add(nested)
+            self.tell(DROP, nested, None)
 
     def answer(self, number: int, *, suppresses: bool = False) -> None:
         is_cancelled = self.running.pop(number) and not suppresses
@@ -336,7 +394,7 @@ class StepWorker:
             (self.index, self.state, self.code, self.is_stuck, self.has_news, bool(self.waits_since)),
             (tuple(map(of, self.inbox)), tuple(map(of, self.outbox))),
             tuple((labels[one], how) for one, how in self.running.items()),
-            tuple(labels[one] for one in self.waiting),
+            (tuple(labels[one] for one in self.waiting), tuple(self.asked), self.begin_by),
             frozenset((labels[one], round(now - when, 1)) for one, when in self.begun.items()),
         )
 

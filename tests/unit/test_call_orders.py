@@ -15,7 +15,7 @@ from percore._protocol.messages import Kind
 from percore._scheduler import dispatch, keys
 from percore._supervisor import call_registry, closing, deaths, hard_limits, lifecycles, outcomes, pool, pool_changes
 from tests.counts import times
-from tests.unit.call_orders import Case, explore, stroll, watched
+from tests.unit.call_orders import Case, explore, stroll, watched, world
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -52,6 +52,17 @@ ALL: Final = {
     "time": 8,
     "suspends": 1,
 }
+MIXED: Final[tuple[dict[str, Any], ...]] = (
+    {"key": "k", "rate": Rate(1, per=0.7), "queue_timeout": 3.0},
+    {"hard_timeout": 1.0},
+    {"key": "k", "hard_timeout": 1.5, "retries": 1, "backoff": 0.3},
+    {},
+    {"key": "other", "queue_timeout": 1.0, "retries": 1},
+    {"key": "k", "retries": 1},
+    {"key": "other", "hard_timeout": 1.0},
+)
+"""Options of calls that share the workers."""
+
 LARGE: Final[dict[str, Case]] = {
     "calls": Case(ALL, 7, 3, options={"threads": 2, "concurrency": 2}),
     "hard_timeout": Case(ALL, 6, of_call={"hard_timeout": 1.0, "retries": 1}),
@@ -60,6 +71,10 @@ LARGE: Final[dict[str, Case]] = {
     "queue_timeout": Case(ALL, 6, of_call={"queue_timeout": 1.0, "retries": 1}),
     "rate": Case(ALL, 6, of_call={"key": "k", "rate": Rate(1, per=0.7), "retries": 1, "queue_timeout": 2.0}),
     "start": Case(ALL, 3, from_start=True),
+    "nested calls": Case({**ALL, "asks": 8}, 4, options={"threads": 2, "concurrency": 2}),
+    "nested calls and all options": Case({**ALL, "paces": 2, "asks": 8}, 6, options={"per_key": 1}, of_call=MIXED),
+    "options of every kind": Case({**ALL, "paces": 2}, 9, options={"threads": 2, "concurrency": 2}, of_call=MIXED),
+    "and a limit of each key": Case({**ALL, "paces": 2}, 9, options={"per_key": 1, "max_tasks_per_worker": 3}, of_call=MIXED),
 }
 """Histories of everything at once are too many to look at all of them: these are random."""
 
@@ -89,6 +104,25 @@ def test_in_random_histories_each_call_ends_and_is_told_the_truth(subtests: pyte
         for name, case in LARGE.items():
             with subtests.test(case=name, kind=kind):
                 assert strolls(case._replace(kind=kind), times(20, 5000)) > 100
+
+
+def test_a_close_waits_for_the_retry_of_a_caller_that_dies_while_its_nested_call_waits() -> None:
+    """1. The caller leaves the dead worker  2. its nested call is cancelled, and the close looks  3. the caller is queued again."""
+    events = {"asks": 1, "closes": 1, "dies": 1, "paces": 1}
+    path = [
+        "submits",
+        "w0.1 reads",
+        "w0.1 reads",
+        "paces later",
+        "asks w0.1 0 k",
+        "s hears w0.1",
+        "closes",
+        "dies w0.1",
+        "w0.1 is gone",
+    ]
+    with world(Case(events, calls=1, of_call={"retries": 1}), path) as one:
+        one.finish()
+        assert one.calls[0].result() == 0
 
 
 class Fault(NamedTuple):

@@ -111,9 +111,10 @@ class Closing:
     def look(self) -> None:
         """Take the step that is due now. To be called when calls or workers have ended.
 
-        It waits while calls are in `loose`, where it would miss them.
+        It waits while calls are in `loose`, and while those of a dead worker are ended or queued again: it would miss some. The
+        burial of a worker ends with another look.
         """
-        if not self._phase.is_closing or self._calls.loose:
+        if not self._phase.is_closing or self._calls.loose or any(member.life.is_gone for member in self._pool.members):
             return
         # A closing runner replaces no worker that has died, but one that has left its place to the next one.
         has_workers = bool(self._pool.members) or bool(self._calls.waiting() and self._pool.awaits_place())
