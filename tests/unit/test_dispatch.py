@@ -1080,6 +1080,8 @@ def test_of_many_workers_the_best_one_is_chosen_with_what_is_remembered_in_a_tur
             time[0] += 1
             for seat in seats:
                 seat.silent = random.choice((0, 0, 0, 1, 3))
+        elif what < 0.05:
+            random.choice(seats).load[kind] += 1  # a call with a key
         elif what < 0.1:
             seat = random.choice([seat for seat in seats if not seat.silent])  # it has just sent an answer
             for _ in range(random.randint(1, 8)):
@@ -1777,7 +1779,7 @@ def test_among_many_workers_one_that_has_just_ended_a_call_is_found_without_look
     for place in (8, 9):
         seats[place].load[TASK] -= 1
         dispatch.lowered(seats[place])
-    for place in (9, 8):
+    for place in (8, 9):
         assert dispatch.submitted(call) is seats[place]
         seats[place].load[TASK] += 1
     assert Counting.looks < 200

@@ -6,9 +6,10 @@ share, they get another call only after they have read everything sent to them. 
 to one worker.
 """
 
-import sys
 from collections.abc import Callable
+from heapq import heappop, heappush, heapreplace
 from itertools import count
+from sys import maxsize
 from typing import Final, Generic, TypeVar
 
 from percore._scheduler.queues import Seat
@@ -16,17 +17,51 @@ from percore._scheduler.queues import Seat
 BLOCKED: Final = 5
 """Steps of silence after which a worker counts as blocked instead of busy: 80 ms."""
 
-_AHEAD_LAST: Final = 1 << 32
-"""Added to the weight of a worker without a free place: more than any load and silence together."""
-
 _FEW: Final = 4
-"""Up to this many workers, comparing all of them is as fast as remembering the last choice."""
-_NOWHERE: Final = (-1, sys.maxsize, False)
+"""Up to this many workers, comparing all of them for each call is as fast as ranking them."""
 
-_SHARED: Final = 0.5
-"""Added to the weight of a worker that holds calls of the other kind, which may keep it busy. It decides between equal loads."""
+_NO_PLACE: Final = 1 << 32
+"""Added to the weight of a worker without a free place: more than any load and silence together."""
+_NO_ROOM: Final = 2 * _NO_PLACE
+"""Added to the weight of a worker without room."""
+
+_MOST: Final = 256
+"""Calls that are planned at once."""
 
 S = TypeVar("S", bound=Seat)
+
+
+class _Ranking(Generic[S]):
+    """The workers in the order in which calls of one kind prefer them. A worker is known by its place in the list of workers.
+
+    A rank is the weight of a worker, times the number of workers, plus its place. So the least rank is that of the best worker, and
+    among equals that of the first. A rank is never too high: what lowers a weight is noted at once (`lower`) or looked for in the
+    next turn (`late`). It may be too low, because a call that is sent is not noted. So a rank is compared with its worker before it
+    counts.
+    """
+
+    __slots__ = ("heap", "late", "ranks", "seats", "turn")
+
+    def __init__(self, seats: tuple[S, ...], kind: int) -> None:
+        self.seats = seats
+        self.ranks = [2 * seat.load[kind] * len(seats) + place for place, seat in enumerate(seats)]
+        """The rank of each worker."""
+        self.heap = sorted(self.ranks)
+        """All ranks, and some that are no worker's any more."""
+        self.late: set[int] = set()
+        """The places of workers whose rank may include silence, which can end without a message."""
+        self.turn = 0.0
+        """The turn of these silences."""
+
+    def lower(self, place: int, load: int) -> None:
+        """Note that the worker of this place may have so few calls, and nothing else that adds to its weight."""
+        ranks = self.ranks
+        rank = 2 * load * len(ranks) + place
+        if rank < ranks[place]:
+            heappush(self.heap, rank)
+            ranks[place] = rank
+            if len(self.heap) > 4 * len(ranks):
+                self.heap = sorted(ranks)
 
 
 class Choice(Generic[S]):
@@ -43,25 +78,15 @@ class Choice(Generic[S]):
         self._places = places
         self._room = room
         self._turn: Callable[[], float] = turn or count().__next__
-        self._least = [_NOWHERE, _NOWHERE]
-        """By kind: the load of the least loaded worker, the index in `seats` at which to look for workers with that load, and
-        whether all workers with that load hold calls of the other kind.
-
-        Sending raises the loads one worker after the other, so the next choice needs no full comparison."""
-        self._lowered: tuple[list[S], list[S]] = ([], [])
-        """By kind: the workers whose load has fallen to the least one since the last full comparison, or above it since then."""
-        self._many: frozenset[S] = frozenset()
-        """The workers, if they are more than a few."""
-        self._is_one_behind = False
-        """Whether the last full comparison met a worker that had room and unread messages."""
-        self._is_beside = False
-        """Whether `of_many` has chosen in place of a blocked worker. Nothing is remembered of that: each such call is counted."""
-        self._known_in: list[float | None] = [None, None]
-        """By kind: the turn to the end of which `_least` is known, because a worker may read again; None: it stays known."""
-        self._best: list[S | None] = [None, None]
-        """By kind: the worker that the last full comparison has found best."""
-        self._front: dict[int, tuple[S, float, float]] = {}
-        """By kind: a worker that stays the best one in this turn, while its load is below this limit and no load falls."""
+        self._place_of: dict[S, int] = {}
+        self._rankings: tuple[_Ranking[S], ...] = ()
+        """By kind. Empty if the workers have changed, and while one of the two is compared with the workers."""
+        self._times_lowered = 0
+        self._plans: tuple[list[tuple[S, int]], list[tuple[S, int]]] = ([], [])
+        """By kind: who gets the next calls, the last one first, each with the load that it must have by then. A plan holds for its
+        turn, while no load falls and no call of the other kind is sent."""
+        self._planned_in: list[tuple[float, int]] = [(0.0, 0), (0.0, 0)]
+        """By kind: the turn of the last plan, and for how many calls it was at most."""
         self._beyond: dict[S, int] = {}
         """Calls that a worker got in place of a blocked one since it last had read everything."""
 
@@ -71,24 +96,17 @@ class Choice(Generic[S]):
 
     def lowered(self, seat: S | None = None) -> None:
         """Note that the load of a worker has fallen. None: perhaps of several, or the workers have changed."""
-        self._front.clear()
         if seat is None:
-            self._least[0] = self._least[1] = _NOWHERE
-            self._known_in[0] = self._known_in[1] = None
-            self._best[0] = self._best[1] = None
-            self._lowered[0].clear()
-            self._lowered[1].clear()
-            self._many = frozenset(self._seats) if len(self._seats) > _FEW else frozenset()
-        elif seat in self._many:  # not one that drains
-            for kind in (0, 1):
-                load, least = seat.load[kind], self._least[kind][0]
-                if self._known_in[kind] is not None:  # another one may have read since, and have a smaller load
-                    self._least[kind], self._known_in[kind] = _NOWHERE, None
-                elif load < least:  # then it alone has the least load
-                    self._least[kind] = load, len(self._seats), True
-                    self._lowered[kind][:] = [seat]
-                elif load == least:
-                    self._lowered[kind].append(seat)
+            self._times_lowered += 1
+            self._plans[0].clear()
+            self._plans[1].clear()
+            self._rankings = ()
+            self._place_of = {}
+        elif (place := self._place_of.get(seat)) is not None:  # not one that drains
+            self._times_lowered += 1
+            for plan, ranking, load in zip(self._plans, self._rankings, seat.load, strict=False):
+                plan.clear()
+                ranking.lower(place, load)
 
     def forget(self, seat: S) -> None:
         """Forget a worker that takes no more calls."""
@@ -103,38 +121,131 @@ class Choice(Generic[S]):
         """
         places, room = self._places[kind], self._room[kind]
         best: S | None = None
-        least: float = sys.maxsize
+        least: float = maxsize
         step = 0
-        is_one_behind = False
         for seat in self._seats:
             load = seat.load[kind]
             if load < room and load < least:
                 weight: float = load
                 silence = seat.silence()
                 if silence:
-                    is_one_behind = True
                     weight += silence
                 if seat.load[1 - kind]:
-                    weight += _SHARED
+                    weight += 0.5
                 elif not load and not silence:  # no other worker can be better
                     return seat
                 if load >= places:
-                    weight += _AHEAD_LAST
+                    weight += _NO_PLACE
                 if weight < least:
                     best, least, step = seat, weight, silence
-        self._is_one_behind = is_one_behind
-        return best if step < BLOCKED else self._beside(best, kind)
+        return best if best is None or step < BLOCKED else self._beside(best, kind)
 
-    def _beside(self, blocked: S | None, kind: int) -> S | None:
+    def of_many(self, kind: int) -> S | None:
+        """As `of_few`, but rank the workers, and plan the next calls of this turn."""
+        plan = self._plans[kind]
+        if plan and self._planned_in[kind][0] == self._turn():
+            seat, load = plan.pop()
+            if seat.load[kind] == load:
+                return seat
+        plan.clear()
+        self._plans[1 - kind].clear()
+        rankings, times_lowered = self._rankings or self._ranked(), self._times_lowered
+        self._rankings = ()  # an error must not leave one that lacks a worker
+        best = self._first(rankings[kind], kind)
+        if times_lowered == self._times_lowered:
+            self._rankings = rankings
+        else:  # a garbage collection has run user code that has cancelled calls
+            plan.clear()
+        return best
+
+    def _ranked(self) -> tuple[_Ranking[S], ...]:
+        seats = tuple(self._seats)
+        self._place_of = {seat: place for place, seat in enumerate(seats)}
+        return _Ranking(seats, 0), _Ranking(seats, 1)
+
+    def _first(self, ranking: _Ranking[S], kind: int) -> S | None:
+        """Return the worker for a call, and plan those of the next calls."""
+        if ranking.late:
+            self._look_again(ranking, kind)
+        weight = self._raise(ranking, kind)
+        if weight >= _NO_ROOM:
+            return None
+        heap, seats, size = ranking.heap, ranking.seats, len(ranking.seats)
+        best = seats[heap[0] % size]
+        if self._is_blocked(ranking):
+            return self._beside(best, kind)
+        turn, (last, most) = self._turn(), self._planned_in[kind]
+        most = min(8 * most, _MOST) if turn == last else 1  # more, the more calls a turn turns out to have
+        self._planned_in[kind] = turn, most
+        if weight < _NO_PLACE and most > 1:
+            equals = [heappop(heap)]
+            while self._raise(ranking, kind) == weight and len(equals) < most and not self._is_blocked(ranking):
+                equals.append(heappop(heap))
+            self._plan([seats[rank % size] for rank in equals], kind, heap[0] // size - weight if heap else 2 * most, most)
+            for rank in equals:
+                heappush(heap, rank)
+        return best
+
+    def _raise(self, ranking: _Ranking[S], kind: int) -> int:
+        """Correct the least rank until it is that of the best worker. Return the weight of that one."""
+        heap, ranks, seats = ranking.heap, ranking.ranks, ranking.seats
+        size = len(seats)
+        while heap:
+            rank = heap[0]
+            place = rank % size
+            if rank != ranks[place]:  # it is no worker's any more
+                heappop(heap)
+                continue
+            load = seats[place].load
+            weight = 2 * load[kind]
+            if weight * size + place <= rank:  # else the calls sent since then are enough to make another one better
+                silence = seats[place].silence()
+                weight += 2 * silence + (load[1 - kind] > 0)
+                if load[kind] >= self._places[kind]:
+                    weight += _NO_PLACE if load[kind] < self._room[kind] else _NO_ROOM
+                if silence:
+                    self._note_late(ranking, place)
+                if weight * size + place <= rank:
+                    return weight
+            ranks[place] = weight * size + place
+            heapreplace(heap, ranks[place])
+        return _NO_ROOM
+
+    def _plan(self, equals: list[S], kind: int, gap: int, most: int) -> None:
+        """Plan the next calls: these workers of equal weight take turns. `gap`: what the next worker's weight has beyond theirs."""
+        free = self._places[kind] - max(seat.load[kind] for seat in equals)
+        rounds = min(max(1, (gap + 1) // 2), free, -(-most // len(equals)))
+        plan = [(seat, seat.load[kind] + times) for times in range(rounds) for seat in equals]
+        plan.reverse()
+        plan.pop()  # the first one gets the call at hand
+        self._plans[kind][:] = plan
+
+    def _is_blocked(self, ranking: _Ranking[S]) -> bool:
+        """Return whether the worker of the least rank is blocked."""
+        place = ranking.heap[0] % len(ranking.seats)
+        return place in ranking.late and ranking.seats[place].silence() >= BLOCKED
+
+    def _note_late(self, ranking: _Ranking[S], place: int) -> None:
+        if not ranking.late:
+            ranking.turn = self._turn()
+        ranking.late.add(place)
+
+    def _look_again(self, ranking: _Ranking[S], kind: int) -> None:
+        """In a new turn, let the workers be compared again that were silent."""
+        if ranking.turn != self._turn():
+            for place in ranking.late:
+                ranking.lower(place, ranking.seats[place].load[kind])
+            ranking.late.clear()
+
+    def _beside(self, blocked: S, kind: int) -> S | None:
         """Return another worker in place of a blocked one, or the blocked one itself if no other has room.
 
         If the blocked worker has a free place, other workers are considered only for their free places, not for queueing ahead.
         Each gets only a few calls in its place (a quarter of its own load) until it has read everything. If none may take the
         call yet, the call waits: None.
         """
-        self._is_beside = True
         places, room = self._places[kind], self._room[kind]
-        level = places if blocked is not None and blocked.load[kind] < places else room
+        level = places if blocked.load[kind] < places else room
         others = [seat for seat in self._seats if seat.load[kind] < level and seat.silence() < BLOCKED]
         for seat in sorted(others, key=lambda seat: seat.load[kind] + seat.silence()):
             beyond = 0 if seat.has_read() else self._beyond.get(seat, 0)
@@ -142,49 +253,3 @@ class Choice(Generic[S]):
                 self._beyond[seat] = beyond + 1
                 return seat
         return None if others else blocked
-
-    def of_many(self, kind: int) -> S | None:
-        """As `of_few`, but remember the least load and which workers may have it, or that a worker has by far the least."""
-        if kind in self._front:
-            best, limit, turn = self._front[kind]
-            if best.load[kind] < limit and turn == self._turn():
-                return best
-            del self._front[kind]
-        seats, lowered = self._seats, self._lowered[kind]
-        least, start, is_shared = self._least[kind]
-        while lowered:
-            seat = lowered[-1]
-            if seat.load[kind] == least and not seat.silence():
-                return seat
-            lowered.pop()
-        known_in = self._known_in[kind]
-        for index in range(start, len(seats) if known_in is None or known_in == self._turn() else 0):
-            seat = seats[index]
-            if seat.load[kind] == least and (is_shared or not seat.load[1 - kind]):
-                if seat.silence():
-                    if known_in is None:
-                        break
-                    continue
-                self._least[kind] = least, index, is_shared
-                return seat
-        lowered.clear()
-        self._is_beside = False
-        chosen = self.of_few(kind)
-        self._remember(chosen, kind)
-        return chosen
-
-    def _remember(self, best: S | None, kind: int) -> None:
-        """Remember what is known after a full comparison."""
-        if best is None or self._is_beside:
-            self._least[kind], self._known_in[kind] = _NOWHERE, None
-            return
-        load, silence, turn = best.load[kind], best.silence(), self._turn()
-        # A worker with unread messages may have a smaller load, and may read again in the next turn.
-        is_lasting = not load or not self._is_one_behind
-        self._known_in[kind] = None if is_lasting else turn
-        self._least[kind] = _NOWHERE if silence else (load, 0, best.load[1 - kind] > 0)
-        was_best, self._best[kind] = self._best[kind] is best, best
-        if was_best and load and silence < BLOCKED:
-            second = min((seat.load[kind] for seat in self._seats if seat is not best), default=0)
-            if second - silence > load + 1:  # no weight is less than a load
-                self._front[kind] = best, min(second - silence, self._places[kind]), turn

@@ -114,8 +114,9 @@ class Channel:
     ) -> None:
         """Begin to receive.
 
-        The channel calls `on_frame` with the messages of each frame, until a call stops the channel; `on_broken` with the exception
-        if the channel breaks; and `on_batch` after everything published was delivered, or when a full bell takes writes again.
+        The channel calls `on_frame` with all messages that have arrived, until a call stops the channel; `on_broken` with the
+        exception if the channel breaks; and `on_batch` after everything published was delivered, or when a full bell takes writes
+        again.
         """
         self.on_frame = on_frame
         self.on_broken = on_broken
@@ -393,10 +394,15 @@ class Channel:
                 self.on_logged(logged)
                 if not self.is_open:
                     return
-            while rx.read != rx.end:
-                self.on_frame(decode(rx.next()))
-                if not self.is_open:  # one of the messages, or sending a reply to it, has stopped the channel
-                    return
+            messages: list[Message] = []
+            try:
+                while rx.read != rx.end:
+                    messages += decode(rx.next())
+            finally:  # those before a broken frame have arrived
+                if messages:
+                    self.on_frame(messages)
+            if not self.is_open:  # one of the messages, or sending a reply to it, has stopped the channel
+                return
             if self.on_batch is not None:
                 self.on_batch()
         except BaseException as error:
