@@ -206,6 +206,20 @@ def test_another_rate_counts_what_has_begun() -> None:
     assert bucket.free(60.9, 5) > 1_000_000
 
 
+def test_nothing_is_left_of_a_rate_that_was_taken_away() -> None:
+    bucket = Bucket(Rate(10, per=1, burst=10))
+    for at in (0.0, 0.5):
+        bucket.began(at, 5)
+    bucket.change(None, 0.6)
+    bucket.began(0.6, 100)  # without a rate nothing counts
+    bucket.change(Rate(4, per=1, burst=4), 0.7)
+    assert bucket.free(0.7, 0) == 4
+    bucket.began(0.7, 4)
+    assert bucket.free(1.55, 0) <= 0  # also when the starts under the first rate are a second old
+    assert bucket.due(1.55, 0) == pytest.approx(1.7)
+    assert bucket.free(1.75, 0) == 4
+
+
 def test_a_key_needs_little_memory_however_many_starts_its_window_holds() -> None:
     rate = Rate(10**6, per=3600, burst=10**6)
     bucket = Bucket(rate)

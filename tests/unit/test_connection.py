@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,21 @@ async def test_frames_of_any_size_arrive_in_order(pair: tuple[socket.socket, soc
     one.connection.close()
     await until(lambda: other.lost)
     assert (one.lost, other.lost) == ([], ["its connection was closed"])
+
+
+async def test_a_frame_is_sent_at_once_and_a_beat_has_the_time(pair: tuple[socket.socket, socket.socket]) -> None:
+    one, other = End(pair[0]), End(pair[1])
+    assert all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in pair)
+    before = time.monotonic()
+    one.connection.beat_here()
+    await asyncio.to_thread(one.connection.beat)
+    await until(lambda: len(other.frames) == 2)
+    assert [(kind, number) for kind, number, _ in other.frames] == [(Kind.BEAT, 0)] * 2
+    first, second = (time_of(memoryview(data)) for _, _, data in other.frames)
+    assert before <= first <= second <= time.monotonic()
+    assert [time_of(bytearray(size)) for size in (0, 7, 9)] == [float("inf")] * 3  # a broken peer's
+    one.connection.close()
+    other.connection.close()
 
 
 async def test_an_end_whose_peer_resets_the_connection_says_so_once(pair: tuple[socket.socket, socket.socket]) -> None:

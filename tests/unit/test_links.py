@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from itertools import count
@@ -18,12 +19,15 @@ from percore._common.system import HAS_EVENTFD, HAS_MEMFD
 from percore._engines.processes.descriptors import let_go
 from percore._engines.processes.fork_server_launcher import _Request
 from percore._engines.processes.log_receiver import LogReceiver
+from percore._protocol.interfaces import UNBEGUN
+from percore._protocol.messages import MARK_WORDS
 from percore._transport import doorbell
 from percore._transport import links as module
 from percore._transport import memory as of_memory
 from percore._transport.links import Links
 from percore._transport.memory import Memory, has_address_space
 from percore._transport.worker_side import WorkerEnd
+from tests.faults import LIMIT
 
 
 def links_of(workers: int, max_message: int = 2**30) -> Links:
@@ -166,6 +170,40 @@ def test_without_descriptors_no_advice_about_memory_is_given(monkeypatch: pytest
         links_of(2)
     assert caught.value.errno == errno.EMFILE
     assert "max_message" not in str(caught.value)
+
+
+def test_an_arena_has_its_slots_and_no_worker_more_result_slots_than_it_has() -> None:
+    for max_message in (1024, 2**30, 2**34):
+        memory, slot_size = module.map_arena(max_message)
+        with closing(memory):
+            assert (memory.size // slot_size, slot_size) == module.slots_of(max_message)
+        half, slot_size = module.map_arena(max_message, 2)
+        with closing(half):
+            assert half.size // slot_size == module.slots_of(max_message)[0] // 2
+    with closing(links_of(2)) as shared:
+        layout = shared.layout
+        shared.resize(2)
+        assert shared.layout == layout
+        shared.layout = layout._replace(arena_size=3 * layout.slot_size)  # less was to be had
+        shared.resize(2)
+        assert shared.layout.results_size == 3 * layout.slot_size
+
+
+def test_a_link_reads_how_far_a_call_has_come() -> None:
+    with closing(links_of(1)) as shared, closing(shared.link()) as link:
+        link.close_fds()
+        marks = shared.layout.marks(link._cell)
+        begun = time.monotonic_ns() - 5_000_000_000
+        for call_id in (1, 63, 64 + 5):
+            assert link.fate(call_id) == UNBEGUN
+            word = call_id % 64 * MARK_WORDS
+            marks[word + 1], marks[word + 2], marks[word] = begun, 7 + call_id, call_id
+            fate = link.fate(call_id)
+            assert (fate.begun, fate.items) == (True, 7 + call_id)
+            assert fate.age is not None
+            assert 5 <= fate.age < 5 + LIMIT
+        assert link.fate(5) == UNBEGUN  # the place is that of another call
+        marks.release()
 
 
 def test_more_workers_have_smaller_shares_and_together_never_more_than_half_of_the_arena() -> None:

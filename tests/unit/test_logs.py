@@ -21,7 +21,7 @@ from percore._engines.processes.log_receiver import LogReceiver, _name_here
 from percore._protocol.messages import BrokenFrame
 from percore._transport import doorbell
 from percore._transport.doorbell import bell_fds, bell_of
-from percore._transport.log_records import RECORD_LIMIT, pack, unpack
+from percore._transport.log_records import _FIELDS, RECORD_LIMIT, pack, unpack
 from percore._transport.memory import Memory
 from percore._transport.ring import RingWriter
 from percore._worker_process import log_forwarding as worker_logs
@@ -81,6 +81,7 @@ def test_whatever_is_no_record_is_told(data: bytes) -> None:
         ("name", 10, 1.0),
         ("name", 10, 1.0, *[None] * 15),
         (b"name", 10, 1.0, *[None] * 12, "m", None, {}),
+        *(("name", 10, 1.0, *[None] * (len(_FIELDS) - 3), message, None, extra) for message, extra in ((None, {}), ("m", None))),
         ["name"],
         1,
     ],
@@ -172,6 +173,7 @@ def test_what_cannot_be_cut_is_left_out() -> None:
 
 def test_time_since_the_start_is_that_of_this_process() -> None:
     before = record()
+    before.created -= 5000.0
     before.relativeCreated += 1e9
     here = record()
     assert unpack(pack(before)).relativeCreated - here.relativeCreated == pytest.approx(

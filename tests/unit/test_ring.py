@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from percore._protocol.messages import BrokenFrame
-from percore._transport.ring import HEADER_SIZE, RingReader, RingWriter
+from percore._transport.ring import HEADER_SIZE, OWED, RingReader, RingWriter, largest_frame
 
 HEADER = struct.Struct("<II")
 
@@ -92,6 +92,25 @@ def test_a_ring_can_be_filled_to_the_last_byte() -> None:
     assert writer.free() == 0
     reader.end += count
     assert take(reader) == bytes(64 - HEADER_SIZE)
+
+
+@pytest.mark.parametrize("size", [64, 1000, 1 << 16])
+def test_the_largest_frame_fits_whatever_a_reader_does_not_report(size: int) -> None:
+    """It reports what it has read once it owes more than its share of the ring."""
+    largest = largest_frame(size)
+    for before in range(HEADER_SIZE, size, max(1, size // 50)):
+        writer, reader, _ = ring(size)
+        writer.write(bytes(before - HEADER_SIZE))
+        reader.end = writer.written
+        drain(reader, [])
+        owed = reader.read
+        if owed > size // OWED:
+            writer.acknowledged = owed
+        assert writer.free() >= largest + HEADER_SIZE
+        writer.write(bytes(largest))
+    writer, _, _ = ring(size)
+    writer.written = size // OWED  # the most that is never reported: nothing larger would fit
+    assert writer.free() == largest + HEADER_SIZE
 
 
 def test_a_frame_is_not_seen_before_it_is_published() -> None:

@@ -272,6 +272,16 @@ def test_what_is_warm_above_the_bound_goes_back_at_once() -> None:
     assert len(ledger.given) == 2
 
 
+def test_a_slot_that_was_cooled_is_handed_out_once() -> None:
+    writer, ledger = ledger_slots(4, 40 * MIB)
+    assert [writer.take() for _ in range(4)] == [0, 1, 2, 3]
+    for slot in (3, 2, 1, 0):  # the pages of the higher ones go back, which are free meanwhile
+        writer.give(slot, 40 * MIB)
+    assert ledger.given
+    assert [writer.take() for _ in range(5)] == [0, 1, 2, 3, None]
+    assert writer.in_use == 4
+
+
 def test_nobody_gets_a_slot_whose_pages_are_on_their_way_back() -> None:
     # 1. the loop gives a slot back, above the bound; 2. a thread takes that slot and writes; 3. the pages go: its data is zeros.
     taken: list[int | None] = []

@@ -93,6 +93,10 @@ def test_a_wrong_head_is_refused_before_its_data(kind: int, number: int, length:
         feed(Decoder(MOST), forged(kind, number, length), 1 << 16)
 
 
+def test_kinds_have_numbers_of_their_own() -> None:
+    assert len(Kind.__members__) == len(set(Kind))  # else two names were one kind
+
+
 def test_each_side_takes_its_own_kinds_alone() -> None:
     with pytest.raises(BrokenFrame, match="of kind 37"):
         feed(Decoder({int(Kind.BEAT): 8}), framed(Kind.EXIT, 1, b""), 1 << 16)
