@@ -13,10 +13,10 @@ from percore._attach.programs import programs, read
 PROGRAM = Path(__file__).with_name("e2e") / "top_program.py"
 
 
-def until(is_so: Callable[[], object]) -> None:
-    """Wait until it is so, in the other processes."""
+def until(is_so: Callable[[], object], pause: float = 0.01) -> None:
+    """Wait until it is so, in the other processes. `pause`: more, where a look costs the CPU time that they need."""
     while not is_so():
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def running(engine: str = "processes") -> Iterator[int]:
     command = [sys.executable, "-W", "ignore:engine=:RuntimeWarning", str(PROGRAM), engine]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
-            until(lambda: process.poll() is not None or process.pid in [one.pid for one in programs()])
+            until(lambda: process.poll() is not None or process.pid in [one.pid for one in programs()], pause=0.05)
             until(lambda: any(one["name"].endswith("fetch") for one in page(process.pid)["functions"]))
             yield process.pid
         finally:

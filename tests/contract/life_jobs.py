@@ -13,6 +13,11 @@ import percore
 from tests.jobs import BadText, apass_gate, await_, say
 
 
+async def a_moment() -> None:
+    """A call that waits for somebody else, so that a load of such calls leaves CPU time to those that start workers."""
+    await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def fails_and_stays(log: str) -> AsyncIterator[None]:
     """The second worker fails to start, and its process does not end by itself."""

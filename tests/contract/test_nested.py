@@ -10,6 +10,7 @@ from percore import RunnerClosed, WorkerDied
 from tests import nested_jobs as jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.counts import times
 from tests.fakes import FakeRunner
 from tests.internals import members_of, slots_used
 from tests.waiting import until
@@ -144,12 +145,14 @@ async def test_a_closing_runner_waits_for_nested_calls(make: MakeRunner) -> None
     assert await future == 20
 
 
+@pytest.mark.long
 async def test_many_callers_at_once(make: MakeRunner, subtests: pytest.Subtests) -> None:
     """More than ever step aside at once: then nested calls go first."""
     async with make(2, concurrency=2, threads=1) as runner:
         for fn in (jobs.adown, jobs.down, jobs.amixed, jobs.mixed):
             with subtests.test(fn=fn.__name__):
-                assert await runner.map(fn, [2] * 150) == [2] * 150
+                count = times(60, 150)
+                assert await runner.map(fn, [2] * count) == [2] * count
         members = members_of(runner)
         assert [(member.load, member.families, member.calls) for member in members] == [([0, 0, 0], {}, {})] * 2
 

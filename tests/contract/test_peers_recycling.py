@@ -247,7 +247,7 @@ def _passing_on(target: "asyncio.Future[Any]") -> "Callable[[asyncio.Future[Any]
 async def test_peers_34_calls_recycling_deaths_and_close_in_any_order(make: MakeRunner, seed: int) -> None:
     for round_ in range(times(1, 2)):
         storm = Storm(make, 1000 * seed + round_)
-        await storm.blow(times(30, 100))
+        await storm.blow(times(20, 100))
         assert storm.outcomes.count("value") > 0
 
 

@@ -39,10 +39,11 @@ async def steady_load(runner: Runner, tasks: int = 8) -> AsyncIterator[Callable[
         nonlocal ended
         options = runner.options(key=f"key {number % 5}")
         while not is_over:
+            await runner.run(life_jobs.a_moment)
             assert await runner.run(jobs.aecho, number) == number
             assert await options.run(jobs.echo, number) == number
             assert await runner.map(jobs.echo, range(number)) == [*range(number)]
-            ended += 2 + number
+            ended += 3 + number
 
     running = [asyncio.ensure_future(calls(number)) for number in range(tasks)]
     try:

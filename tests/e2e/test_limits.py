@@ -71,7 +71,7 @@ def test_t3_every_call_ends_once_over_recycling_deaths_and_closing(
 ) -> None:
     kind = ["asyncio", "uvloop"].index(loop)
     places = [(limit, workers) for limit in limits for workers in WORKERS if not LONG or workers % 2 == kind]
-    count = times(40, 3200)
+    count = times(25, 3200)
     shapes = [(limit, workers, count, (limit + workers) % 3 == 0) for limit, workers in places]
     running = program("recycled", loop, tmp_path, os.environ.get("CHAOS_SEED", "1"), json.dumps(shapes))
     for _ in shapes:
@@ -306,7 +306,7 @@ def test_r6_without_descriptors_a_start_fails_and_leaves_nothing(loop: str, meth
 @pytest.mark.timeout(120)
 @PAIRS
 def test_r6_without_descriptors_a_replacement_is_tried_again(loop: str, method: str, program: Callable[..., Program]) -> None:
-    count = times(6, ENOUGH)
+    count = times(3, ENOUGH)
     running = program("no_descriptors_at_respawn", loop, method, count)
     told = lines(running, "respawn", count)
     assert [spare for spare, *_ in told] == list(range(count))

@@ -41,7 +41,11 @@ class Pane:
         return self.tmux("capture-pane", "-p", "-e")
 
     def shows(self, *texts: str) -> None:
-        until(lambda: all(text in self.shown() for text in texts))
+        def is_shown() -> bool:
+            shown = self.shown()
+            return all(text in shown for text in texts)
+
+        until(is_shown, pause=0.05)  # a look is a process
 
     def press(self, keys: str) -> None:
         self.tmux("send-keys", "-l", keys)
@@ -82,7 +86,7 @@ def test_every_size_and_the_keys(program: int, tmp_path: Path) -> None:
         pane.shows("top_program.py", "USS", "__main__.fetch", "q quit")
         for width, height in ((40, 20), (300, 60), (40, 4), (150, 40)):
             pane.resize(width, height)
-            until(lambda width=width: fits(pane.shown().splitlines(), width))  # type: ignore[misc]
+            until(lambda width=width: fits(pane.shown().splitlines(), width), pause=0.05)  # type: ignore[misc]
         pane.press("w")
         pane.shows("  worker 0", "  worker 1")
         blocked = next(worker for worker in page(program)["workers"] if any("block" in one["name"] for one in worker["current"]))
@@ -111,4 +115,4 @@ def test_a_blocked_program_is_red_and_told_without_colors_too(program: int, tmp_
             assert not any(f"\x1b[{color}m" in plain.styled() for color in range(30, 38))
         finally:
             os.kill(program, signal.SIGCONT)
-        until(lambda: "has been blocked" not in colored.shown())
+        until(lambda: "has been blocked" not in colored.shown(), pause=0.05)

@@ -7,7 +7,7 @@ from pickle import PickleBuffer
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from percore._common.errors import PayloadTooLarge
@@ -16,6 +16,7 @@ from percore._serialization.pickler import dump
 from percore._transport import slots as module
 from percore._transport.buffers import ALIGNMENT, BUFFER_LIMIT, has_buffers, places_in, table_of
 from percore._transport.slots import Sink, SlotWriter
+from tests.counts import times
 from tests.unit.test_slots import MIB, byte_slots, reader_of
 
 PLAIN = st.recursive(st.none() | st.integers() | st.text(max_size=20) | st.binary(max_size=20), st.lists, max_leaves=8)
@@ -44,6 +45,8 @@ def test_what_a_table_tells_is_read_back(pickled: int, lengths: list[int]) -> No
         assert places_in(form) == (pickled, places)
 
 
+@settings(max_examples=times(30, 1000))
+@pytest.mark.long
 @given(thing=PLAIN)
 def test_a_pickle_alone_has_no_buffers(thing: Any) -> None:
     data = pickle.dumps(thing, protocol=5)

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from percore._scheduler import keys as module
 from percore._scheduler.keys import KEPT, PIECE, Keys, weight
 from percore._scheduler.lanes import Lanes
+from tests.counts import times
 
-KEYS = 10_000
+pytestmark = pytest.mark.long
+
+KEYS = times(4_000, 10_000)
 
 
 @dataclass(eq=False)
