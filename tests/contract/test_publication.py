@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+from itertools import count
 
 import pytest
 
@@ -14,6 +15,7 @@ from percore._monitor.views import Model
 from percore._web.feed import Feed
 from tests import jobs
 from tests.contract.conftest import MakeRunner
+from tests.contract.pipes import Gate, Log
 from tests.hosts import NodesRunner, engine_of, inner_hosts
 from tests.internals import current_member
 from tests.waiting import until
@@ -54,6 +56,21 @@ async def test_a_replacement_is_told_at_rest(make: MakeRunner) -> None:
         await until(is_published)
         current_member(runner).worker.kill()  # type: ignore[union-attr]
         await until(lambda: read(os.getpid())[0]["statistics"]["workers"][0]["generation"] == 2)
+
+
+async def test_pages_that_take_long_are_written_less_often(
+    make: MakeRunner, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def period() -> float:
+        return 0.0 if not is_published() or (next_one := due()) is None else next_one - read(os.getpid())[0]["at"]
+
+    monkeypatch.setattr("percore._supervisor.publication._PERIOD", 0.01)
+    monkeypatch.setattr("percore._supervisor.publication.thread_time", count(0.0, 0.001).__next__)  # each page takes a millisecond
+    async with make(1) as runner:
+        call = runner.submit(jobs.await_, log.path, gate.path)
+        await until(lambda: period() == pytest.approx(0.05))
+        gate.open()
+        await call
 
 
 async def test_without_a_descriptor_there_is_no_page_and_calls_go_on(

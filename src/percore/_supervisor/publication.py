@@ -7,7 +7,7 @@ belongs to a runner at rest, and one whose time is over to a program whose event
 import asyncio
 import logging
 from itertools import count
-from time import monotonic
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import ref
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from percore._supervisor.blocked_loops import BlockedLoops
 
 _PERIOD: Final = 0.5
-"""Seconds between two pages."""
+"""Least seconds between two pages."""
+
+_REST: Final = 50
+"""How many times as long as a page takes the loop has for other work until the next one. With hundreds of workers a page takes
+tens of milliseconds."""
 
 _MOST_FUNCTIONS: Final = 8
 """Functions of which the page has figures by worker, those with the most time: a page takes a bounded part of the loop's time."""
@@ -71,6 +75,7 @@ class Publication:
         self._page: PageFile | None = None
         self._elsewhere = UsageElsewhere(loop)
         self._timer: asyncio.TimerHandle | None = None
+        self._period = _PERIOD
         self._is_closed = False
 
     def arm(self) -> None:
@@ -83,7 +88,7 @@ class Publication:
     def touch(self) -> None:
         """Publish soon, because something has changed."""
         if self._is_on and self._timer is None and not self._is_closed:
-            self._timer = self._loop.call_later(_PERIOD, self._publish)
+            self._timer = self._loop.call_later(self._period, self._publish)
 
     def close(self) -> None:
         """Publish nothing more, and take the page away. Idempotent."""
@@ -119,13 +124,14 @@ class Publication:
         try:
             if self._page is None:
                 self._page = PageFile()
-            now = monotonic()
+            now, began = monotonic(), thread_time()
             statistics = published.statistics(_MOST_FUNCTIONS)
-            due = now + _PERIOD if is_busy else None
+            due = now + self._period if is_busy else None
             self._page.write(encode(page_of(statistics, self._number, now, due, self._elsewhere.found)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
             self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
         else:
+            self._period = max(_PERIOD, _REST * (thread_time() - began))
             if published.has_nodes():
                 self._elsewhere.look(published.usage_elsewhere, self.touch)
