@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -177,6 +178,69 @@ async def test_r1_messages_of_all_sizes_both_ways(pair: Pair) -> None:
         got = await receiver.receive(len(sizes))
         assert [call_id for _, call_id, _ in got] == list(range(len(sizes)))
         assert all(body == number.to_bytes(2, "big") + b"x" * sizes[number] for _, number, body in got)
+
+
+async def test_a_frame_that_fits_exactly_is_not_left_behind(pair: Pair) -> None:
+    """1. the ring is full, and a frame waits; 2. the peer reports just as much room as the frame needs: no other report follows."""
+    sender, receiver = pair.up, pair.down
+    sender.channel.send(1, 1, b"x" * 100)
+    await receiver.receive(1)
+    await until(lambda: not sender.is_behind())
+    tx = sender.channel.tx
+    frame = len(encode([(1, 2, b"y" * 100)])) + HEADER_SIZE
+    for room in (frame - 1, frame):
+        acknowledged = tx.acknowledged
+        tx.acknowledged -= tx.size - room  # so much is free, and nothing is on its way
+        if room < frame:
+            sender.channel.send_from_thread(1, 2, b"y" * 100)
+            assert not sender.channel.is_flushed()
+        else:
+            sender.channel.flush()
+        tx.acknowledged = acknowledged
+        assert sender.channel.is_flushed() is (room == frame)
+    assert await receiver.receive(2) == [(1, 1, b"x" * 100), (1, 2, b"y" * 100)]
+
+
+async def test_a_message_to_an_idle_peer_waits_if_threads_fill_the_ring_meanwhile(pair: Pair) -> None:
+    """1. the loop finds that the peer is idle; 2. a thread fills the ring; 3. the loop gets the lock and has no room."""
+    sender, receiver = pair.up, pair.down
+    own = sender.channel._lock
+
+    class Late:
+        def acquire(self, blocking: bool) -> bool:
+            sender.channel._lock = own
+            while sender.channel._frame is None:
+                sender.channel.send_from_thread(1, 0, b"t" * 60_000)
+            frame, sender.channel._frame = sender.channel._frame, None
+            waiting.append(frame)
+            return own.acquire(blocking)
+
+        def release(self) -> None:
+            own.release()
+
+    waiting: list[bytes] = []
+    sender.channel._lock = cast("Any", Late())
+    sender.channel.send(2, 7, b"late" * 15_000)
+    assert waiting
+    assert sender.channel.tx.written - sender.channel.tx.acknowledged <= sender.channel.tx.size
+    assert not sender.channel.is_flushed()
+    await until(lambda: bool(receiver.got) and receiver.got[-1][0] == 2)
+    assert receiver.got[-1] == (2, 7, b"late" * 15_000)
+    assert [*{body for op, _, body in receiver.got if op == 1}] == [b"t" * 60_000]
+    assert sender.broken == receiver.broken == []
+
+
+async def test_the_lag_is_the_time_from_a_frame_to_its_reading(pair: Pair) -> None:
+    for sender, receiver in pair.sides():
+        assert sender.channel.lag() == 0.0
+        before = time.monotonic()
+        sender.channel.send(1, 1, None)
+        if sender is pair.up:  # its peer reports promptly; the other side reports with what it sends
+            await receiver.receive(1)
+            await until(lambda sender=sender: not sender.is_behind())  # type: ignore[misc]
+            assert 0.0 <= sender.channel.lag() <= time.monotonic() - before
+        else:
+            assert 0.0 <= sender.channel.lag() <= time.monotonic() - before
 
 
 @pytest.mark.both_loops

@@ -21,7 +21,7 @@ from percore._scheduler.batching import Batches, Run
 from percore._scheduler.choice import BLOCKED, Choice
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.keys import weight
-from percore._scheduler.levels import MOST_ASIDE
+from percore._scheduler.levels import LEAST_ASIDE, MOST_ASIDE
 from percore._scheduler.places import AHEAD, MOST_BROADCASTS, ROOM_OF_NONE, places_at_first, places_for, room_of
 from percore._scheduler.queues import Queue
 from percore._scheduler.recalls import Recall
@@ -847,6 +847,71 @@ def test_a_worker_that_has_left_is_forgotten() -> None:
     del other, seat
     gc.collect()
     assert left() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_while_nested_calls_go_first_others_wait_and_lose_no_turn(kind: int, subtests: pytest.Subtests) -> None:
+    """As many calls are aside as there may be, and a nested call waits: whatever else is submitted begins after it."""
+    for key in (None, "k"):
+        for is_of_map in (False, True):
+            with subtests.test(key=key, is_of_map=is_of_map):
+                dispatch: Dispatch[Call, Seat] = Dispatch(1, 1)
+                seat = Seat()
+                dispatch.seat(seat)
+                dispatch.moved(kind, LEAST_ASIDE)
+                seat.load[kind] = dispatch.room_for(kind)
+                nested = [Call(kind, number) for number in (1, 2)]
+                for depth, call in enumerate(nested, 1):
+                    assert dispatch.submitted(call, dispatch.level(depth, kind)) is None
+                home: Queue[Call, Seat] | None = None
+                if is_of_map:
+                    home = Queue(kind)
+                    dispatch.open(home)
+                seat.load[kind] = 0
+                later = [Call(kind, number, key) for number in (3, 4)]
+                for call in later:
+                    assert dispatch.submitted(call, home) is None
+                assert [dispatch.next(kind) for _ in range(2)] == [(nested[1], seat), (nested[0], seat)]
+                assert dispatch.next(kind) == (later[0], seat)  # no nested call waits any more
+                dispatch.moved(kind, -LEAST_ASIDE)
+                assert dispatch.next(kind) == (later[1], seat)
+                assert dispatch.next(kind) is None
+                assert dispatch.submitted(Call(kind, 5)) is seat
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nested_call_that_must_wait_for_its_worker_does_not_hold_up_others(kind: int) -> None:
+    dispatch: Dispatch[Call, Seat] = Dispatch(1, 1)
+    seats = [Seat(0), Seat(1)]
+    for seat in seats:
+        dispatch.seat(seat)
+        seat.load[kind] = dispatch.room_for(kind)
+    dispatch.moved(kind, 2 * LEAST_ASIDE)
+    deep, shallow, other = Call(kind, 1, "k"), Call(kind, 2), Call(kind, 3)
+    assert dispatch.submitted(deep, dispatch.level(2, kind)) is None
+    assert dispatch.submitted(shallow, dispatch.level(1, kind)) is None
+    assert dispatch.submitted(other) is None
+    (home,) = dispatch.level(2, kind).by_seat
+    (free,) = [seat for seat in seats if seat is not home]
+    free.load[kind] = 0
+    dispatch.lowered(free)
+    assert dispatch.next(kind) == (shallow, free)
+    assert dispatch.next(kind) is None  # the deepest one still waits, and those that are not nested with it
+    home.load[kind] = 0
+    dispatch.lowered(home)
+    assert dispatch.next(kind) == (deep, home)
+    found = dispatch.next(kind)
+    assert found is not None
+    assert found[0] is other
+
+
+def test_a_worker_that_was_asked_in_vain_is_forgotten_when_it_leaves() -> None:
+    dispatch: Dispatch[Call, Seat] = Dispatch(4, 1)
+    seat = Seat()
+    dispatch.seat(seat)
+    dispatch.recalls.barren[seat] = 3
+    dispatch.unseat(seat)
+    assert not dispatch.recalls.barren
 
 
 def test_a_key_is_taken_at_its_limit_and_while_its_worker_has_left() -> None:

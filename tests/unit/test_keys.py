@@ -727,6 +727,24 @@ def test_a_key_that_was_dropped_while_its_lane_was_listed_takes_no_new_key_of_it
     keys.ended(Call(key="k"))
 
 
+def test_a_call_that_is_removed_is_one_less_that_waits() -> None:
+    (seat,) = seats = seats_of(1)
+    keys, queue = keys_with(seats), Queue()
+    calls = [Call(number, key=number % 2) for number in range(6)]
+    for call in calls:
+        assert keys.submitted(call, queue, FULL) is None
+    for left, call in ((5, calls[2]), (5, calls[2]), (4, calls[5])):  # the second time it waits no more
+        keys.remove(call, queue)
+        assert queue.count == left
+    keys.remove(Call(key="unknown"), queue)
+    assert queue.count == 4
+    order = []
+    while (taken := keys.take(queue, seat)) is not None:
+        order.append(taken.number)
+    assert order == [0, 1, 4, 3]
+    assert queue.count == 0
+
+
 def test_keys_whose_only_call_was_removed_are_dropped() -> None:
     keys, queue = keys_with(seats_of(1)), Queue()
     for name in range(10_000):

@@ -179,6 +179,29 @@ def test_a_closing_runner_replaces_spent_workers_while_calls_wait(
     assert slot.low(rule, has_waiting=has_waiting).act is act
 
 
+@pytest.mark.parametrize("rule", list(Replaces))
+@pytest.mark.parametrize("is_spent", [False, True])
+def test_a_start_that_failed_is_repeated_as_far_as_the_runner_replaces(rule: Replaces, is_spent: bool) -> None:
+    """All workers, those that are spent while calls wait, or none."""
+    is_allowed = rule is ALL or (rule is SPENT and is_spent)
+    slot, worker, following = followed(is_spent=is_spent)
+    for is_dead in (True, False):
+        decision = (
+            slot.died(following, rule, began=False, is_first=False) if is_dead else slot.could_not_start(rule, is_first=False)
+        )
+        assert decision.act is (Act.START_LATER if is_allowed else Act.NOTHING)
+        assert slot.is_delayed is is_allowed
+        assert slot.current is worker
+        if is_allowed:
+            slot.forget_delay()
+    empty: Replacement[Worker] = Replacement()
+    assert empty.could_not_start(rule, is_first=False).act is (Act.START_LATER if rule is ALL else Act.NOTHING)
+
+
+def test_nothing_is_put_off_by_default() -> None:
+    assert [Decision[Worker](act) for act in Act] == [Decision[Worker](act, 0.0, None) for act in Act]
+
+
 def test_a_place_has_one_start_scheduled_at_most() -> None:
     slot, worker = served(is_spent=True)
     assert slot.low(ALL, has_waiting=True).act is Act.START
