@@ -1738,12 +1738,13 @@ def _is_hit(at: int, per_key: int | None) -> bool:
     return bool(strike.name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_seats", [False, True])
 def test_an_error_while_calls_are_withdrawn_loses_no_call(has_seats: bool) -> None:
     """Each step is struck, and then some steps of the second try."""
     spared = {"part", "<genexpr>"}
     at = [0, 0]
-    hits = 0
+    hits, step = 0, times(11, 3)
     while True:
         waiting = _waiting(1)
         dispatch = waiting.dispatch
@@ -1761,7 +1762,7 @@ def test_an_error_while_calls_are_withdrawn_loses_no_call(has_seats: bool) -> No
         if not strikes[0].name:
             break
         hits += 1
-        at = [at[0], at[1] + 5] if strikes[1].name else [at[0] + 1, at[0] % 5]
+        at = [at[0], at[1] + step] if strikes[1].name else [at[0] + 1, at[0] % step]
     assert hits > 20
 
 
