@@ -4,7 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from percore._supervisor.reclaiming import FIRST, LONGEST, Reclaiming
+from percore._monitor.memory import resident_memory
+from percore._supervisor.reclaiming import ENOUGH, FIRST, LONGEST, PATIENCE, Reclaiming
 
 
 class Clock:
@@ -42,7 +43,15 @@ class Runner:
         self.clock = Clock()
         self.has_calls = self.is_armed = False
         self.roused: list[float] = []
-        self.reclaiming = Reclaiming(cast(Any, self.clock), self, self, lambda: self.roused.append(self.clock.now))
+        self.memory = 1 << 30
+        self.reclaiming = Reclaiming(cast(Any, self.clock), self, self, self._rouse, lambda: self.memory)
+        self.freed: dict[float, int] = {}
+        """What the next wake-up frees, by the time from which on it is dropped."""
+
+    def _rouse(self) -> None:
+        self.roused.append(self.clock.now)
+        for dropped in [when for when in self.freed if when <= self.clock.now]:
+            self.memory -= self.freed.pop(dropped)
 
     def is_busy(self) -> bool:
         return self.has_calls
@@ -85,6 +94,45 @@ def test_what_is_dropped_after_the_last_call_is_freed_as_long_after_that_at_most
     for dropped in range(1, 400):
         freed = min(woken for woken in runner.roused if woken >= dropped)
         assert freed - dropped <= min(dropped + FIRST, LONGEST), dropped
+
+
+@pytest.mark.parametrize("dropped", [0.5, 1.5, 17.2, PATIENCE - 1])
+def test_16_mb_of_results_are_freed_within_a_second_of_being_dropped(runner: Runner, dropped: float) -> None:
+    runner.call()
+    runner.memory += ENOUGH
+    runner.has_calls = False
+    runner.freed[dropped] = ENOUGH
+    runner.clock.until(dropped + FIRST)
+    assert not runner.freed
+    count = len(runner.roused)
+    runner.clock.until(dropped + 8)
+    assert len(runner.roused) <= count + 3  # its memory has fallen, so it is woken more rarely
+
+
+def test_memory_that_does_not_fall_is_the_program_s(runner: Runner) -> None:
+    runner.call()
+    runner.memory += ENOUGH
+    runner.has_calls = False
+    runner.clock.until(400)
+    ticks = int(PATIENCE) + 1
+    assert runner.roused[:ticks] == [*range(1, ticks + 1)]
+    assert [late - early for early, late in zip(runner.roused[ticks:], runner.roused[ticks + 1 :], strict=False)][:3] == [4, 8, 16]
+    runner.call()  # from now on that memory counts as in use
+    runner.has_calls = False
+    runner.clock.until(410)
+    assert runner.roused[-3:] == [401, 403, 407]
+    runner.call()
+    runner.memory += ENOUGH
+    runner.has_calls = False
+    runner.clock.until(414)
+    assert runner.roused[-4:] == [411, 412, 413, 414]
+
+
+def test_this_process_has_memory() -> None:
+    before = resident_memory()
+    large = b"x" * (2 * ENOUGH)
+    assert resident_memory() >= before + ENOUGH
+    del large
 
 
 def test_the_next_call_begins_again(runner: Runner) -> None:

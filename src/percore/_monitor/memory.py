@@ -33,6 +33,13 @@ def memory_of(pid: int, enough: int) -> int | None:
         return None
 
 
+def resident_memory() -> int:
+    """Return how many bytes of memory this process has; 0 if the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(_lines("/proc/self/statm")[0].split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def own_bytes(smaps: Iterable[str]) -> int:
     """Return the bytes of private memory in the text of a /proc/PID/smaps or smaps_rollup, without percore's shared memory.
 
