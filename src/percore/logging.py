@@ -1,6 +1,7 @@
-"""A formatter for log records of the program, of percore and of workers, which have different attributes.
+"""A formatter for log records of the program, of percore and of workers, which have different attributes, and a filter.
 
 "formatters": {"all": {"class": "percore.logging.Formatter", "format": "%(levelname)s %(origin)s: %(message)s"}}
+"filters": {"workers": {"()": "percore.logging.WorkerFilter"}}
 """
 
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any, Final, Literal
 
-__all__ = ["Formatter"]
+__all__ = ["Formatter", "WorkerFilter"]
 
 _DEFAULTS: Final = {
     "%": "%(asctime)s %(levelname)s %(name)s [%(origin)s] %(message)s",
@@ -26,6 +27,7 @@ class Formatter(logging.Formatter):
 
     worker: the index of the worker that has logged the record or that the record is about; "-" if there is none. If workers are
         threads of the program (`engine="threads"`), it is found where a record is formatted in the thread that has logged it.
+        If another thread formats it, as behind a `QueueHandler`, add a `WorkerFilter` to the handler that gets it first.
     pid: the process id of that worker, or of the program.
     origin: "worker 0", or "program".
 
@@ -59,6 +61,21 @@ class Formatter(logging.Formatter):
         text = super().format(shown)
         record.exc_text = shown.exc_text  # the text of the traceback, which logging keeps for the next formatter
         return text
+
+
+class WorkerFilter(logging.Filter):
+    """Gives `worker` and `pid` to the records of workers that are threads of the program (`engine="threads"`).
+
+    Add it to a handler. It runs in the thread that logs: so a `QueueHandler` passes the attributes on, and any formatter has them.
+    Records of workers that are processes have them without it. Records of the program, and those that have a `worker`, stay as they
+    are. It passes every record, or, as `logging.Filter`, those of the logger `name` and of the loggers below it.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is of the logger `name`."""
+        if "worker" not in vars(record) and (worker := _worker_here()) is not None:
+            record.worker, record.pid = worker, record.process or os.getpid()
+        return bool(super().filter(record))
 
 
 def _worker_here() -> int | None:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import logging.config
+import logging.handlers
 import os
+import queue
 import sys
 import warnings
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore.logging import Formatter
+from percore.logging import Formatter, WorkerFilter
 
 SHOWN = "%(levelname)s %(origin)s %(worker)s %(pid)s %(message)s"
 
@@ -42,6 +44,42 @@ def test_in_the_thread_of_a_worker_a_record_is_that_worker_s() -> None:
     with warnings.catch_warnings(action="ignore"):
         assert asyncio.run(main()) == ["worker 0", "program", "worker 7"]
     assert Formatter("%(origin)s").format(record()) == "program"
+
+
+def test_a_filter_tells_the_worker_to_whoever_formats_the_record_later() -> None:
+    kept: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = logging.handlers.QueueHandler(kept)
+    handler.addFilter(WorkerFilter())
+    logger = logging.Logger("crawler")
+    logger.addHandler(handler)
+
+    async def coroutine() -> None:
+        logger.warning("from a coroutine")
+        await asyncio.to_thread(logger.warning, "from its thread")
+
+    def plain() -> None:
+        logger.warning("from a plain function")
+        logger.warning("about a worker", extra={"worker": None})
+
+    async def main() -> None:
+        async with percore.Runner(1, engine="threads") as runner:
+            logger.warning("from the program")
+            await runner.run(coroutine)
+            await runner.run(plain)
+
+    with warnings.catch_warnings(action="ignore"):
+        asyncio.run(main())
+    found = [vars(kept.get_nowait()) for _ in range(5)]
+    shown = [(one["message"], one.get("worker", "none"), one.get("pid")) for one in found]
+    assert shown == [
+        ("from the program", "none", None),
+        ("from a coroutine", 0, os.getpid()),
+        ("from its thread", 0, os.getpid()),
+        ("from a plain function", 0, os.getpid()),
+        ("about a worker", None, None),
+    ]
+    assert WorkerFilter("crawler").filter(record())
+    assert not WorkerFilter("server").filter(record())
 
 
 def test_other_handlers_see_the_record_as_it_was() -> None:
@@ -79,11 +117,13 @@ def test_a_dict_names_it() -> None:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"all": {"class": "percore.logging.Formatter", "format": SHOWN}},
-        "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "all"}},
+        "filters": {"workers": {"()": "percore.logging.WorkerFilter"}},
+        "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "all", "filters": ["workers"]}},
         "loggers": {name: {"handlers": ["out"]}},
     }
     logging.config.dictConfig(configuration)
     (made,) = logging.getLogger(name).handlers
     logging.getLogger(name).handlers.clear()
     assert isinstance(made.formatter, Formatter)
+    assert isinstance(made.filters[0], WorkerFilter)
     assert made.formatter.format(record(worker=2, pid=77)) == "INFO worker 2 2 77 fetched 3"

@@ -5,11 +5,11 @@ calls are made by the thread of the runner's loop, or, with the engine of thread
 nothing to do. So a large result that the program has dropped elsewhere, such as in the thread that has called
 `executor.submit(...).result()`, would stay in memory until the next call, and views that it contains would keep their slots.
 
-While calls are under way, the threads are woken every second. So they are after the last call, as long as the process has 16 MB more
-than it had before, until its memory falls or a minute is over: then the program keeps what it has got. After that the threads are
-woken after 2, 4, 8 seconds and so on, and in the end once a minute. So a large object that is dropped within a minute after the last
-call is freed within a second. A small one that is dropped `t` seconds after the last call is freed about `t` seconds later, and after
-a minute at most.
+While calls are under way, the threads are woken every second. So they are after the last call while the process has 16 MB more
+than before, until its memory falls or a minute is over: then the program keeps what it has got. After that the threads are
+woken after 2, 4, 8 seconds and so on, and in the end once a minute. So a large object that is dropped within a minute after the
+last call is freed within a second. Another one that is dropped `t` seconds after the last call is freed about `t` seconds
+later, and after a minute at most.
 """
 
 import asyncio
