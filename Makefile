@@ -133,7 +133,7 @@ soak: $(VENV)/.percore-test
 
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
-	$(RUN) $(PYTEST) -n $(JOBS) tests/sweep/kill_points.py $(SWEEP_ARGS)
+	$(RUN) $(PYTEST) -n $(JOBS) tests/sweep/kill_points.py tests/sweep/thread_points.py $(SWEEP_ARGS)
 
 # As the sweep. It needs strace, and the permission to attach.
 syscalls: $(VENV)/.percore-test

@@ -404,7 +404,26 @@ async def test_a_close_gives_up_what_does_not_end(caplog: pytest.LogCaptureFixtu
         assert not gate.is_set()
 
 
-async def test_plain_functions_run_on_after_a_kill_and_what_waits_behind_them_runs_elsewhere() -> None:
+async def _kill(runner: Runner) -> None:
+    worker_of(runner).kill()
+
+
+async def _raise(runner: Runner) -> None:
+    """Let the loop of the worker raise."""
+
+    async def leave() -> None:
+        left.append(asyncio.create_task(fail()))
+
+    async def fail() -> None:
+        raise SystemExit(3)
+
+    left: list[asyncio.Task[None]] = []
+    with suppress(WorkerDied):
+        await runner.run(leave)
+
+
+@pytest.mark.parametrize("end", [_kill, _raise])
+async def test_plain_functions_run_on_after_an_end_and_what_waits_behind_them_runs_elsewhere(end: Any) -> None:
     gate, begun, ran = threading.Event(), threading.Event(), []
 
     def wait(number: int) -> int:
@@ -419,7 +438,7 @@ async def test_plain_functions_run_on_after_a_kill_and_what_waits_behind_them_ru
         later = [runner.submit(wait, number) for number in range(1, 4)]
         mapped = asyncio.create_task(runner.map(wait, range(10, 20)).collect())
         await asyncio.sleep(0)
-        worker_of(runner).kill()
+        await end(runner)
         with pytest.raises(WorkerDied, match="its thread runs on"):
             await call
         assert runner.statistics().given_up == 1
@@ -427,10 +446,11 @@ async def test_plain_functions_run_on_after_a_kill_and_what_waits_behind_them_ru
         assert await asyncio.gather(*later) == [1, 2, 3]
         assert await mapped == [*range(10, 20)]
         assert await runner.run(jobs.echo, 1) == 1
-    assert sorted(ran) == [0, 1, 2, 3, *range(10, 20)]  # each once, and that of the worker that was killed too
+    assert sorted(ran) == [0, 1, 2, 3, *range(10, 20)]  # each once, and that of the worker that has ended too
 
 
-async def test_a_batch_is_parted_where_its_worker_is_killed() -> None:
+@pytest.mark.parametrize("end", [_kill, _raise])
+async def test_a_batch_is_parted_where_its_worker_ends(end: Any) -> None:
     gate, begun, ran = threading.Event(), threading.Event(), []
 
     def wait(number: int) -> int:
@@ -444,7 +464,7 @@ async def test_a_batch_is_parted_where_its_worker_is_killed() -> None:
         await runner.map(jobs.echo, range(1000))
         found = asyncio.create_task(runner.map(wait, range(400), return_exceptions=True).collect())
         await until(begun.is_set)
-        worker_of(runner).kill()
+        await end(runner)
         results = await found
         gate.set()
     died = [place for place, one in enumerate(results) if isinstance(one, WorkerDied)]

@@ -47,6 +47,16 @@ CHANGES: Final = ("supervisor.renewal.due", "supervisor.worker.succeeded", "supe
 NESTED: Final = ("worker.nested.asked", "supervisor.nested.asked", "supervisor.nested.accepted", "supervisor.nested.answered")
 """Of a call that another call makes."""
 
+OF_THREADS: Final = (
+    "worker.call.marked",
+    "worker.call.unpickled",
+    "worker.call.running",
+    "worker.outcome.ready",
+    "worker.item.ready",
+    "worker.nested.asked",
+)
+"""Of a call, in a worker that is a thread."""
+
 ALL: Final = (*CHANGES, *NESTED, *STEPS, *BIRTHS, *ENDS, *SERVER, *SUPERVISOR_STEPS, *SUPERVISOR_LIFE)
 
 DEATHS: Final = {"kill": -9, "segv": -11, "abrt": -6, "exit": 0, "libcexit": 0}

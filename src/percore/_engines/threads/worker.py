@@ -169,6 +169,8 @@ class ThreadWorker:
             return Exit(None, _ENDED)
         finally:
             self._side.stop()
+            # Threads of the pool run on until they have nothing to do: they must not begin what another worker gets.
+            self._taken_back |= core.server.take_all()
             _end_loop(loop, task)
 
     def _leave(self, core: WorkerCore | None) -> None:
@@ -206,7 +208,7 @@ class ThreadWorker:
         core, task = self._core, self._main_task
         if core is None or task is None:
             return
-        self._taken_back = core.server.take_all()
+        self._taken_back |= core.server.take_all()
         core.server.abandon()
         for one in asyncio.all_tasks(task.get_loop()) | {task}:
             one.cancel()
