@@ -38,10 +38,10 @@ class Case(NamedTuple):
     Attributes:
         events: how often each thing may happen: "dies", "sticks", "fails", "drains", "cancels", "closes", "cuts", "reloads",
             "grows", "shrinks", "time", "suspends", "paces" (the rate of a key changes), "asks" (a call makes
-            a nested call).
+            a nested call), "pulls" (a nested stream), "leaves" (one is closed).
         calls: how many calls the user makes.
         options: those of the runner.
-        of_call: those of each call, or those of several calls, which take turns.
+        of_call: those of each call, or those of several calls, which take turns. One with `prefetch` is a stream.
         kind: coroutines or plain functions.
         from_start: whether workers get ready as steps, too.
         as_pickle: whether the arguments are sent as a pickle.
@@ -74,6 +74,8 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     broken: list[BaseException] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    takes: dict[int, asyncio.Semaphore] = field(default_factory=dict)
+    """Released when the consumer of a stream may go on."""
     store: References = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +144,9 @@ class World:
         """What happens by itself."""
         for worker in self.workers:
             yield from worker.steps()
+        for number, take in self.takes.items():
+            if take._waiters:
+                yield f"takes {number}", take.release
 
     def take(self, name: str) -> None:
         """Take one of the steps."""
@@ -167,13 +172,29 @@ class World:
         options = self.case.options_of(number)
         view: Any = self.runner.options(**options) if options else self.runner
         self.calls.append(None)
+        fn: Any
         try:
+            if "prefetch" in options:
+                fn = jobs.anumbers if self.kind == Kind.TASK else jobs.numbers
+                self.takes[number] = asyncio.Semaphore(0)
+                self.calls[number] = self.loop.create_task(self.consume(number, view.stream(fn, number)))
+                return
             given: Any = {"value": number} if self.case.as_pickle else number
-            fn: Any = jobs.aecho if self.kind == Kind.TASK else jobs.echo
+            fn = jobs.aecho if self.kind == Kind.TASK else jobs.echo
             self.calls[number] = view.submit(fn, **given) if self.case.as_pickle else view.submit(fn, given)
         except BaseException:
             self.calls.pop()
             raise
+
+    async def consume(self, number: int, stream: Any) -> int:
+        """Take the items of a stream, each when the test says so. They come in order and without a gap."""
+        taken = 0
+        async with stream:
+            async for item in stream:
+                assert item == taken, f"item {taken} of stream {number} is {item}"
+                taken += 1
+                await self.takes[number].acquire()
+        return number
 
     def cancel(self, number: int) -> None:
         self.cancelled.add(number)
@@ -245,7 +266,8 @@ class World:
         if self.runner._assembly is not None:
             assert not self.supervisor.members
             assert not self.supervisor.calls.waiting()
-        assert not self.loop.timers(), f"timers run on: {self.loop.timers()}"
+        timers = [timer for timer in self.loop.timers() if _name(timer) != "StreamCall._look"]  # it only looks, once
+        assert not timers, f"timers run on: {timers}"
         for number, call in enumerate(self.calls):
             self.judge(number, call)
 
@@ -303,8 +325,10 @@ class World:
                 task.exception()
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         for call in self.calls:
-            if call.done() and not call.cancelled():
+            if not call.cancel() and not call.cancelled():
                 call.exception()
+        with suppress(BaseException):
+            self.loop.settle()
         self.runner._phase = State.CLOSED  # one that a fault has kept from closing would warn
         self.loop.close()
 

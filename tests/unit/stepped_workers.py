@@ -14,36 +14,35 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from percore._engines.threads.references import References
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import (
-    ANSWER_ERROR,
-    ANSWER_VALUE,
-    ASK,
     BATCH,
     BEGIN_BY,
     CANCEL,
     CANCELLED,
+    CREDIT,
     DRAIN,
     DRAINING,
-    DROP,
+    ENDED,
     FINISH,
     ID_MASK,
+    ITEMS,
     READY,
     RECALL,
     RETURNED,
+    TERMS,
     UNREADY,
     VALUE,
     WITHDRAW,
     Kind,
     is_call,
 )
-from percore._protocol.nested_calls import NestedRequest
-from tests import jobs
+from tests.unit.stepped_nested import StepNested
 
 if TYPE_CHECKING:
     from tests.unit.call_orders import World
 
 MOST_TURNS: Final = 2000
-ASKS: Final = (None, "k", "other")
-"""The keys of nested calls."""
+MOST_ITEMS: Final = 3
+"""Items that a generator yields at most."""
 
 
 class Nothing:
@@ -186,10 +185,23 @@ class StepWorker:
         self.begin_by: float | None = None
         """When the calls that follow must have begun."""
         self.deadlines: dict[int, float | None] = {}
-        self.asked: dict[int, int] = {}
-        """The nested calls that have no answer, each with the call that has made it."""
-        self.left: set[int] = set()
-        """The nested calls that had no answer when their callers were cancelled."""
+        self.nested = StepNested(self)
+        self._handlers: dict[int, Callable[[int, Any], None]] = {
+            BEGIN_BY: self._note_begin_by,
+            TERMS: self._note_terms,
+            CREDIT: self._credit,
+            CANCEL: self._cancel,
+            RECALL: self._recall,
+            WITHDRAW: self._withdraw,
+            DRAIN: self._drain,
+            FINISH: self._finish,
+            **self.nested.handlers,
+        }
+        self.terms: dict[int, int] = {}
+        """The first credits of streams that are about to be sent."""
+        self.credits: dict[int, int] = {}
+        """How many more items each stream may produce."""
+        self.produced: dict[int, int] = {}
         self.state = "starting"
         self.code = 0
         self.waits_since = 0.0
@@ -226,9 +238,7 @@ class StepWorker:
         elif self.state == "serving":
             yield f"drains {name}", partial(self.kill, signal.SIGTERM)
         if self.state in ("serving", "draining") and not self.is_stuck:
-            for number, is_cancelled in self.running.items():
-                for key in () if is_cancelled else ASKS:
-                    yield f"asks {name} {self.labels[number]} {key}", partial(self.ask, number, key)
+            yield from self.nested.events(name, [number for number, is_cancelled in self.running.items() if not is_cancelled])
 
     def stick(self) -> None:
         self.is_stuck = True
@@ -260,15 +270,19 @@ class StepWorker:
     def _own_steps(self, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
         if self.inbox:
             yield f"{name} reads", self.read
-        asking = set(self.asked.values())
-        if self.waiting and not any(self.kinds[number] == Kind.THREAD for number in self.running.keys() - asking):
+        asking = set(self.nested.asked.values())
+        idle = asking | {number for number, some in self.credits.items() if not some}
+        if self.waiting and not any(self.kinds[number] == Kind.THREAD for number in self.running.keys() - idle):
             yield f"{name} begins", lambda: self.begin(self.waiting.popleft())
         for number in list(self.running):
-            if number in asking:
-                continue  # it waits for its nested calls
+            if self.credits.get(number, 0) and self.produced[number] < MOST_ITEMS and not self.running[number]:
+                yield f"{name} yields {self.labels[number]}", partial(self.produce, number)
+            if number in asking or (number in self.credits and self.produced[number] < MOST_ITEMS and not self.running[number]):
+                continue  # it waits for its nested calls, or has more to yield
             yield f"{name} answers {self.labels[number]}", partial(self.answer, number)
             if self.running[number]:
                 yield f"{name} answers {self.labels[number]} all the same", partial(self.answer, number, suppresses=True)
+        yield from self.nested.steps(name)
         if self.state == "finished" or (self.state == "draining" and not (self.running or self.waiting)):
             yield f"{name} is gone", self.exit
 
@@ -289,28 +303,39 @@ class StepWorker:
         op, number, body = self.inbox.popleft()
         if is_call(op):
             self._take(op, number)
-        elif op == BEGIN_BY:
-            self.begin_by = body
-        elif op in (ANSWER_VALUE, ANSWER_ERROR):
-            self._take_answer(number, body)
-        elif op == CANCEL:
-            self._cancel(number)
-        elif op == RECALL:
-            self._return(list(self.waiting)[-number:] if number else [])
-            self.tell(RETURNED, 0, None)
-        elif op == WITHDRAW:
-            self._return([number] if number in self.waiting else [])
-        elif op == DRAIN:
-            self._drain()
-        elif op == FINISH:
-            self.state = "finished"
+        elif op in self._handlers:
+            self._handlers[op](number, body)
         if not self.inbox:
             self.waits_since, self.has_news = 0.0, True
+
+    def _note_begin_by(self, _number: int, body: float | None) -> None:
+        self.begin_by = body
+
+    def _note_terms(self, number: int, body: Any) -> None:
+        self.terms[number] = 0 if body is None else body[3]
+
+    def _credit(self, number: int, items: int) -> None:
+        if number in self.credits:
+            self.credits[number] += items
+
+    def _recall(self, wanted: int, _body: Any) -> None:
+        self._return(list(self.waiting)[-wanted:] if wanted else [])
+        self.tell(RETURNED, 0, None)
+
+    def _withdraw(self, number: int, _body: Any) -> None:
+        self._return([number] if number in self.waiting else [])
+
+    def _finish(self, _number: int, _body: Any) -> None:
+        self.state = "finished"
 
     def _take(self, op: int, number: int) -> None:
         assert op != BATCH
         self.kinds[number] = self.world.kind
         self.deadlines[number] = self.begin_by
+        self.produced[number] = 0
+        self.credits.pop(number, None)
+        if prefetch := self.terms.pop(number, 0):
+            self.credits[number] = prefetch
         if self.state != "serving":
             self.tell(RETURNED, number, None)
         elif self.world.kind == Kind.TASK:
@@ -323,7 +348,7 @@ class StepWorker:
             self.waiting.remove(number)
             self.tell(RETURNED, number, None)
 
-    def _drain(self) -> None:
+    def _drain(self, _number: int, _body: Any) -> None:
         if self.state != "serving":
             return
         self.state = "draining"
@@ -331,13 +356,13 @@ class StepWorker:
         while self.waiting:
             self.tell(RETURNED, self.waiting.popleft(), None)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, _body: Any) -> None:
         if number in self.waiting:
             self.waiting.remove(number)
             self.tell(CANCELLED, number, True)
-        elif number in self.running and self.kinds[number] == Kind.TASK:
+        elif number in self.running and (self.kinds[number] == Kind.TASK or number in self.credits):
             self.running[number] = True
-            self._drop_nested(number)
+            self.nested.drop(number)
 
     def begin(self, number: int) -> None:
         deadline = self.deadlines[number]
@@ -348,34 +373,17 @@ class StepWorker:
         self.running[number] = False
         self.world.ran[self.labels[number]] += 1
 
-    def ask(self, caller: int, key: str | None) -> None:
-        """Make a nested call. Without a key of its own it belongs to that of its caller."""
-        label = self.world.nested()
-        self.asked[label] = caller
-        pickle = self.world.store.pickled((jobs.echo, (), {"value": label}))
-        request = NestedRequest(caller, self.world.kind, "echo", "tests.jobs", key, key is None, 0, None, None, (), pickle)
-        self.tell(ASK, label, tuple(request))
-
-    def _take_answer(self, number: int, body: Any) -> None:
-        if number in self.left:  # the answer was on its way when its caller ended
-            self.left.discard(number)
-            return
-        caller = self.asked.pop(number, None)
-        if caller is None:
-            self.world.broken.append(AssertionError(f"nested call {number} was answered twice, or after its caller has ended"))
-        elif type(body) is int:
-            self.world.judge_nested(number, body)
-
-    def _drop_nested(self, caller: int) -> None:
-        """The nested calls of a call are not wanted any more, because it was cancelled."""
-        for nested in [nested for nested, one in self.asked.items() if one == caller]:
-            del self.asked[nested]
-            self.left.add(nested)
-            self.tell(DROP, nested, None)
+    def produce(self, number: int) -> None:
+        """Yield an item of a stream."""
+        self.tell(ITEMS, number, (0, -1.0, [self.produced[number]], []))
+        self.produced[number] += 1
+        self.credits[number] -= 1
 
     def answer(self, number: int, *, suppresses: bool = False) -> None:
         is_cancelled = self.running.pop(number) and not suppresses
-        self.tell(CANCELLED if is_cancelled else VALUE, number, None if is_cancelled else self.labels[number])
+        is_stream = self.credits.pop(number, None) is not None
+        op = CANCELLED if is_cancelled else ENDED if is_stream else VALUE
+        self.tell(op, number, None if is_cancelled or is_stream else self.labels[number])
 
     def exit(self) -> None:
         self.state = "gone"
@@ -394,7 +402,7 @@ class StepWorker:
             (self.index, self.state, self.code, self.is_stuck, self.has_news, bool(self.waits_since)),
             (tuple(map(of, self.inbox)), tuple(map(of, self.outbox))),
             tuple((labels[one], how) for one, how in self.running.items()),
-            (tuple(labels[one] for one in self.waiting), tuple(self.asked), self.begin_by),
+            (tuple(labels[one] for one in self.waiting), tuple(self.nested.asked), self.begin_by, tuple(self.credits.values())),
             frozenset((labels[one], round(now - when, 1)) for one, when in self.begun.items()),
         )
 

@@ -13,7 +13,18 @@ import pytest
 from percore import Rate
 from percore._protocol.messages import Kind
 from percore._scheduler import dispatch, keys
-from percore._supervisor import call_registry, closing, deaths, hard_limits, lifecycles, outcomes, pool, pool_changes
+from percore._supervisor import (
+    call_registry,
+    closing,
+    deaths,
+    hard_limits,
+    lifecycles,
+    nested,
+    nested_answers,
+    outcomes,
+    pool,
+    pool_changes,
+)
 from tests.counts import times
 from tests.unit.call_orders import Case, explore, stroll, watched, world
 
@@ -63,6 +74,12 @@ MIXED: Final[tuple[dict[str, Any], ...]] = (
 )
 """Options of calls that share the workers."""
 
+KEYED: Final[tuple[dict[str, Any], ...]] = ({"key": "k"}, {"key": "other"}, {"key": "k", "retries": 1}, {})
+SOME: Final = {"dies": 1, "drains": 1, "cancels": 1, "closes": 1, "reloads": 1, "shrinks": 1, "grows": 1, "time": 3, "sticks": 1}
+"""Events that leave a history time for nested calls."""
+
+STREAMS: Final[tuple[dict[str, Any], ...]] = ({"prefetch": 1}, {"prefetch": 2, "key": "k"}, {"retries": 1}, {"hard_timeout": 1.0})
+
 LARGE: Final[dict[str, Case]] = {
     "calls": Case(ALL, 7, 3, options={"threads": 2, "concurrency": 2}),
     "hard_timeout": Case(ALL, 6, of_call={"hard_timeout": 1.0, "retries": 1}),
@@ -71,7 +88,9 @@ LARGE: Final[dict[str, Case]] = {
     "queue_timeout": Case(ALL, 6, of_call={"queue_timeout": 1.0, "retries": 1}),
     "rate": Case(ALL, 6, of_call={"key": "k", "rate": Rate(1, per=0.7), "retries": 1, "queue_timeout": 2.0}),
     "start": Case(ALL, 3, from_start=True),
-    "nested calls": Case({**ALL, "asks": 8}, 4, options={"threads": 2, "concurrency": 2}),
+    "nested calls": Case({**SOME, "asks": 8}, 3),
+    "nested calls with keys": Case({**SOME, "asks": 8, "pulls": 2}, 4, options={"per_key": 1}, of_call=KEYED),
+    "streams": Case({**SOME, "asks": 3, "pulls": 4, "leaves": 1}, 4, of_call=STREAMS),
     "nested calls and all options": Case({**ALL, "paces": 2, "asks": 8}, 6, options={"per_key": 1}, of_call=MIXED),
     "options of every kind": Case({**ALL, "paces": 2}, 9, options={"threads": 2, "concurrency": 2}, of_call=MIXED),
     "and a limit of each key": Case({**ALL, "paces": 2}, 9, options={"per_key": 1, "max_tasks_per_worker": 3}, of_call=MIXED),
@@ -146,6 +165,10 @@ FAULTS: Final = [
     Fault(pool.Pool, "_retire", "reload"),
     Fault(hard_limits.HardLimits, "_step", "hard_timeout"),
     Fault(hard_limits.HardLimits, "look", "hard_timeout"),
+    Fault(nested.Nested, "_grant", "streams"),
+    Fault(nested.Nested, "_close", "streams"),
+    Fault(nested.Nested, "_knot", "nested calls with keys"),
+    Fault(nested_answers.NestedAnswers, "resume", "streams"),
 ]
 
 
@@ -154,4 +177,4 @@ def test_the_explorer_finds_faults(monkeypatch: pytest.MonkeyPatch, subtests: py
         with subtests.test(fault=method), monkeypatch.context() as patch:
             patch.setattr(owner, method, lambda *_, **__: None)
             with pytest.raises(AssertionError):
-                strolls(CASES[case], 400)
+                strolls((LARGE | CASES)[case], 400)
