@@ -30,6 +30,10 @@ title.set_title("worker 1", "x" * 10_000, "percore-w1")
 told.append(shown())
 real = title._arguments
 first, end = real()
+for stat in (b"", b"7 (a) b) R 1 7", b"7 (python3) R " + b"0 " * 44, b"7 (python3) R " + b"x " * 60):  # a sandbox of its own mind
+    title._arguments = lambda: title._arguments_in(stat)
+    title.set_title("worker 3", "crawl.py", f"percore-{len(stat)}-and-more")
+    told.append(shown()[1])
 for wrong in ((first, first + 8), (8, 4096), (0, 0)):  # too little room; memory that is not there; a sandbox tells nothing
     title._arguments = lambda: wrong
     title.set_title("worker 2", "crawl.py", f"percore-{wrong[1] % 10}-and-more")
@@ -48,7 +52,9 @@ def run(*, path: Path | None = None) -> list[Any]:
 
 
 def test_the_title_takes_the_place_of_the_arguments() -> None:
-    before, first, second, long, *short = run()
+    before, first, second, long, *told = run()
+    assert told[:4] == ["percore-0-and-m", "percore-14-and-", "percore-102-and", "percore-134-and"]
+    short = told[4:]
     assert before[0].endswith("last\0")
     assert first == ["percore: worker 0 of crawl.py\0", before[1]]
     assert second == ["percore: worker 10\0", before[1]]

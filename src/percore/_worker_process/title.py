@@ -28,6 +28,9 @@ _SHORT: Final = 15
 
 _NO_NAME: Final = frozenset({"", "-", "-c", "-m"})
 
+_SPAN: Final = slice(45, 47)
+"""Fields 48 and 49 of proc(5), from the third one on: where the memory of the arguments begins and ends."""
+
 
 def program_name() -> str:
     """Return the name of the program by `sys.argv`: of its script, or of the package that `python -m` runs. Empty: it has none."""
@@ -75,9 +78,13 @@ def _arguments() -> tuple[int, int]:
         OSError, ValueError: the system does not say.
     """
     with open("/proc/self/stat", "rb") as file:
-        # The second field is the name in parentheses, which may contain anything. The third one follows them.
-        fields = file.read().rpartition(b")")[2].split()
-    first, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5)
+        return _arguments_in(file.read())
+
+
+def _arguments_in(stat: bytes) -> tuple[int, int]:
+    # The second field is the name in parentheses, which may contain anything. The third one follows them.
+    fields = stat.rpartition(b")")[2].split()
+    first, end = map(int, fields[_SPAN])  # a ValueError where there are fewer: user-mode QEMU makes a file of its own
     return first, end if first else first
 
 
