@@ -196,7 +196,7 @@ def test_a_start_imports_so_many_modules(subtests: pytest.Subtests) -> None:
     A bound rises only with a reason: a module of a feature that few programs use can be imported with its first use.
     """
     for name, imports, most in (
-        ("program", "percore._runner.early; [__import__(name) for name in percore._runner.early.MODULES]", 120),
+        ("program", "percore._runner.early; [__import__(name) for name in percore._runner.early.MODULES]", 119),
         ("fork server", "percore._worker_process.fork_server, percore._worker_process.main", 69),
     ):
         with subtests.test(name=name):

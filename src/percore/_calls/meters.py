@@ -23,7 +23,7 @@ _OFTEN_NS: Final = 4_000_000
 """Nanoseconds between two calls whose waits are measured below which fewer are measured."""
 
 _MOST_SKIPPED: Final = 256
-"""Of calls in a hurry the wait of every so-manieth is measured."""
+"""While calls follow one another quickly, the wait of one in so many is measured, at most."""
 
 ALL: Final = 16
 """Batches of a function, and messages with their results, all of which are measured."""
@@ -109,31 +109,31 @@ class Meter:
         return monotonic_ns() << _WEIGHT_BITS | 1 if self.name else 0
 
     def waited(self, mark: int, began: int, calls: int = 1) -> None:
-        """Take the wait of so many calls with this mark that began at this time."""
+        """Note the wait of so many calls that have this mark and began at this time."""
         self.wait.add(max(0, began - (mark >> _WEIGHT_BITS)), calls * (mark & (1 << _WEIGHT_BITS) - 1))
 
     def dumped(self, nanoseconds: int, size: int) -> None:
-        """Take what pickling the arguments took that was due, and the size of the pickle."""
+        """Note how long it took to pickle the arguments of a call that is measured, and the size of the pickle."""
         self.payload.add(size, self.dumps.skips)
         self.dumps.took(nanoseconds)
 
     def loaded(self, nanoseconds: int, size: int) -> None:
-        """Take what unpickling the result took that was due, and the size of the pickle."""
+        """Note how long it took to unpickle the result of a call that is measured, and the size of the pickle."""
         self.payload.add(size, self.loads.skips)
         self.loads.took(nanoseconds)
 
     def sized(self, size: int) -> None:
-        """Take the size of a pickle that passes through."""
+        """Note the size of a pickle that passes through."""
         if self.name:
             self.payload.add(size)
 
     def loaded_all(self, count: int, nanoseconds: int, size: int) -> None:
-        """Take what unpickling `count` results took, and the sum of their sizes."""
+        """Note how long it took to unpickle `count` results, and the sum of their sizes."""
         self.payload.add(size // count, count)
         self._note(1, count, nanoseconds)
 
     def measured(self, loads: int, load_ns: int, dumps: int, dump_ns: int) -> None:
-        """Take what pickling took in a worker: how often it unpickled arguments and pickled results, and the nanoseconds."""
+        """Note how often a worker has unpickled arguments and pickled results, and for how many nanoseconds."""
         self._note(2, loads, load_ns)
         self._note(3, dumps, dump_ns)
 

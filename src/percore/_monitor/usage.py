@@ -69,8 +69,8 @@ class Usage:
     """Memory, CPU and threads of the supervisor, the fork server and the workers, process by process.
 
     `str()` of it is a readable table with the columns PID, process, RES, USS, %CPU and threads, and a line of totals. The total of
-    RES counts shared memory once for each process that shares it; the total of USS counts no memory twice. A
-    notebook shows the table.
+    RES counts shared memory once for each process that shares it; the total of USS counts no memory twice. A notebook shows the
+    table.
 
     Attributes:
         processes: the processes that were running, the supervisor first.

@@ -34,6 +34,7 @@ LATER: Final = (
     "percore._supervisor.limited_worker",
     "percore._supervisor.memory_watch",
     "percore._supervisor.rates",
+    "percore._supervisor.usage_elsewhere",
 )
 """Those of options that few runners have: they are imported for a runner with the option, or for the first call with it."""
 

@@ -13,7 +13,6 @@ from weakref import ref
 
 from percore._common.log import report
 from percore._common.system import HAS_MEMFD
-from percore._supervisor.usage_elsewhere import UsageElsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
     from percore._monitor.statistics import Statistics
     from percore._monitor.usage import ProcessUsage
     from percore._supervisor.blocked_loops import BlockedLoops
+    from percore._supervisor.usage_elsewhere import UsageElsewhere
 
 _PERIOD: Final = 0.5
 """Least seconds between two pages."""
 
 _REST: Final = 50
-"""How many times as long as a page takes the loop has for other work until the next one. With hundreds of workers a page takes
-tens of milliseconds."""
+"""After a page the loop has this many times as long for other work. With hundreds of workers a page takes tens of milliseconds."""
 
 _MOST_FUNCTIONS: Final = 8
-"""Functions of which the page has figures by worker, those with the most time: a page takes a bounded part of the loop's time."""
+"""The page has figures by worker of so many functions, those with the most time, so that writing it takes a bounded time."""
 
 _numbers: Final = count(1)
 
@@ -73,7 +72,8 @@ class Publication:
         self._is_on = is_on and HAS_MEMFD
         self._number = next(_numbers)
         self._page: PageFile | None = None
-        self._elsewhere = UsageElsewhere(loop)
+        self._elsewhere: UsageElsewhere | None = None
+        """Made for the first page of a runner with workers on nodes."""
         self._timer: asyncio.TimerHandle | None = None
         self._period = _PERIOD
         self._is_closed = False
@@ -93,7 +93,8 @@ class Publication:
     def close(self) -> None:
         """Publish nothing more, and take the page away. Idempotent."""
         self._is_closed = True
-        self._elsewhere.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -127,11 +128,19 @@ class Publication:
             now, began = monotonic(), thread_time()
             statistics = published.statistics(_MOST_FUNCTIONS)
             due = now + self._period if is_busy else None
-            self._page.write(encode(page_of(statistics, self._number, now, due, self._elsewhere.found)))
+            elsewhere = () if self._elsewhere is None else self._elsewhere.found
+            self._page.write(encode(page_of(statistics, self._number, now, due, elsewhere)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
             self.close()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
         else:
             self._period = max(_PERIOD, _REST * (thread_time() - began))
             if published.has_nodes():
-                self._elsewhere.look(published.usage_elsewhere, self.touch)
+                self._look_elsewhere(published)
+
+    def _look_elsewhere(self, published: Published) -> None:
+        if self._elsewhere is None:
+            from percore._supervisor.usage_elsewhere import UsageElsewhere
+
+            self._elsewhere = UsageElsewhere(self._loop)
+        self._elsewhere.look(published.usage_elsewhere, self.touch)
