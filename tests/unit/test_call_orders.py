@@ -46,6 +46,9 @@ CASES: Final[dict[str, Case]] = {
     "queue_timeout": Case({"dies": 1, "closes": 1, "time": 3, "cancels": 1}, 2, 1, of_call={"queue_timeout": 1.0}),
     "max_tasks_per_worker": Case({"dies": 1, "closes": 1, "cancels": 1}, 3, 1, options={"max_tasks_per_worker": 1}),
     "rate": Case({"dies": 1, "closes": 1, "time": 3, "cancels": 1}, of_call={"key": "k", "rate": Rate(1, per=1.0), "retries": 1}),
+    "callers with keys": Case(
+        {"asks": 3}, 2, 1, of_call=({"key": "k"}, {"key": "other"}), options={"per_key": 1, "concurrency": 2}
+    ),
 }
 """Two workers and three calls, or one and two; what may happen, and how often."""
 
@@ -167,7 +170,7 @@ FAULTS: Final = [
     Fault(hard_limits.HardLimits, "look", "hard_timeout"),
     Fault(nested.Nested, "_grant", "streams"),
     Fault(nested.Nested, "_close", "streams"),
-    Fault(nested.Nested, "_knot", "nested calls with keys"),
+    Fault(nested.Nested, "_knot", "callers with keys"),
     Fault(nested_answers.NestedAnswers, "resume", "streams"),
 ]
 
