@@ -239,8 +239,10 @@ bench-supplement: $(VENV)/.percore-bench
 bench-check: $(VENV)/.percore-bench
 	$(RUN) -m benchmarks --check
 
+# A record that no commit has yet is no record before: the figures that are kept stay those of the last commit's record.
 bench-record: $(VENV)/.percore-bench
-	@QUICK= $(RUN) -m benchmarks --json benchmarks/record.json; status=$$?; \
+	@! git diff --quiet HEAD -- benchmarks/record.json || $(RUN) -m benchmarks --keep
+	@QUICK= $(RUN) -m benchmarks $(BENCH_ARGS) --json benchmarks/record.json; status=$$?; \
 	$(RUN) -m benchmarks --docs && exit $$status
 
 test-all:

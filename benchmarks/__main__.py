@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import machine, pages, plots, table
+from benchmarks import machine, moved, pages, plots, table
 from benchmarks.harness import Wanted
 from benchmarks.results import changes, from_json, judge, settings_of, to_text
 from benchmarks.run import RowFailed, row_names, row_of, run_row, share_of, title_of
@@ -38,12 +38,20 @@ def main() -> int:
     if arguments.list:
         show(map(title_of, arguments.row))
     elif arguments.docs:
-        show([pages.write(pages.read(pages.RECORD), pages.read(pages.SUPPLEMENT))])
+        show([pages.write(pages.read(pages.RECORD), pages.read(pages.SUPPLEMENT), pages.read(moved.PREVIOUS))])
+    elif arguments.keep:
+        keep(pages.read(pages.RECORD))
     elif arguments.check:
         return check(pages.read(pages.RECORD))
     else:
         return run_all(arguments)
     return 0
+
+
+def keep(record: Json | None) -> None:
+    """Keeps the figures of the run on record as those of the record before the next one."""
+    if record is not None:
+        moved.PREVIOUS.write_text(to_text(moved.outline(record)))
 
 
 def run_all(arguments: argparse.Namespace) -> int:
@@ -158,6 +166,7 @@ def parsed_arguments() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="also write every sample to this file")
     add("--plots", type=Path, metavar="FOLDER", help="also draw the rows' plots in this folder")
     add("--check", action="store_true", help="run the cheap rows and compare them with the run on record")
+    add("--keep", action="store_true", help="keep the figures of the run on record, to tell what the next record has moved")
     add("--docs", action="store_true", help="write the tables and plots of the pages on speed from the runs on record")
     arguments = parser.parse_args()
     unknown = set(arguments.row) - set(names)

@@ -5,7 +5,8 @@ A second run with a newer interpreter, the supplement, measures targets that the
 those of the record. A target that the supplement reaches is not missed.
 
 People write the text around each block. On the page of the record, a line that begins with a row's name, as in **`round_trip`**,
-explains why that row misses a target. The block lists the rows that miss one, and says which of them lack such a line.
+explains why that row misses a target. The block lists the rows that miss one, and says which of them lack such a line. It does so,
+too, with the figures that have moved since the record before (`moved`), whose lines have a section of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import plots
+from benchmarks import moved, plots
 from benchmarks.figures import in_seconds
 from benchmarks.results import from_json
 from benchmarks.run import row_names, row_of, title_of
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from benchmarks.figures import Unit
-    from benchmarks.results import Json
+    from benchmarks.results import Change, Json
 
 RECORD = Path(__file__).with_name("record.json")
 SUPPLEMENT = Path(__file__).with_name("supplement.json")
@@ -92,6 +93,8 @@ COMPARED = (
 BEGIN = "<!-- begin: written by `python -m benchmarks --docs`, do not edit -->"
 END = "<!-- end -->"
 NO_RECORD = "No run is on record yet. `make bench-record` makes one and fills this part."
+MOVED = "### What moved them"
+"""The heading of the section on rows that have moved since the record before."""
 UNEXPLAINED = "**not explained yet**"
 _EXPLANATION = re.compile(r"^\*\*`(\w+)`\*\*", re.MULTILINE)
 
@@ -100,11 +103,11 @@ def read(path: Path) -> Json | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def write(record: Json | None, supplement: Json | None = None) -> str:
+def write(record: Json | None, supplement: Json | None = None, previous: Json | None = None) -> str:
     """Fill the blocks of the pages, draw their plots, and return a line for the terminal."""
     page, summary = PAGE.read_text(encoding="utf-8"), SUMMARY.read_text(encoding="utf-8")
     compared = COMPARISON.read_text(encoding="utf-8")
-    PAGE.write_text(filled(page, block(record, explained_in(page), supplement)), encoding="utf-8")
+    PAGE.write_text(filled(page, block(record, page, supplement, previous)), encoding="utf-8")
     SUMMARY.write_text(filled(summary, headlines(record)), encoding="utf-8")
     COMPARISON.write_text(filled(compared, comparison(record)), encoding="utf-8")
     for name, svg in pictures(record).items():
@@ -208,16 +211,21 @@ def _comparison(record: Json) -> Iterator[str]:
 
 
 def explained_in(page: str) -> set[str]:
-    """The rows that the page explains, after its block."""
-    return set(_EXPLANATION.findall(page.partition(END)[2]))
+    """The rows of which the page says, after its block, why they miss a target."""
+    return set(_EXPLANATION.findall(page.partition(END)[2].partition(MOVED)[0]))
 
 
-def block(record: Json | None, explained: Collection[str] = (), supplement: Json | None = None) -> str:
-    """The text between the marks; `explained` are the rows that the page explains."""
-    return NO_RECORD if record is None else "\n".join(_lines(record, explained, supplement)).strip()
+def said_in(page: str) -> set[str]:
+    """The rows of which the page says what has moved them since the record before."""
+    return set(_EXPLANATION.findall(page.partition(END)[2].partition(MOVED)[2]))
 
 
-def _lines(record: Json, explained: Collection[str], supplement: Json | None) -> Iterator[str]:
+def block(record: Json | None, page: str = "", supplement: Json | None = None, previous: Json | None = None) -> str:
+    """The text between the marks of a page, which explains some rows."""
+    return NO_RECORD if record is None else "\n".join(_lines(record, page, supplement, previous)).strip()
+
+
+def _lines(record: Json, page: str, supplement: Json | None, previous: Json | None) -> Iterator[str]:
     rows = {name: row for name, row in record["rows"].items() if name in row_names()}
     yield f"One run, {record['seconds'] / 60:.0f} minutes in all."
     yield ""
@@ -236,7 +244,9 @@ def _lines(record: Json, explained: Collection[str], supplement: Json | None) ->
         yield ""
         yield from _targets(added)
         yield from _not_run(supplement)
-    yield from _misses(rows, added, explained)
+    yield from _misses(rows, added, explained_in(page))
+    if previous is not None:
+        yield from ("", moved.HEADING, "", *moved.lines(previous, record | {"rows": rows}, said_in(page), _say_change))
     yield from ("", "### Plots", "")
     yield from (f"![{title_of(name)}](plots/{name}.svg)\n" for name in rows if row_of(name, quick=False).plot is not None)
     yield from ("### All figures", "")
@@ -295,6 +305,10 @@ def _target(name: str, target: Json, rounds: int) -> str:
 
 def _say(name: str, target: Json) -> Unit:
     return row_of(name, quick=False).units.get(target["metric"], in_seconds) if target["kind"] == "limit" else "{:.2f} x".format
+
+
+def _say_change(name: str, change: Change) -> Unit:
+    return _say(name, {"kind": change.kind, "metric": change.metric})
 
 
 def _row(name: str, row: Json) -> Iterator[str]:

@@ -156,14 +156,32 @@ class Change:
     kind: str
     before: tuple[float, float, float]
     now: tuple[float, float, float]
+    metric: str = ""
+
+    @property
+    def _is_less(self) -> bool:
+        """Whether even the upper quartile of now is below the lower quartile on record, by more than the slack."""
+        low, median, _ = self.before
+        return self.now[2] < low - _SLACK * median
+
+    @property
+    def _is_more(self) -> bool:
+        _, median, high = self.before
+        return self.now[0] > high + _SLACK * median
 
     @property
     def is_worse(self) -> bool:
         """Whether even the better quartile of now is worse than the worse quartile on record, by more than the slack."""
-        (low, median, high), (now_low, _, now_high) = self.before, self.now
-        if self.kind == "times as fast":
-            return now_high < low - _SLACK * median
-        return now_low > high + _SLACK * median
+        return self._is_less if self.kind == "times as fast" else self._is_more
+
+    @property
+    def is_better(self) -> bool:
+        """Whether even the worse quartile of now is better than the better quartile on record, by more than the slack."""
+        return self._is_more if self.kind == "times as fast" else self._is_less
+
+    @property
+    def has_moved(self) -> bool:
+        return self._is_less or self._is_more
 
     @property
     def line(self) -> str:
@@ -173,9 +191,11 @@ class Change:
 
 def changes(before: Json, now: Json, *, ratios_only: bool = False) -> list[Change]:
     """The figures that both runs of a row have. Limits in seconds or bytes are not comparable between two machines."""
-    known = dict(_figures(before))
+    known, metrics = dict(_figures(before)), {target["question"]: target["metric"] for target in now["targets"]}
     found = [
-        Change(question, kind, known[question, kind], now) for (question, kind), now in _figures(now) if (question, kind) in known
+        Change(question, kind, known[question, kind], now, metrics[question])
+        for (question, kind), now in _figures(now)
+        if (question, kind) in known
     ]
     return [change for change in found if change.kind != "limit" or not ratios_only]
 

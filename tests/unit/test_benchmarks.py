@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks import pages, plots
+from benchmarks import moved, pages, plots
 from benchmarks.__main__ import check, parsed_arguments
 from benchmarks.bare import bare_echo
 from benchmarks.calls import spin
@@ -494,6 +494,44 @@ class TestRegression:
         return as_json(result, judge([Target("percore", "p50", at_most=0.01)], result))
 
 
+EXPLAINS_CLOSE = f"{pages.END}\n**`close`** why\n"
+
+
+class TestMoved:
+    def run(self, date: str, **rows: tuple[float, float]) -> Json:
+        """A run of one ratio (times as fast) and one limit for each row."""
+
+        def row(speed: float, seconds: float) -> Json:
+            targets = [Target("ours", "p50", "theirs", at_least=2), Target("ours", "p50", at_most=1.0)]
+            result = Result({"ours": [{"p50": seconds}] * 3, "theirs": [{"p50": seconds * speed}] * 3})
+            return as_json(result, judge(targets, result))
+
+        machine = {"date": date, "commit": "abc", "python": "3", "processor": "x", "CPUs": "2"}
+        return {"machine": machine, "seconds": 60.0, "failed": {}, "rows": {name: row(*figures) for name, figures in rows.items()}}
+
+    def test_a_row_that_has_moved_is_told_with_what_did_it(self) -> None:
+        before = moved.outline(
+            self.run("2026-01-02 10:00", start=(2.0, 0.1), close=(2.0, 0.1), reload=(1.0, 0.1), nodes=(1.0, 0.1))
+        )
+        now = self.run("2026-02-03", start=(3.0, 0.1), close=(2.02, 0.2), reload=(1.01, 0.1), rates=(1.0, 0.1))
+        page = f"{pages.END}\n{pages.MOVED}\n\n**`start`** does less.\n"
+        lines = pages.block(now, page, None, before).splitlines()
+        table = lines[lines.index(moved.HEADING) :]
+        assert table[2] == "Against the run of 2026-01-02, commit abc."
+        said = "[said below](#what-moved-them)"
+        assert table[6:8] == [
+            f"| `start` | ours / theirs, p50 | 2.00 x (2.00 x to 2.00 x) | 3.00 x (3.00 x to 3.00 x) | better | {said} |",
+            f"| `close` | ours, p50 | 100 ms (100 ms to 100 ms) | 200 ms (200 ms to 200 ms) | **worse** | {moved.UNSAID} |",
+        ]
+        assert {"New: `rates`.", "No more: `nodes`."} <= {*table}
+        assert not any("`reload` |" in line for line in table[:12])
+
+    def test_on_another_machine_only_ratios_have_moved(self) -> None:
+        before, now = self.run("a", start=(2.0, 0.1)), self.run("b", start=(3.0, 0.2))
+        now["machine"]["CPUs"] = "16"
+        assert [change.kind for change in moved.moved(before, now)["start"]] == ["times as fast"]
+
+
 class TestPage:
     def test_the_block_is_filled_and_the_rest_stays(self) -> None:
         page = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n"
@@ -524,10 +562,11 @@ class TestPage:
         assert "Not run: `close`, too late" in lines
 
     def test_the_page_in_the_repository_is_what_the_record_makes_it(self) -> None:
-        record, supplement = read(pages.RECORD), read(pages.SUPPLEMENT)
+        record, supplement, previous = read(pages.RECORD), read(pages.SUPPLEMENT), read(moved.PREVIOUS)
         page = pages.PAGE.read_text(encoding="utf-8")
-        assert pages.filled(page, pages.block(record, pages.explained_in(page), supplement)) == page
+        assert pages.filled(page, pages.block(record, page, supplement, previous)) == page
         assert pages.UNEXPLAINED not in page
+        assert moved.UNSAID not in page
         summary = pages.SUMMARY.read_text(encoding="utf-8")
         assert pages.filled(summary, pages.headlines(record)) == summary
         compared = pages.COMPARISON.read_text(encoding="utf-8")
@@ -546,8 +585,10 @@ class TestPage:
     def test_a_miss_without_an_explanation_is_seen(self) -> None:
         page = f"**`start`** is before the block.\n{pages.BEGIN}\n{pages.END}\n**`round_trip`**: why.\nnot **`close`** in a line\n"
         assert pages.explained_in(page) == {"round_trip"}
+        assert pages.explained_in(f"{page}{pages.MOVED}\n\n**`close`** moved.\n") == {"round_trip"}
+        assert pages.said_in(f"{page}{pages.MOVED}\n\n**`close`** moved.\n") == {"close"}
         record = {"machine": {}, "seconds": 60.0, "rows": {"round_trip": full_json(), "close": full_json()}, "failed": {}}
-        lines = pages.block(record, {"round_trip"}).splitlines()
+        lines = pages.block(record, page).splitlines()
         assert "| `round_trip` | ours, p50; rival, p50 | [explained](#below-the-target) |" in lines
         assert f"| `close` | ours, p50; rival, p50 | {pages.UNEXPLAINED} |" in lines
 
@@ -559,7 +600,7 @@ class TestPage:
         rival |= {"measured": [0.5, 0.5, 0.5], "reached": True}
         machine = {"python": "CPython 3.14", "libraries": "percore 1", "commit": "abc", "date": "today"}
         supplement = {"machine": machine, "seconds": 120.0, "rows": {"round_trip": more}, "failed": {}}
-        lines = pages.block(record, {"close"}, supplement).splitlines()
+        lines = pages.block(record, EXPLAINS_CLOSE, supplement).splitlines()
         assert "A run of its own, 2 minutes, with CPython 3.14; percore 1; " in lines
         assert "| `round_trip` | rival, p50 | ≤ 1.00 s |  | 500 ms | 500 ms to 500 ms | 2 | reached |" in lines
         assert f"| `round_trip` | ours, p50 | {pages.UNEXPLAINED} |" in lines
@@ -570,7 +611,7 @@ class TestPage:
         reached = full_json() | {"targets": full_json()["targets"][:1]}
         record = {"machine": {}, "seconds": 60.0, "rows": {"close": reached}, "failed": {}}
         assert "No target is missed." in pages.block(record).splitlines()
-        assert "Reached, but still explained below: `close`." in pages.block(record, {"close"}).splitlines()
+        assert "Reached, but still explained below: `close`." in pages.block(record, EXPLAINS_CLOSE).splitlines()
 
 
 @pytest.mark.parametrize(("value", "quick", "minutes"), [("1", True, 5), ("", False, 30)])
