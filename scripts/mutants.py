@@ -143,13 +143,13 @@ class Run:
         """Of stages of one file: how long its tests take without a fault."""
 
     def run(self, places: list[Place], least: float) -> int:
-        """Test these mutants. Return 1 if less than this share is noticed, or interrupted; 2 if a test fails without one."""
+        """Test these mutants. Return 1 if less than this share is noticed, or interrupted; 2 if a test fails without."""
         files = {one for place in places for stage in stages_of(place.module) for one in stage.by_file()}
         noticed: Counter[str] = Counter()
+        is_whole = True
         with ThreadPoolExecutor(self._jobs) as threads:
             try:
-                if not all(threads.map(self._measure, sorted(files))):
-                    return 2
+                is_whole = all([*threads.map(self._measure, sorted(files))])
                 tests = {threads.submit(self._stage_that_notices, place): place for place in places}
                 for tested, test in enumerate(as_completed(tests), 1):
                     noticed[test.result()] += 1
@@ -163,25 +163,28 @@ class Run:
             finally:
                 self._end(threads)
         print(_rate(noticed))
-        return int(noticed.total() - noticed[""] < least * len(places))
+        return 2 if not is_whole else int(noticed.total() - noticed[""] < least * len(places))
 
     def _measure(self, file: Stage) -> bool:
         """Learn how long the tests of a file take without a fault. Return whether they pass."""
         begun = time.monotonic()
-        is_failed = self._fails(file, None, "", _LONGEST)
-        self._seconds[file] = time.monotonic() - begun
-        if is_failed and self._processes is not None:
-            print(f"tests fail without a mutant: {file.files[0].relative_to(ROOT)}", flush=True)
-        return not is_failed
+        if not self._fails(file, None, "", _LONGEST):
+            self._seconds[file] = time.monotonic() - begun
+            return True
+        if self._processes is not None:
+            print(f"left out, because it fails without a mutant: {file.files[0].relative_to(ROOT)}", flush=True)
+        return False
 
     def _stage_that_notices(self, place: Place) -> str:
         """Return the name of the first stage that notices a mutant; empty: none does."""
         text = changed(place)
-        stages = stages_of(place.module)
-        return next((stage.name for stage in stages if self._fails(stage, place.module, text, self._limit(stage))), "")
-
-    def _limit(self, stage: Stage) -> float:
-        return max(SHORTEST, TIMES * sum(map(self._seconds.__getitem__, stage.by_file())))
+        for stage in stages_of(place.module):
+            files = [file for file in stage.by_file() if file in self._seconds]
+            limit = max(SHORTEST, TIMES * sum(map(self._seconds.__getitem__, files)))
+            whole = stage._replace(files=tuple(file.files[0] for file in files))
+            if files and self._fails(whole, place.module, text, limit):
+                return stage.name
+        return ""
 
     def _fails(self, stage: Stage, module: Path | None, text: str, limit: float) -> bool:
         """Whether a test of a stage fails, or hangs, if a module has this text."""
