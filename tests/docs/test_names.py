@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import percore
+import percore.logging
 import percore.testing
 import percore.web
 from tests.docs.blocks import name_of, pages, python_of
@@ -34,8 +35,8 @@ def test_the_names_that_a_page_shows_exist(subtests: pytest.Subtests) -> None:
 def check(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "percore":
-            assert node.attr in (*percore.__all__, "testing", "web")
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("percore.testing", "percore.web"):
+            assert node.attr in (*percore.__all__, "logging", "testing", "web")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("percore.logging", "percore.testing", "percore.web"):
             assert node.attr in sys.modules[ast.unparse(node.value)].__all__
         if isinstance(node, ast.ImportFrom) and node.module == "percore":
             assert {name.name for name in node.names} <= set(percore.__all__)
