@@ -6,6 +6,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._calls.calls import Awaited, Outcome, PendingCall
@@ -82,7 +83,6 @@ class CallRegistry:
         self.broadcasts = Broadcasts()
         self.members = members
         self.limits = TimeLimits(self, members)
-        self._rates: Rates | None = None
         self.make_rates: Callable[[], Rates]
         """The supervisor sets it."""
         self.loose: set[PendingCall] = set()
@@ -92,16 +92,14 @@ class CallRegistry:
         self._progress = progress
         self._pid = os.getpid()
 
-    @property
+    @cached_property
     def rates(self) -> "Rates":
-        """The rates of keys, made for the first one."""
-        if self._rates is None:
-            self._rates = self.make_rates()
-        return self._rates
+        """The rates of keys, made for the first one. From then on it is an attribute, as each call with a rate asks for it."""
+        return self.make_rates()
 
     def stop_clocks(self) -> None:
         """Stop the timers of limits and rates, since all calls have ended. Idempotent."""
-        for clock in (self.limits, self.limits.hard, self._rates):
+        for clock in (self.limits, self.limits.hard, vars(self).get("rates")):
             if clock is not None:
                 clock.stop()
 
