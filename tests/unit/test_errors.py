@@ -126,8 +126,8 @@ def test_a_death_by_signal() -> None:
     assert (died.call, died.age, died.started, died.attempts) == ("jobs.fetch", 1.25, True, 1)
     assert str(died) == (
         "worker (pid 4242) died by SIGKILL (perhaps out of memory, or killed by an operator) while it ran jobs.fetch for 1.25 s. "
-        "Not retried: it may have had side effects. If repeating is safe, call it again, or, except for streams, "
-        "use `runner.options(retries=1)`"
+        "Not retried: it may have had side effects. If repeating is safe, call it again; "
+        "a Runner does that by itself with `runner.options(retries=1)`, except for streams"
     )
 
 

@@ -131,8 +131,8 @@ class WorkerDied(PercoreError, BrokenProcessPool):
             advice = f"That was attempt {attempts}; no retries are left"
         else:
             advice = (
-                "Not retried: it may have had side effects. If repeating is safe, call it again, or, except for streams, "
-                "use `runner.options(retries=1)`"
+                "Not retried: it may have had side effects. If repeating is safe, call it again; "
+                "a Runner does that by itself with `runner.options(retries=1)`, except for streams"
             )
         place = "" if node is None else f" on node {node}"
         who = f"the worker{place}" if pid is None else f"worker (pid {pid}{place})"  # None: its process was never started
