@@ -1,7 +1,7 @@
 """What runs in the workers. Imported by all sides, so it is light.
 
-Every call has a number of its own. First of all it enters itself in the ledger, with one write; what it gives is a function of its
-number, so that no result can pass for another's.
+Every call has a number of its own. First of all it enters itself in the ledger, with one write, and last of all its end, with
+another; what it gives is a function of its number, so that no result can pass for another's.
 """
 
 import asyncio
@@ -16,15 +16,20 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Final, NoReturn
+from functools import wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any, Final, NoReturn, TypeVar
 
 import percore
 from tests.marks import began
 
 _ENTRY: Final = 64
 """Bytes of an entry in the ledger, of which a page holds a whole number."""
+
+ENDED: Final = "ended"
+"""The last word of an entry about the end of a call."""
 
 NUMBER: ContextVar[int] = ContextVar("NUMBER")
 """The number of a call, once more, where the runner takes context variables along."""
@@ -104,8 +109,64 @@ def enter(uuid: int) -> None:
 
     All entries are equally long, so that none crosses the border of two pages: a kill may tear a write there, and nowhere else.
     """
-    entry = f"{uuid} {_Worker.stamp} {time.monotonic_ns()}".ljust(_ENTRY - 1)
-    os.write(_Worker.ledger, f"{entry}\n".encode())
+    _write(f"{uuid} {_Worker.stamp} {time.monotonic_ns()}")
+
+
+def _write(entry: str) -> None:
+    os.write(_Worker.ledger, f"{entry.ljust(_ENTRY - 1)}\n".encode())
+
+
+def _leave(uuid: int) -> None:
+    """The last thing a call does, however it ends."""
+    _write(f"{uuid} {_Worker.stamp} {time.monotonic_ns()} {ENDED}")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ends(fn: F) -> F:
+    """Have a call note its end in the ledger."""
+    if isasyncgenfunction(fn):
+
+        @wraps(fn)
+        async def agenerate(uuid: int, *args: Any) -> Any:
+            try:
+                async with contextlib.aclosing(fn(uuid, *args)) as items:
+                    async for item in items:
+                        yield item
+            finally:
+                _leave(uuid)
+
+        return agenerate  # type: ignore[return-value]
+    if iscoroutinefunction(fn):
+
+        @wraps(fn)
+        async def acall(uuid: int, *args: Any) -> Any:
+            try:
+                return await fn(uuid, *args)
+            finally:
+                _leave(uuid)
+
+        return acall  # type: ignore[return-value]
+    if isgeneratorfunction(fn):
+
+        @wraps(fn)
+        def generate(uuid: int, *args: Any) -> Any:
+            try:
+                yield from fn(uuid, *args)
+            finally:
+                _leave(uuid)
+
+        return generate  # type: ignore[return-value]
+
+    @wraps(fn)
+    def call(uuid: int, *args: Any) -> Any:
+        try:
+            return fn(uuid, *args)
+        finally:
+            _leave(uuid)
+
+    return call  # type: ignore[return-value]
 
 
 def _enter_alone(uuid: int) -> int:
@@ -117,18 +178,21 @@ def _enter_alone(uuid: int) -> int:
 # Calls
 
 
+@ends
 async def task(uuid: int, seconds: float) -> int:
     value = _enter_alone(uuid)
     await asyncio.sleep(seconds)
     return value
 
 
+@ends
 def thread(uuid: int, size: int) -> int:
     value = _enter_alone(uuid)
     zlib.crc32(bytes(size))
     return value
 
 
+@ends
 async def stubborn(uuid: int) -> int:
     """Goes on for a while when it is cancelled, as clean-up does."""
     value = _enter_alone(uuid)
@@ -139,11 +203,13 @@ async def stubborn(uuid: int) -> int:
     return value
 
 
+@ends
 def awaitable(uuid: int) -> Awaitable[int]:
     """A plain function; what it returns is awaited in the worker's loop."""
     return asyncio.sleep(0.001, _enter_alone(uuid))
 
 
+@ends
 def collects(uuid: int) -> int:
     """Leaves cycles behind, and has them collected."""
     value = _enter_alone(uuid)
@@ -154,41 +220,49 @@ def collects(uuid: int) -> int:
     return value
 
 
+@ends
 def large_result(uuid: int) -> bytes:
     enter(uuid)
     return pattern(uuid)
 
 
+@ends
 async def large_result_of_task(uuid: int) -> bytes:
     return large_result(uuid)
 
 
+@ends
 def large_argument(uuid: int, data: bytes) -> int:
     value = _enter_alone(uuid)
     return value if data == pattern(uuid) else -1
 
 
+@ends
 async def echo(uuid: int, data: bytearray) -> bytearray:
     enter(uuid)
     return data
 
 
+@ends
 async def failing(uuid: int) -> NoReturn:
     enter(uuid)
     raise LookupError(answer(uuid))
 
 
+@ends
 def exiting(uuid: int) -> NoReturn:
     """Ends nothing but itself."""
     enter(uuid)
     raise SystemExit(3)
 
 
+@ends
 def unpicklable(uuid: int) -> object:
     enter(uuid)
     return threading.Lock()
 
 
+@ends
 def flaky(uuid: int) -> int:
     """Fails at its first attempt."""
     value = _enter_alone(uuid)
@@ -199,16 +273,19 @@ def flaky(uuid: int) -> int:
     raise ConnectionError(answer(uuid))
 
 
+@ends
 async def slow(uuid: int, seconds: float) -> int:
     return await task(uuid, seconds)
 
 
+@ends
 def slow_in_thread(uuid: int, seconds: float) -> int:
     value = _enter_alone(uuid)
     time.sleep(seconds)
     return value
 
 
+@ends
 def everywhere(uuid: int) -> int:
     """For broadcast."""
     return _enter_alone(uuid)
@@ -217,6 +294,7 @@ def everywhere(uuid: int) -> int:
 # Calls that make calls. These have the two numbers after that of their caller
 
 
+@ends
 async def caller(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
     """Give its value, and the outcomes of its calls."""
     value = _enter_alone(uuid)
@@ -228,6 +306,7 @@ async def caller(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
     return value, list(await asyncio.gather(first, second, return_exceptions=True))
 
 
+@ends
 def caller_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
     """As `caller`, one call after the other."""
     value = _enter_alone(uuid)
@@ -245,6 +324,7 @@ def caller_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[An
     return value, outcomes
 
 
+@ends
 async def caller_by_maps(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
     """As `caller`, by maps of one item each."""
     value = _enter_alone(uuid)
@@ -257,6 +337,7 @@ async def caller_by_maps(uuid: int, seconds: float, size: int) -> tuple[int, lis
     return value, [outcome for (outcome,) in outcomes]
 
 
+@ends
 def caller_by_maps_in_thread(uuid: int, seconds: float, size: int) -> tuple[int, list[Any]]:
     """As `caller_by_maps`, one after the other."""
     value = _enter_alone(uuid)
@@ -275,6 +356,7 @@ def caller_by_maps_in_thread(uuid: int, seconds: float, size: int) -> tuple[int,
 # Calls with a key: while one of them runs no other process may have one of that key
 
 
+@ends
 async def keyed(uuid: int, key: str) -> int:
     value = _enter_alone(uuid)
     with _holding(key) as is_right:
@@ -282,6 +364,7 @@ async def keyed(uuid: int, key: str) -> int:
     return value if is_right else -2
 
 
+@ends
 def keyed_in_thread(uuid: int, key: str) -> int:
     value = _enter_alone(uuid)
     with _holding(key) as is_right:
@@ -332,11 +415,13 @@ RATES: Final = {
 }
 
 
+@ends
 async def rated(uuid: int, key: str) -> int:
     _note_start(key)
     return _enter_alone(uuid)
 
 
+@ends
 def rated_in_thread(uuid: int, key: str) -> int:
     _note_start(key)
     value = _enter_alone(uuid)
@@ -356,6 +441,7 @@ def part(uuid: int, number: int) -> Any:
     return pattern(uuid + number) if (uuid + number) % 11 == 0 else (uuid, number) if number % 2 else uuid + number
 
 
+@ends
 def parts(uuid: int, count: int, seconds: float) -> Iterator[Any]:
     enter(uuid)
     for number in range(count):
@@ -363,6 +449,7 @@ def parts(uuid: int, count: int, seconds: float) -> Iterator[Any]:
         yield part(uuid, number)
 
 
+@ends
 async def parts_of_task(uuid: int, count: int, seconds: float) -> AsyncIterator[Any]:
     enter(uuid)
     try:
@@ -373,6 +460,7 @@ async def parts_of_task(uuid: int, count: int, seconds: float) -> AsyncIterator[
         await asyncio.sleep(seconds)  # closing takes its time
 
 
+@ends
 def parts_passed_on(uuid: int, count: int, seconds: float) -> Iterator[Any]:
     """As `parts`, from another call. If the worker of that one dies, it goes on from there."""
     enter(uuid)
@@ -384,6 +472,7 @@ def parts_passed_on(uuid: int, count: int, seconds: float) -> Iterator[Any]:
                 yield item
 
 
+@ends
 async def parts_passed_on_by_task(uuid: int, count: int, seconds: float) -> AsyncIterator[Any]:
     """As `parts_passed_on`."""
     enter(uuid)
@@ -409,18 +498,21 @@ def key_of(uuid: int) -> str:
     return f"map{uuid % 5}"
 
 
+@ends
 def tiny(uuid: int) -> int:
     """Travels in batches."""
     enter(uuid)
     return answer(uuid)
 
 
+@ends
 def tiny_pair(uuid: int, data: bytes) -> tuple[int, int]:
     """As tiny, with arguments and a result that are pickled."""
     enter(uuid)
     return answer(uuid), len(data)
 
 
+@ends
 def tiny_failing(uuid: int) -> int:
     enter(uuid)
     if fails(uuid):
@@ -428,12 +520,14 @@ def tiny_failing(uuid: int) -> int:
     return answer(uuid)
 
 
+@ends
 async def item(uuid: int) -> int:
     enter(uuid)
     await asyncio.sleep(uuid % 5 / 2000)
     return answer(uuid)
 
 
+@ends
 def keyed_item(uuid: int) -> int:
     return keyed_in_thread(uuid, key_of(uuid))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.chaos import calls
+from tests.chaos.order import Attempt, Life, attempts_of, disorders
 from tests.marks import most_within
 
 LEAST: Final = 5
@@ -71,13 +72,21 @@ class Round:
         """What the program said in the end, in JSON."""
         self.told = json.loads(story)
 
-    def entries(self) -> Iterator[Entry]:
-        """The ledger."""
+    def entries(self) -> Iterator[tuple[Entry, bool]]:
+        """The ledger: entries, each with whether it is about the end of the call."""
         path = self.folder / "ledger"
         if path.exists():
             with path.open(encoding="ascii") as file:
                 for line in file:
-                    yield Entry(*map(int, line.split()))
+                    *numbers, last = line.split()
+                    is_end = last == calls.ENDED
+                    yield Entry(*map(int, numbers if is_end else [*numbers, last])), is_end
+
+    def submitted(self) -> dict[int, int]:
+        """When each call was submitted."""
+        path = self.folder / "submitted"
+        lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
+        return {int(uuid): int(ns) for uuid, ns in map(str.split, lines)}
 
     def starts(self) -> dict[str, list[int]]:
         """The starts of calls with a rate, by key."""
@@ -97,7 +106,7 @@ class Round:
                 yield Outcome(int(uuid), kind, int(attempts), int(ns), flags, words)
 
 
-BREACHES: Final = ("lost", "twice", "hung", "wrong value", "over the rate", "left behind", "said on stderr")
+BREACHES: Final = ("lost", "twice", "hung", "wrong value", "out of order", "over the rate", "left behind", "said on stderr")
 """None of these may happen, ever."""
 
 
@@ -165,11 +174,17 @@ class _Comparison:
         self._verdict = verdict
         self._where = where
         self._entries: dict[int, list[Entry]] = {}
+        self._ends: dict[int, list[Entry]] = {}
+        self._submitted = one.submitted()
         self._first: dict[int, int] = {}
         """When each worker began its first call."""
-        for entry in one.entries():
-            self._entries.setdefault(entry.uuid, []).append(entry)
-            self._first[entry.pid] = min(entry.ns, self._first.get(entry.pid, entry.ns))
+        self._latest: dict[int, int] = {}
+        """When each worker has written its last entry."""
+        for entry, is_end in one.entries():
+            (self._ends if is_end else self._entries).setdefault(entry.uuid, []).append(entry)
+            self._latest[entry.pid] = max(entry.ns, self._latest.get(entry.pid, entry.ns))
+            if not is_end:
+                self._first[entry.pid] = min(entry.ns, self._first.get(entry.pid, entry.ns))
         self._killed = {kill.pid for kill in one.kills if kill.kind != "drain"}
         self._killed |= {pid for pid, host in one.hosts.items() if host in one.struck}
         self._failed: dict[int, int] = {}
@@ -225,6 +240,19 @@ class _Comparison:
             self._breach("twice", outcome, "was refused and ran all the same")
         if name == "died":
             self._look_at_death(outcome, ran)
+        self._look_at_order(outcome, ran)
+
+    def _look_at_order(self, outcome: Outcome, ran: list[Entry]) -> None:
+        """The call's events of all processes, in the order of the one clock that they share."""
+        attempts = attempts_of(ran, self._ends.get(outcome.uuid, []))
+        life = Life(self._submitted.get(outcome.uuid), attempts, outcome.ns, outcome.kind, outcome.words, "z" in outcome.flags)
+        for disorder in disorders(life, self._last_sign):
+            self._breach("out of order", outcome, disorder)
+
+    def _last_sign(self, attempt: Attempt) -> int:
+        """When the worker of an attempt has written its last entry; 0 for one that a lost node may keep alive for a while."""
+        is_cut_off = self._round.hosts.get(attempt.pid) in self._round.struck
+        return 0 if is_cut_off else self._latest[attempt.pid]
 
     def _may_begin_late(self, outcome: Outcome, ran: list[Entry]) -> bool:
         """Whether a lost node explains it: the program knows of the loss before the node's workers have ended.

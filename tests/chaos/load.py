@@ -1,7 +1,7 @@
 """Calls of every kind in random mixture, and a record of what became of each.
 
 A line of the record: number, kind, how often it may run, ns, flags, and the outcome in words. Flags: c, the program has cancelled
-it; z, the runner was closing.
+it; z, the runner was closing. Another file has the number and the time of each submission, before it.
 """
 
 import asyncio
@@ -137,6 +137,11 @@ class Load:
         self._seed = seed
         self._room = asyncio.Semaphore(room)
         self._record = open(folder / "outcomes", "w", encoding="ascii")  # noqa: SIM115  # closed by `end`
+        self._submitted = open(folder / "submitted", "w", encoding="ascii")  # noqa: SIM115  # likewise
+
+    def submits(self, uuid: int) -> None:
+        """A call is about to be submitted."""
+        self._submitted.write(f"{uuid} {time.monotonic_ns()}\n")
 
     async def feed(self, most: int, is_over: Callable[[], bool]) -> None:
         """Submit until there are so many calls."""
@@ -176,6 +181,7 @@ class Load:
         submit = self.runner.options(**wish.options).submit if wish.options else self.runner.submit
         context = copy_context()
         context.run(calls.NUMBER.set, uuid)
+        self.submits(uuid)
         try:
             future: asyncio.Future[Any] = context.run(submit, wish.fn, uuid, *wish.args)
         except (percore.RunnerClosed, percore.RunnerFull) as error:
@@ -224,6 +230,7 @@ class Load:
         pause = decide.choice([0.0, 0.0, 2 * PATIENCE])  # then its generator gives its place back
         taken = 0
         words = "dropped"
+        self.submits(uuid)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(decide.random() / 50 if leave == "cancel" else None):
                 try:
@@ -254,6 +261,8 @@ class Load:
         context = copy_context()
         context.run(calls.NUMBER.set, uuid)
         is_cancelled = decide.random() < _CANCELLED
+        for number in range(3):
+            self.submits(uuid + number)
         try:
             future = context.run(self.runner.submit, fn, uuid, _seconds(decide), decide.randrange(1_000_000))
             self.pending.add(future)
@@ -272,6 +281,7 @@ class Load:
 
     async def _broadcast(self, uuid: int) -> None:
         attempts = len(self.runner.statistics().workers) + 1  # one may be about to hand over to the next
+        self.submits(uuid)
         try:
             values = await self.runner.broadcast(calls.everywhere, uuid)
         except Exception as error:
@@ -283,6 +293,7 @@ class Load:
         """Close the record. How many calls have not ended."""
         hung = len(self.pending) + len(self.tasks)
         self._record.close()
+        self._submitted.close()
         return hung
 
 
@@ -333,6 +344,7 @@ class Mapping:
         try:
             for uuid in self._uuids:
                 self._pulled += 1
+                self._load.submits(uuid)
                 yield (uuid, bytes(uuid % 200)) if self._fn is calls.tiny_pair else uuid
         finally:
             self._input_ended.set()

@@ -10,7 +10,7 @@ close end; no worker and no timer is left.
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,8 +23,14 @@ from percore._protocol.messages import Kind
 from percore._runner.runner import State
 from percore._testing.simulation import _virtual_clocks
 from tests import jobs
-from tests.unit.stepped_workers import StepEngine, StepLoop, StepWorker
+from tests.contract import stream_jobs
+from tests.unit.call_states import check_full, check_relations, shape_of
+from tests.unit.stepped_calls import Ask, Child, Label
+from tests.unit.stepped_loop import StepEngine, StepLoop
+from tests.unit.stepped_users import Consumer
+from tests.unit.stepped_workers import StepWorker
 
+_UNHEARD: Final = "a generator failed while its stream was closed"
 LONGEST_END: Final = 400
 """Steps that a fair end may take."""
 
@@ -37,14 +43,19 @@ class Case(NamedTuple):
 
     Attributes:
         events: how often each thing may happen: "dies", "sticks", "fails", "drains", "cancels", "closes", "cuts", "reloads",
-            "grows", "shrinks", "time", "suspends", "paces" (the rate of a key changes), "asks" (a call makes
-            a nested call), "pulls" (a nested stream), "leaves" (one is closed).
+            "grows", "shrinks", "time", "suspends", "paces" (the rate of a key changes); to streams "leaves", "forgets"; what calls
+            do "asks", "drops", "shuts", "abandons", "raises".
         calls: how many calls the user makes.
         options: those of the runner.
         of_call: those of each call, or those of several calls, which take turns. One with `prefetch` is a stream.
         kind: coroutines or plain functions.
         from_start: whether workers get ready as steps, too.
         as_pickle: whether the arguments are sent as a pickle.
+        keys: the keys of the calls, by number; for the others `of_call` has it.
+        streams: the calls that are streams.
+        items: how many items each generator yields.
+        asks: the nested calls that a call may make.
+        depth: how deeply calls may be nested.
     """
 
     events: dict[str, int]
@@ -55,12 +66,29 @@ class Case(NamedTuple):
     kind: int = Kind.TASK
     from_start: bool = False
     as_pickle: bool = False
+    keys: tuple[str, ...] = ()
+    streams: frozenset[int] = frozenset()
+    items: int = 3
+    asks: tuple[Ask, ...] = ()
+    depth: int = 1
 
-    def options_of(self, number: int) -> dict[str, Any]:
+    def options_of(self, label: Label) -> dict[str, Any]:
         """Return the options of this call. Nested calls have none."""
-        if number >= self.calls:
+        if isinstance(label, str):
             return {}
-        return self.of_call if isinstance(self.of_call, dict) else self.of_call[number % len(self.of_call)]
+        options = self.of_call if isinstance(self.of_call, dict) else self.of_call[label % len(self.of_call)]
+        return {**options, "key": self.keys[label]} if label < len(self.keys) else options
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether no more coroutines run in a worker than it has places: none takes its place again before it has one."""
+        has_streams = bool(self.streams) or self.has("prefetch") or any(ask.prefetch for ask in self.asks)
+        comes_back = {"cancels", "drops", "abandons", "cuts"} & self.events.keys() or self.has("hard_timeout")
+        return bool(self.asks) and not has_streams and not comes_back
+
+    def has(self, option: str) -> bool:
+        """Whether a call has this option."""
+        return any(option in self.options_of(number) for number in range(self.calls))
 
 
 @dataclass
@@ -74,16 +102,20 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     broken: list[BaseException] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
-    takes: dict[int, asyncio.Semaphore] = field(default_factory=dict)
-    """Released when the consumer of a stream may go on."""
     store: References = field(init=False)
 
     def __post_init__(self) -> None:
         case = self.case
         self.kind = case.kind
         self.left = dict(case.events)
-        self.ran = [0] * case.calls
+        self.ran: Counter[Label] = Counter()
+        self.asked: dict[Label, Ask] = {}
+        """The nested calls, by their labels."""
+        self.told: dict[str, Any] = {}
+        """What the callers of nested calls were told."""
         options = {"concurrency": 1, "threads": 1, "kill_after": 5.0, "start_timeout": 60.0, "blocked_after": None, **case.options}
+        self.threads: int = options["threads"]
+        self.concurrency: int = options["concurrency"]
         kind = type("StepRunner", (Runner,), {"_make_engine": lambda _, loop, __, ___: StepEngine(self, loop)})
         Clock.loop = self.loop
         with self.loop.running():
@@ -99,31 +131,61 @@ class World:
     def supervisor(self) -> Any:
         return self.runner._supervisor
 
-    def label_of(self, body: Any) -> int:
-        """Return the number of a call, which is its only argument."""
-        label: int = body[0] if type(body) is tuple else self.store.received(body).load()[-1]["value"]
+    def label_of(self, body: Any) -> Label:
+        """Return the label of a call, which is its only argument."""
+        label: Label = body[0] if type(body) is tuple else self.store.received(body).load()[-1]["value"]
         return label
-
-    def nested(self) -> int:
-        """Return the number of a new nested call."""
-        self.ran.append(0)
-        return len(self.ran) - 1
-
-    def judge_nested(self, number: int, result: int) -> None:
-        """A nested call has a result: it is its own, and it has run."""
-        if result != number or not self.ran[number]:
-            self.broken.append(AssertionError(f"nested call {number} ran {self.ran[number]} times and gave {result}"))
 
     def begin(self, name: str, coroutine: Any) -> None:
         self.tasks[name] = self.loop.create_task(coroutine)
         self.loop.settle()
+
+    def call(self, label: Label) -> Any:
+        """Return the future of a call of the user."""
+        return self.calls[int(label)]
+
+    # What calls do
+
+    def began(self, label: Label) -> None:
+        self.ran[label] += 1
+
+    def asks(self, caller: Label, ask: Ask) -> str:
+        """Note that a call makes a nested call. Return its label."""
+        label = f"{caller}.{sum(str(one).rpartition('.')[0] == str(caller) for one in self.asked)}"
+        self.asked[label] = ask
+        return label
+
+    def was_told(self, child: Child, told: Any) -> None:
+        """Note what the caller of a nested call was told, and judge it."""
+        label, ask = child.label, self.asked[child.label]
+        assert label not in self.told, f"{label} was answered twice"
+        self.told[label] = told
+        ran = self.ran[label]
+        if isinstance(told, WorkerDied):
+            assert told.attempts == ran, f"{label} began {ran} times, and its caller was told {told.attempts}"
+            assert told.started is bool(ran)
+        elif isinstance(told, LookupError):
+            assert ran
+        elif isinstance(told, RunnerClosed):
+            assert self.is_closing(), "nobody closed the runner"
+        elif isinstance(told, Exception):
+            assert isinstance(told, ValueError | RuntimeError), repr(told)
+            assert ask.key is not None, f"{label} was told {told!r}"
+        elif ask.prefetch:
+            assert told is None
+            assert child.is_closing or child.arrived == self.case.items, f"{label} has ended after {child.arrived} items"
+        else:
+            assert told == label, "another call's result"
+
+    def is_closing(self) -> bool:
+        return bool({"closes", "cuts"} & self.tasks.keys())
 
     # Steps
 
     def steps(self) -> list[tuple[str, Callable[[], object]]]:
         """What can happen now, in a steady order."""
         left, is_open = self.left, self.tasks["start"].done() and self.tasks["start"].exception() is None
-        is_open &= not {"closes", "cuts"} & self.tasks.keys()
+        is_open &= not self.is_closing()
         found = list(self.fair())
         if is_open and len(self.calls) < self.case.calls:
             found.append(("submits", self.submit))
@@ -136,7 +198,10 @@ class World:
             found += [(event, partial(self.change, event)) for event in ("reloads", "grows", "shrinks") if left.get(event)]
             found += [(f"paces {how}", partial(self.pace, how)) for how in PACES if left.get("paces")]
         if left.get("cancels"):
-            found += [(f"cancels {n}", partial(self.cancel, n)) for n, call in enumerate(self.calls) if not call.done()]
+            futures = [(n, call) for n, call in enumerate(self.calls) if not isinstance(call, Consumer)]
+            found += [(f"cancels {n}", partial(self.cancel, n)) for n, call in futures if not call.done()]
+        for one in self.consumers():
+            found += [choice for choice in one.choices() if left.get(choice[0].split(" ")[0])]
         struck = [worker for worker in self.workers if worker.state not in ("gone", "dying")]
         return [*found, *((name, strike) for worker in struck for name, strike in worker.strikes() if left.get(name.split(" ")[0]))]
 
@@ -144,9 +209,11 @@ class World:
         """What happens by itself."""
         for worker in self.workers:
             yield from worker.steps()
-        for number, take in self.takes.items():
-            if take._waiters:
-                yield f"takes {number}", take.release
+        for one in self.consumers():
+            yield from one.steps()
+
+    def consumers(self) -> list[Consumer]:
+        return [call for call in self.calls if isinstance(call, Consumer)]
 
     def take(self, name: str) -> None:
         """Take one of the steps."""
@@ -169,32 +236,22 @@ class World:
 
     def submit(self) -> None:
         number = len(self.calls)
-        options = self.case.options_of(number)
+        case = self.case
+        options = case.options_of(number)
+        if number in case.streams or "prefetch" in options:
+            fn: Any = stream_jobs.anumbers if self.kind == Kind.TASK else stream_jobs.numbers
+            streaming = self.runner.options(**{"prefetch": 2, **options})
+            self.calls.append(Consumer(self, number, partial(streaming.stream, fn, number)))
+            return
         view: Any = self.runner.options(**options) if options else self.runner
         self.calls.append(None)
-        fn: Any
         try:
-            if "prefetch" in options:
-                fn = jobs.anumbers if self.kind == Kind.TASK else jobs.numbers
-                self.takes[number] = asyncio.Semaphore(0)
-                self.calls[number] = self.loop.create_task(self.consume(number, view.stream(fn, number)))
-                return
             given: Any = {"value": number} if self.case.as_pickle else number
             fn = jobs.aecho if self.kind == Kind.TASK else jobs.echo
             self.calls[number] = view.submit(fn, **given) if self.case.as_pickle else view.submit(fn, given)
         except BaseException:
             self.calls.pop()
             raise
-
-    async def consume(self, number: int, stream: Any) -> int:
-        """Take the items of a stream, each when the test says so. They come in order and without a gap."""
-        taken = 0
-        async with stream:
-            async for item in stream:
-                assert item == taken, f"item {taken} of stream {number} is {item}"
-                taken += 1
-                await self.takes[number].acquire()
-        return number
 
     def cancel(self, number: int) -> None:
         self.cancelled.add(number)
@@ -219,17 +276,28 @@ class World:
     def check(self) -> None:
         """What must hold after each step."""
         assert not self.broken, self.broken
-        assert not self.loop.faults, self.loop.faults
+        faults = [one for one in self.loop.faults if "raises" not in self.case.events or _UNHEARD not in one["message"]]
+        assert not faults, faults
         assert not FAULTS, FAULTS
-        for number, ran in enumerate(self.ran):
-            assert ran <= 1 + self.case.options_of(number).get("retries", 0), f"calls ran too often: {self.ran}"
+        for label, ran in self.ran.items():
+            retries = self.asked[label].retries if label in self.asked else self.case.options_of(label).get("retries", 0)
+            assert ran <= 1 + retries, f"call {label} ran {ran} times"
+        if self.runner._assembly is not None:
+            check_relations(self)
+        if self.case.is_strict:
+            for worker in self.workers:
+                tasks = [run for run in worker.running.values() if run.kind == Kind.TASK and not run.children]
+                assert len(tasks) <= self.concurrency, f"{worker.name} runs {[run.label for run in tasks]}"
 
-    def go_on(self, is_over: Callable[[], bool]) -> None:
-        """Let happen what happens by itself, fairly, until it is over. The clock moves when nothing else can."""
+    def go_on(self, is_over: Callable[[], bool], *, takes: bool = True) -> None:
+        """Let happen what happens by itself, fairly, until it is over. The clock moves when nothing else can.
+
+        `takes`: whether the users of streams take items.
+        """
         for _ in range(LONGEST_END):
             if is_over():
                 return
-            steps = [name for name, _ in self.fair()]
+            steps = [name for name, _ in self.fair() if takes or not name.startswith("takes ")]
             for name in steps:
                 if name in dict(self.fair()):
                     self.take_fair(name)
@@ -249,25 +317,34 @@ class World:
     def finish(self) -> None:
         """Let everything end, and judge it."""
         self.go_on(lambda: self.tasks["start"].done())
+        if not self.is_anyone_stuck() and self.consumers() and not self.case.has("key"):  # whoever is slow holds up nobody
+            calls = [call for call in self.calls if not isinstance(call, Consumer)]
+            self.go_on(lambda: all(call.done() for call in calls), takes=False)
         self.go_on(lambda: not any(worker.is_overdue() for worker in self.workers))
         if not self.is_anyone_stuck():
             self.go_on(lambda: all(call.done() for call in self.calls) and self.changes_are_done())
             self.go_on(self.has_no_old_worker)
+            self.go_on(lambda: not list(self.fair()))
+            if not self.is_closing():
+                check_full(self)
         if not {"closes", "cuts"} & self.tasks.keys() or (self.is_anyone_stuck() and "cuts" not in self.tasks):
             event = "cuts" if self.is_anyone_stuck() else "closes"
             self.close(event)
             self.loop.settle()
-        self.go_on(lambda: all(task.done() for task in self.tasks.values()))
+        if not self.is_anyone_stuck():  # a close ends streams, also those whose users take nothing
+            self.go_on(lambda: self.tasks["closes"].done() if "closes" in self.tasks else self.tasks["cuts"].done(), takes=False)
+        self.go_on(lambda: all(task.done() for task in self.tasks.values()) and all(call.done() for call in self.calls))
         for name, task in self.tasks.items():
             error = task.exception()
             assert error is None or name.split(" ")[0] not in ("closes", "cuts"), f"{name} raised {error!r}"
-            assert error is None or type(error).__module__.startswith("percore"), f"{name} raised {error!r}"
+            is_own = type(error).__module__.startswith("percore") or (isinstance(error, LookupError) and name.startswith("leaves"))
+            assert error is None or is_own, f"{name} raised {error!r}"
         assert all(worker.state == "gone" for worker in self.workers), "a worker is left"
         if self.runner._assembly is not None:
             assert not self.supervisor.members
+            check_full(self)
             assert not self.supervisor.calls.waiting()
-        timers = [timer for timer in self.loop.timers() if _name(timer) != "StreamCall._look"]  # it only looks, once
-        assert not timers, f"timers run on: {timers}"
+        assert not self.loop.timers(), f"timers run on: {self.loop.timers()}"
         for number, call in enumerate(self.calls):
             self.judge(number, call)
 
@@ -289,6 +366,9 @@ class World:
     def judge(self, number: int, call: Any) -> None:
         """The caller was told the truth."""
         ran = self.ran[number]
+        if isinstance(call, Consumer):
+            call.judge(ran)
+            return
         if call.cancelled():
             assert number in self.cancelled, f"call {number} was cancelled by nobody"
             return
@@ -298,13 +378,16 @@ class World:
             assert ran, "a result of a call that never ran"
         elif isinstance(error, WorkerDied):
             assert error.attempts == ran, f"call {number} began {ran} times, and its caller was told {error.attempts}"
+            assert error.started is bool(ran)
+        elif isinstance(error, LookupError):
+            assert ran
         elif isinstance(error, TimeoutError):
             options = self.case.options_of(number)
             may_end_so = "hard_timeout" in options or ("queue_timeout" in options and not ran)
             assert may_end_so, f"call {number} began {ran} times: {error}"
         else:
             assert isinstance(error, RunnerClosed), repr(error)
-            assert {"closes", "cuts"} & self.tasks.keys(), "nobody closed the runner"
+            assert self.is_closing(), "nobody closed the runner"
 
     def abandon(self) -> None:
         """End it, whatever it is in, so that nothing of it is left."""
@@ -325,55 +408,14 @@ class World:
                 task.exception()
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         for call in self.calls:
-            if not call.cancel() and not call.cancelled():
+            if call.done() and not call.cancelled():
                 call.exception()
-        with suppress(BaseException):
-            self.loop.settle()
         self.runner._phase = State.CLOSED  # one that a fault has kept from closing would warn
         self.loop.close()
 
-    # States
-
     def shape(self) -> object:
         """All that decides what can happen next."""
-        told = tuple(map(_told, self.calls))
-        tasks = tuple((name, task.done()) for name, task in self.tasks.items())
-        timers = tuple((round(timer.when() - self.loop.now, 1), _name(timer)) for timer in self.loop.timers())
-        workers = tuple(worker.shape() for worker in self.workers if worker.state != "gone")
-        common = tuple(self.left.items()), told, tasks, timers, workers, tuple(self.ran)
-        if self.runner._assembly is None:
-            return common
-        supervisor = self.supervisor
-        dispatch = supervisor.dispatch
-        label = {id(call): number for number, call in enumerate(self.calls)}
-        members = tuple(
-            (
-                (one.index, one.worker.state, one.life.state, tuple(one.load), one.recalling, one.deadline, one in dispatch.seats),
-                (
-                    tuple(label.get(id(call)) for call in one.calls.values()),
-                    dispatch.recalls.barren.get(one) == dispatch.times_ahead,
-                ),
-            )
-            for one in sorted(supervisor.members, key=lambda one: (one.index, one.generation))
-        )
-        slots = tuple((slot.state, slot.budget.deaths, slot.renewal, slot.timer is not None) for slot in supervisor.slots)
-        queues = tuple(tuple(label.get(id(call)) for call in queue.calls) for queue in dispatch.singles)
-        lanes = tuple(
-            tuple(label.get(id(call)) for lane in queue.lanes.values() for call in lane.calls) for queue in dispatch.singles
-        )
-        delayed = frozenset(label.get(id(call)) for call in supervisor.calls.retries.delayed)
-        return common, members, slots, queues, lanes, delayed, supervisor.phase.now, dispatch.recalls.is_ahead
-
-
-def _told(call: Any) -> str | None:
-    if not call.done():
-        return None
-    return "cancelled" if call.cancelled() else type(call.exception()).__name__
-
-
-def _name(timer: asyncio.TimerHandle) -> str:
-    callback: Any = timer._callback  # type: ignore[attr-defined]
-    return getattr(callback, "__qualname__", None) or type(callback).__name__
+        return shape_of(self)
 
 
 class Clock:
@@ -453,7 +495,7 @@ def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> int:
                 steps = one.steps()
                 if not steps:
                     break
-                by_itself = len(list(one.fair())) if choose(3) else 0
+                by_itself = len(list(one.fair())) + (("submits", one.submit) in steps) if choose(3) else 0
                 name = steps[choose(by_itself or len(steps))][0]
                 path.append(name)
                 one.take(name)

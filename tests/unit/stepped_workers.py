@@ -1,17 +1,16 @@
-"""A loop whose steps a test chooses, and workers that do one thing at a time, when they are told to: parts of `call_orders`.
+"""Workers that do one thing at a time, when they are told to: parts of `call_orders`.
 
-A worker here is a small model of a real one. It does not run code: it reads one message, begins, answers, gets ready, dies.
+A worker here is a small model of a real one. It does not run code: it reads one message, begins, answers, produces an item, makes a
+nested call, gets ready, dies.
 """
 
-import asyncio
 import signal
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from percore._engines.threads.references import References
 from percore._protocol.interfaces import Exit, Fate
 from percore._protocol.messages import (
     BATCH,
@@ -22,141 +21,28 @@ from percore._protocol.messages import (
     DRAIN,
     DRAINING,
     ENDED,
+    ERROR,
     FINISH,
     ID_MASK,
     ITEMS,
+    ONCE_OPS,
     READY,
     RECALL,
     RETURNED,
     TERMS,
     UNREADY,
-    VALUE,
     WITHDRAW,
     Kind,
     is_call,
 )
-from tests.unit.stepped_nested import StepNested
+from tests.unit.stepped_calls import ANSWERS, Label, Run
+from tests.unit.stepped_loop import StepChannel
 
 if TYPE_CHECKING:
     from tests.unit.call_orders import World
 
-MOST_TURNS: Final = 2000
-MOST_ITEMS: Final = 3
-"""Items that a generator yields at most."""
-
-
-class Nothing:
-    """A selector that has nothing."""
-
-    def select(self, _timeout: float | None) -> list[Any]:
-        return []
-
-
-class StepLoop(asyncio.BaseEventLoop):
-    """An event loop without descriptors, whose clock the test moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
-        self._selector = Nothing()
-        self._clock_resolution = 1e-6
-        self.faults: list[dict[str, Any]] = []
-        self.set_exception_handler(lambda _, context: self.faults.append(context))
-
-    def time(self) -> float:
-        return self.now
-
-    def _process_events(self, _events: list[Any]) -> None: ...
-
-    def _write_to_self(self) -> None: ...
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the block's code think that it runs in this loop."""
-        asyncio._set_running_loop(self)
-        try:
-            yield
-        finally:
-            asyncio._set_running_loop(None)
-
-    def settle(self) -> None:
-        """Run what is due, and what follows from it."""
-        with self.running():
-            for _ in range(MOST_TURNS):
-                if not (self._ready or self._is_due()):  # type: ignore[attr-defined]
-                    return
-                self._run_once()  # type: ignore[attr-defined]
-        raise AssertionError("the loop never comes to rest")
-
-    def _is_due(self) -> bool:
-        return any(timer.when() <= self.now for timer in self._scheduled)  # type: ignore[attr-defined]
-
-    def timers(self) -> list[asyncio.TimerHandle]:
-        """The timers that run, by time."""
-        return sorted(timer for timer in self._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
-
-    def suspend(self) -> None:
-        """Let a week pass in which nobody has run."""
-        self.now += 7 * 86_400.0
-
-    def expire(self) -> None:
-        """Move the clock to the first timer."""
-        self.now = max(self.now, self.timers()[0].when()) + 1e-3
-
-
-class StepChannel:
-    """The supervisor's side of a channel to a worker that reads when the test says so."""
-
-    own: ClassVar[dict[int, Any]] = {}
-    sent = received = 0
-
-    def __init__(self, worker: "StepWorker") -> None:
-        self.worker = worker
-        self.is_open = False
-
-    @property
-    def waits_since(self) -> float:
-        return self.worker.waits_since
-
-    def open(self, on_frame: Callable[..., None], on_broken: Callable[..., None], on_batch: Callable[[], None]) -> None:
-        self.is_open = True
-        self.on_frame, self.on_broken, self.on_batch = on_frame, on_broken, on_batch
-
-    def send(self, op: int, number: int, body: Any) -> None:
-        worker = self.worker
-        if not worker.inbox:
-            worker.waits_since = worker.world.loop.now
-        if is_call(op):
-            worker.labels[number] = worker.world.label_of(body)
-        worker.inbox.append((op, number, body))
-
-    def load(self, payload: Any) -> Any:
-        return self.worker.world.store.received(payload)
-
-    def read(self, payload: Any) -> Any:
-        return self.worker.world.store.read(payload)
-
-    def release(self, _payload: Any) -> None: ...
-
-    def receive(self) -> None:
-        """Deliver what the worker has sent."""
-        messages, self.worker.outbox = self.worker.outbox, []
-        self.worker.has_news = False
-        if not self.is_open:
-            return
-        try:
-            if messages:
-                self.on_frame(messages)
-            self.on_batch()
-        except BaseException as error:  # a real channel breaks; here every message was right
-            self.worker.world.broken.append(error)
-            self.on_broken(error)
-
-    def has_read(self) -> bool:
-        return not self.worker.inbox
-
-    def lag(self) -> float:
-        return 0.0
+Step = tuple[str, Callable[[], object]]
+_SERVES: Final = ("serving", "draining", "finished")
 
 
 class StepWorker:
@@ -174,39 +60,42 @@ class StepWorker:
         self.outbox: list[tuple[int, int, Any]] = []
         self.has_news = False
         """Whether the supervisor has something to hear: messages, or that all was read."""
-        self.labels: dict[int, int] = {}
+        self.labels: dict[int, Label] = {}
+        self.terms: dict[int, Any] = {}
         self.begun: dict[int, float] = {}
         """When each call has begun."""
-        self.running: dict[int, bool] = {}
-        """The calls that run, each with whether it was cancelled."""
+        self.running: dict[int, Run] = {}
         self.waiting: deque[int] = deque()
-        """Plain calls that wait for the thread."""
+        """Plain calls that wait for a thread."""
+        self.back: deque[int] = deque()
+        """Plain calls that were aside, and wait for a thread to go on."""
         self.kinds: dict[int, int] = {}
         self.begin_by: float | None = None
         """When the calls that follow must have begun."""
         self.deadlines: dict[int, float | None] = {}
-        self.nested = StepNested(self)
-        self._handlers: dict[int, Callable[[int, Any], None]] = {
-            BEGIN_BY: self._note_begin_by,
-            TERMS: self._note_terms,
-            CREDIT: self._credit,
-            CANCEL: self._cancel,
-            RECALL: self._recall,
-            WITHDRAW: self._withdraw,
-            DRAIN: self._drain,
-            FINISH: self._finish,
-            **self.nested.handlers,
-        }
-        self.terms: dict[int, int] = {}
-        """The first credits of streams that are about to be sent."""
-        self.credits: dict[int, int] = {}
-        """How many more items each stream may produce."""
-        self.produced: dict[int, int] = {}
+        self.asked = 0
+        """How many nested calls its calls have made."""
         self.state = "starting"
         self.code = 0
         self.waits_since = 0.0
+        self._handlers: dict[int, Callable[[int, Any], None]] = {
+            TERMS: self.terms.__setitem__,
+            BEGIN_BY: lambda _, when: self._limit(when),
+            CREDIT: self._credit,
+            CANCEL: lambda number, _: self._cancel(number),
+            RECALL: self._recall,
+            WITHDRAW: lambda number, _: self._return([number] if number in self.waiting else []),
+            DRAIN: lambda *_: self._drain(),
+            FINISH: lambda *_: self._finish(),
+        }
         self.is_stuck = False
         """Whether it does nothing any more until it is killed, as a stopped or blocked one."""
+
+    @property
+    def name(self) -> str:
+        return f"w{self.index}.{self.generation}"
+
+    # Implements `Worker`
 
     def ready(self, _told: Any) -> None: ...
 
@@ -227,64 +116,59 @@ class StepWorker:
 
     # Steps
 
-    def strikes(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        """What may happen to this worker."""
-        name = f"w{self.index}.{self.generation}"
+    def strikes(self) -> Iterator[Step]:
+        """What may happen to this worker, and what its calls may choose to do."""
         if not self.is_stuck:
-            yield f"sticks {name}", self.stick
-        yield f"dies {name}", self.kill
+            yield f"sticks {self.name}", self.stick
+        yield f"dies {self.name}", self.kill
         if self.state == "starting":
-            yield f"fails {name}", self.fail
+            yield f"fails {self.name}", self.fail
         elif self.state == "serving":
-            yield f"drains {name}", partial(self.kill, signal.SIGTERM)
-        if self.state in ("serving", "draining") and not self.is_stuck:
-            yield from self.nested.events(name, [number for number, is_cancelled in self.running.items() if not is_cancelled])
+            yield f"drains {self.name}", partial(self.kill, signal.SIGTERM)
+        if self.state in _SERVES and not self.is_stuck:
+            for run in list(self.running.values()):
+                yield from run.choices()
 
     def stick(self) -> None:
         self.is_stuck = True
 
     def is_overdue(self) -> bool:
         """Whether the supervisor has to end it, since it does not end by itself."""
-        member = next((one for one in self.world.supervisor.members if one.worker is self), None)
+        member = self.member
         if member is None or not self.is_stuck:
             return False
-        has_hard_limit = any("hard_timeout" in self.world.case.options_of(self.labels[number]) for number in self.running)
+        has_hard_limit = any("hard_timeout" in self.world.case.options_of(run.label) for run in self.running.values())
         return has_hard_limit or member.life.deadline(has_calls=bool(member.calls)) is not None
 
-    def steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
+    @property
+    def member(self) -> Any:
+        return next((one for one in self.world.supervisor.members if one.worker is self), None)
+
+    def steps(self) -> Iterator[Step]:
         """What can happen in this worker now."""
-        name = f"w{self.index}.{self.generation}"
         if self.state == "gone":
             return
         if self.channel.is_open and (self.outbox or self.has_news):
-            yield f"s hears {name}", self.channel.receive
+            yield f"s hears {self.name}", self.channel.receive
         if self.state == "dying":
-            yield f"{name} is gone", self.exit
+            yield f"{self.name} is gone", self.exit
         elif self.is_stuck:
             return
         elif self.state == "starting":
-            yield f"{name} ready", self.get_ready
+            yield f"{self.name} ready", self.get_ready
         else:
-            yield from self._own_steps(name)
+            yield from self._own_steps()
 
-    def _own_steps(self, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    def _own_steps(self) -> Iterator[Step]:
+        # First: a fair end may not ask a worker to drain again and again just before it begins its only call.
+        if self.waiting and self.has_thread() and not self.back:
+            yield f"{self.name} begins", lambda: self.begin(self.waiting.popleft())
         if self.inbox:
-            yield f"{name} reads", self.read
-        asking = set(self.nested.asked.values())
-        idle = asking | {number for number, some in self.credits.items() if not some}
-        if self.waiting and not any(self.kinds[number] == Kind.THREAD for number in self.running.keys() - idle):
-            yield f"{name} begins", lambda: self.begin(self.waiting.popleft())
-        for number in list(self.running):
-            if self.credits.get(number, 0) and self.produced[number] < MOST_ITEMS and not self.running[number]:
-                yield f"{name} yields {self.labels[number]}", partial(self.produce, number)
-            if number in asking or (number in self.credits and self.produced[number] < MOST_ITEMS and not self.running[number]):
-                continue  # it waits for its nested calls, or has more to yield
-            yield f"{name} answers {self.labels[number]}", partial(self.answer, number)
-            if self.running[number]:
-                yield f"{name} answers {self.labels[number]} all the same", partial(self.answer, number, suppresses=True)
-        yield from self.nested.steps(name)
+            yield f"{self.name} reads", self.read
+        for run in list(self.running.values()):
+            yield from run.steps()
         if self.state == "finished" or (self.state == "draining" and not (self.running or self.waiting)):
-            yield f"{name} is gone", self.exit
+            yield f"{self.name} is gone", self.exit
 
     def get_ready(self) -> None:
         self.state = "serving"
@@ -303,52 +187,53 @@ class StepWorker:
         op, number, body = self.inbox.popleft()
         if is_call(op):
             self._take(op, number)
+        elif op in ANSWERS:
+            self._hear(op, number, body)
         elif op in self._handlers:
             self._handlers[op](number, body)
         if not self.inbox:
             self.waits_since, self.has_news = 0.0, True
 
-    def _note_begin_by(self, _number: int, body: float | None) -> None:
-        self.begin_by = body
-
-    def _note_terms(self, number: int, body: Any) -> None:
-        self.terms[number] = 0 if body is None else body[3]
-
-    def _credit(self, number: int, items: int) -> None:
-        if number in self.credits:
-            self.credits[number] += items
-
-    def _recall(self, wanted: int, _body: Any) -> None:
-        self._return(list(self.waiting)[-wanted:] if wanted else [])
-        self.tell(RETURNED, 0, None)
-
-    def _withdraw(self, number: int, _body: Any) -> None:
-        self._return([number] if number in self.waiting else [])
-
-    def _finish(self, _number: int, _body: Any) -> None:
-        self.state = "finished"
-
     def _take(self, op: int, number: int) -> None:
         assert op != BATCH
-        self.kinds[number] = self.world.kind
+        self.kinds[number] = ONCE_OPS.index(op) if op in ONCE_OPS else self.world.kind
         self.deadlines[number] = self.begin_by
-        self.produced[number] = 0
-        self.credits.pop(number, None)
-        if prefetch := self.terms.pop(number, 0):
-            self.credits[number] = prefetch
         if self.state != "serving":
             self.tell(RETURNED, number, None)
-        elif self.world.kind == Kind.TASK:
+        elif self.kinds[number] == Kind.TASK:
             self.begin(number)
         else:
             self.waiting.append(number)
 
-    def _return(self, calls: list[int]) -> None:
-        for number in reversed(calls):
-            self.waiting.remove(number)
-            self.tell(RETURNED, number, None)
+    def _hear(self, op: int, number: int, body: Any) -> None:
+        for run in self.running.values():
+            if number in run.children:
+                run.hear(op, number, body)
+                return
 
-    def _drain(self, _number: int, _body: Any) -> None:
+    def _limit(self, when: float | None) -> None:
+        self.begin_by = when
+
+    def _credit(self, number: int, count: int) -> None:
+        if number in self.running:
+            self.running[number].credit(count)
+
+    def _recall(self, number: int, stay: bytes) -> None:
+        self._return(list(self.waiting)[-number:] if number else [], stay)
+        self.tell(RETURNED, 0, None)
+
+    def _finish(self) -> None:
+        self.state = "finished"
+
+    def _return(self, calls: list[int], stay: bytes = b"") -> None:
+        stride = 1 if (member := self.member) is None else member.stride
+        kept = set(array("I", stay))
+        for number in reversed(calls):
+            if number % stride not in kept:
+                self.waiting.remove(number)
+                self.tell(RETURNED, number, None)
+
+    def _drain(self) -> None:
         if self.state != "serving":
             return
         self.state = "draining"
@@ -356,34 +241,42 @@ class StepWorker:
         while self.waiting:
             self.tell(RETURNED, self.waiting.popleft(), None)
 
-    def _cancel(self, number: int, _body: Any) -> None:
+    def _cancel(self, number: int) -> None:
         if number in self.waiting:
             self.waiting.remove(number)
             self.tell(CANCELLED, number, True)
-        elif number in self.running and (self.kinds[number] == Kind.TASK or number in self.credits):
-            self.running[number] = True
-            self.nested.drop(number)
+        elif number in self.running:
+            self.running[number].cancel()
 
     def begin(self, number: int) -> None:
         deadline = self.deadlines[number]
         if deadline is not None and self.world.loop.now >= deadline:
             self.tell(RETURNED, number, None)
             return
+        label = self.labels[number]
+        terms = self.terms.pop(number, None)
         self.begun[number] = self.world.loop.now
-        self.running[number] = False
-        self.world.ran[self.labels[number]] += 1
+        self.running[number] = Run(self, number, label, self.kinds[number], 0 if terms is None else terms[3])
+        self.world.began(label)
 
-    def produce(self, number: int) -> None:
-        """Yield an item of a stream."""
-        self.tell(ITEMS, number, (0, -1.0, [self.produced[number]], []))
-        self.produced[number] += 1
-        self.credits[number] -= 1
+    def has_thread(self) -> bool:
+        """Whether fewer plain calls run than there are threads: those that are aside do not count."""
+        runs = sum(run.kind == Kind.THREAD and not run.is_aside for run in self.running.values())
+        return runs < self.world.threads
 
-    def answer(self, number: int, *, suppresses: bool = False) -> None:
-        is_cancelled = self.running.pop(number) and not suppresses
-        is_stream = self.credits.pop(number, None) is not None
-        op = CANCELLED if is_cancelled else ENDED if is_stream else VALUE
-        self.tell(op, number, None if is_cancelled or is_stream else self.labels[number])
+    def admit(self) -> None:
+        """Let plain calls go on that can."""
+        while self.back and self.has_thread():
+            self.running[self.back.popleft()].is_aside = False
+
+    def ended(self, run: Run, op: int, body: Any) -> None:
+        """Answer a call."""
+        del self.running[run.number]
+        if run.number in self.back:
+            self.back.remove(run.number)
+        run.drop_all()
+        self.tell(op, run.number, body)
+        self.admit()
 
     def exit(self) -> None:
         self.state = "gone"
@@ -395,37 +288,16 @@ class StepWorker:
         labels = self.labels
 
         def of(message: tuple[int, int, Any]) -> tuple[int, Any]:
-            return message[0], labels.get(message[1], message[1] & ID_MASK if message[0] == RECALL else 0)
+            op, number, body = message
+            if op in ANSWERS or op in (ITEMS, CREDIT, ENDED, ERROR):
+                return op, (number if op in ANSWERS else labels.get(number), body if type(body) is int else None)
+            return op, labels.get(number, number & ID_MASK if op == RECALL else 0)
 
         now = self.world.loop.now
         return (
             (self.index, self.state, self.code, self.is_stuck, self.has_news, bool(self.waits_since)),
             (tuple(map(of, self.inbox)), tuple(map(of, self.outbox))),
-            tuple((labels[one], how) for one, how in self.running.items()),
-            (tuple(labels[one] for one in self.waiting), tuple(self.nested.asked), self.begin_by, tuple(self.credits.values())),
+            tuple(run.shape() for run in self.running.values()),
+            (tuple(labels[one] for one in self.waiting), tuple(labels[one] for one in self.back), self.begin_by),
             frozenset((labels[one], round(now - when, 1)) for one, when in self.begun.items()),
         )
-
-
-class StepEngine:
-    """Starts workers that do nothing by themselves. Implements `Engine`."""
-
-    no_place = ""
-    sees_starts = True
-    rouse = None
-
-    def __init__(self, world: "World", loop: StepLoop) -> None:
-        self.world = world
-        self.store = world.store = References(loop)
-
-    def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], _sockets: Any) -> StepWorker:
-        worker = StepWorker(self.world, index, generation, on_exit)
-        self.world.workers.append(worker)
-        return worker
-
-    def renew(self) -> None: ...
-
-    def resize(self, _workers: int) -> None: ...
-
-    async def aclose(self) -> None:
-        assert not self.store.in_use

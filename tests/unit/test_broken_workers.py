@@ -67,7 +67,7 @@ def test_v9_a_call_that_has_begun_does_not_come_back() -> None:
         assert lies(one, liar, (RETURNED, number, None))
         one.finish()
         with pytest.raises(WorkerDied):
-            one.calls[liar.labels[number]].result()
+            one.call(liar.labels[number]).result()
 
 
 @pytest.mark.parametrize("ends", ["dies", "returns"])
@@ -82,7 +82,7 @@ def test_v9_a_call_whose_arguments_were_read_runs_nowhere_else(ends: str) -> Non
         else:
             assert lies(one, liar, (RETURNED, number, None))
         one.go_on(lambda: all(call.done() for call in one.calls))
-        call = one.calls[liar.labels[number]]
+        call = one.call(liar.labels[number])
         assert isinstance(call.exception(), WorkerDied)
         assert call.exception().started
 
@@ -104,7 +104,7 @@ def test_v9_a_call_without_a_timeout_does_not_exceed_it() -> None:
         assert lies(one, liar, (TIMED_OUT, number, None))
         one.finish()
         with pytest.raises(WorkerDied):
-            one.calls[liar.labels[number]].result()
+            one.call(liar.labels[number]).result()
 
 
 @pytest.mark.long
@@ -132,7 +132,7 @@ def _one_history(chance: random.Random) -> bool:
             one.loop.settle()
             one.go_on(lambda: all(task.done() for task in one.tasks.values()) and not one.living())
             for number in set(other.labels.values()) - set(liar.labels.values()):
-                call = one.calls[number]
+                call = one.call(number)
                 assert call.cancelled() or call.exception() is not None or call.result() == number
             assert not one.loop.timers()
         except BaseException as error:

@@ -1,5 +1,8 @@
 """A call's life, a worker's and a slot's, in the real supervisor: in every order of steps up to a size, and in random ones beyond.
 
+So are the lives of streams (credits, items, users who leave, users who are slow) and of nested calls (their callers give their
+places back and take them again, and callers want each other's keys).
+
 `make test` looks at the first states of each case and at some random histories; `make long` at a hundred times as many. That the
 explorer finds faults is tested with faults: parts of the supervisor that do nothing.
 """
@@ -11,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from percore import Rate
+from percore._calls import nested as nested_calls
+from percore._calls import streams
 from percore._protocol.messages import Kind
 from percore._scheduler import dispatch, keys
 from percore._supervisor import (
@@ -24,9 +29,11 @@ from percore._supervisor import (
     outcomes,
     pool,
     pool_changes,
+    rates,
 )
 from tests.counts import times
 from tests.unit.call_orders import Case, explore, stroll, watched, world
+from tests.unit.stepped_calls import Ask
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -46,11 +53,50 @@ CASES: Final[dict[str, Case]] = {
     "queue_timeout": Case({"dies": 1, "closes": 1, "time": 3, "cancels": 1}, 2, 1, of_call={"queue_timeout": 1.0}),
     "max_tasks_per_worker": Case({"dies": 1, "closes": 1, "cancels": 1}, 3, 1, options={"max_tasks_per_worker": 1}),
     "rate": Case({"dies": 1, "closes": 1, "time": 3, "cancels": 1}, of_call={"key": "k", "rate": Rate(1, per=1.0), "retries": 1}),
-    "callers with keys": Case(
-        {"asks": 3}, 2, 1, of_call=({"key": "k"}, {"key": "other"}), options={"per_key": 1, "concurrency": 2}
-    ),
 }
 """Two workers and three calls, or one and two; what may happen, and how often."""
+
+FIRST: Final = frozenset({0})
+BOTH: Final = frozenset({0, 1})
+ANY: Final = (Ask(),)
+CROSSED: Final = (Ask(key="a"), Ask(key="b"))
+STREAMS: Final[dict[str, Case]] = {
+    "streams": Case({"dies": 1, "leaves": 1, "closes": 1, "time": 2}, 2, 1, streams=BOTH),
+    "a stream and a call": Case({"dies": 1, "leaves": 1, "cancels": 1, "time": 2}, 2, 1, streams=FIRST, items=4),
+    "streams nobody closes": Case({"forgets": 1, "cancels": 1, "cuts": 1, "time": 2}, 2, 1, streams=BOTH),
+    "streams that fail": Case({"leaves": 1, "raises": 1, "forgets": 1}, 1, 1, streams=FIRST),
+    "streams and reload": Case({"reloads": 1, "dies": 1, "leaves": 1, "time": 2}, 2, 1, streams=FIRST),
+    "streams and SIGTERM": Case({"drains": 1, "sticks": 1, "leaves": 1, "cuts": 1}, 2, streams=BOTH),
+    "streams and max_tasks": Case({"dies": 1, "leaves": 1}, 2, 1, streams=FIRST, options={"max_tasks_per_worker": 1}),
+    "streams and keys": Case({"dies": 1, "leaves": 1, "drains": 1}, streams=BOTH, of_call={"key": "k"}, options={"per_key": 1}),
+    "streams and rate": Case({"dies": 1, "time": 3}, 2, 1, streams=BOTH, of_call={"key": "k", "rate": Rate(1, per=1.0)}),
+}
+NESTED: Final[dict[str, Case]] = {
+    "nested": Case({"asks": 2, "dies": 1, "closes": 1}, 2, 1, asks=ANY),
+    "nested in two workers": Case({"asks": 2, "dies": 1, "cancels": 1, "drops": 1, "closes": 1}, 2, asks=ANY),
+    "nested twice": Case({"asks": 3, "dies": 1, "cuts": 1}, 1, 1, asks=ANY, depth=2),
+    "nested of both kinds": Case({"asks": 2, "dies": 1}, 2, 1, asks=(Ask(), Ask(Kind.THREAD)), depth=2),
+    "nested and reload": Case({"asks": 2, "reloads": 1, "dies": 1}, 1, 1, asks=ANY),
+    "nested and max_tasks": Case({"asks": 2, "dies": 1}, 2, 1, asks=ANY, options={"max_tasks_per_worker": 1}),
+    "nested and retries": Case({"asks": 2, "dies": 2}, 1, asks=(Ask(retries=1),)),
+    "nested and hard_timeout": Case({"asks": 2, "time": 4, "dies": 1}, 2, 1, asks=ANY, of_call={"hard_timeout": 1.0}),
+    "nested and rate": Case({"asks": 2, "dies": 1, "time": 3}, 2, 1, asks=ANY, of_call={"key": "k", "rate": Rate(1, per=1.0)}),
+    "crossed keys": Case({"asks": 2, "dies": 1, "cancels": 1}, 2, asks=CROSSED, keys=("a", "b"), options={"per_key": 1}),
+    "crossed keys that move": Case({"asks": 2, "dies": 1, "drains": 1, "reloads": 1}, 2, asks=CROSSED, keys=("a", "b")),
+    "callers with keys": Case(
+        {"asks": 3}, 2, 1, options={"concurrency": 2, "per_key": 1}, keys=("k", "other"), asks=(Ask(key="k"), Ask(key="other"))
+    ),
+    "a retry of a caller": Case({"asks": 1, "closes": 1, "dies": 1, "paces": 1}, 1, asks=(Ask(key="k"),), of_call={"retries": 1}),
+    "nested that are left": Case({"asks": 2, "abandons": 1, "raises": 1, "cuts": 1}, 1, asks=ANY, depth=2),
+    "nested streams": Case({"asks": 1, "dies": 1, "shuts": 1, "drops": 1, "closes": 1}, 1, asks=(Ask(prefetch=1),), items=2),
+    "nested streams and calls": Case({"asks": 3, "dies": 1, "drops": 1}, 1, 1, asks=(Ask(prefetch=2), Ask()), depth=2),
+    "nested streams and SIGTERM": Case(
+        {"asks": 2, "reloads": 1, "drains": 1, "shuts": 1}, 1, 1, asks=(Ask(Kind.THREAD, prefetch=1),), items=2
+    ),
+}
+"""In each worker one place for coroutines and one thread. A generator yields three items, of which two may wait."""
+
+EVERY: Final = CASES | STREAMS | NESTED
 
 ALL: Final = {
     "sticks": 1,
@@ -77,11 +123,10 @@ MIXED: Final[tuple[dict[str, Any], ...]] = (
 )
 """Options of calls that share the workers."""
 
-KEYED: Final[tuple[dict[str, Any], ...]] = ({"key": "k"}, {"key": "other"}, {"key": "k", "retries": 1}, {})
 SOME: Final = {"dies": 1, "drains": 1, "cancels": 1, "closes": 1, "reloads": 1, "shrinks": 1, "grows": 1, "time": 3, "sticks": 1}
 """Events that leave a history time for nested calls."""
 
-STREAMS: Final[tuple[dict[str, Any], ...]] = ({"prefetch": 1}, {"prefetch": 2, "key": "k"}, {"retries": 1}, {"hard_timeout": 1.0})
+SEVERAL: Final[tuple[dict[str, Any], ...]] = ({"prefetch": 1}, {"prefetch": 2, "key": "k"}, {"retries": 1}, {"hard_timeout": 1.0})
 
 LARGE: Final[dict[str, Case]] = {
     "calls": Case(ALL, 7, 3, options={"threads": 2, "concurrency": 2}),
@@ -91,12 +136,20 @@ LARGE: Final[dict[str, Case]] = {
     "queue_timeout": Case(ALL, 6, of_call={"queue_timeout": 1.0, "retries": 1}),
     "rate": Case(ALL, 6, of_call={"key": "k", "rate": Rate(1, per=0.7), "retries": 1, "queue_timeout": 2.0}),
     "start": Case(ALL, 3, from_start=True),
-    "nested calls": Case({**SOME, "asks": 8}, 3),
-    "nested calls with keys": Case({**SOME, "asks": 8, "pulls": 2}, 4, options={"per_key": 1}, of_call=KEYED),
-    "streams": Case({**SOME, "asks": 3, "pulls": 4, "leaves": 1}, 4, of_call=STREAMS),
-    "nested calls and all options": Case({**ALL, "paces": 2, "asks": 8}, 6, options={"per_key": 1}, of_call=MIXED),
+    "streams": Case(ALL | {"leaves": 1, "forgets": 1, "raises": 1}, 5, streams=frozenset({0, 1, 3})),
     "options of every kind": Case({**ALL, "paces": 2}, 9, options={"threads": 2, "concurrency": 2}, of_call=MIXED),
     "and a limit of each key": Case({**ALL, "paces": 2}, 9, options={"per_key": 1, "max_tasks_per_worker": 3}, of_call=MIXED),
+    "nested": Case(ALL | {"asks": 8, "drops": 1, "abandons": 1, "raises": 1}, 4, asks=(*ANY, Ask(Kind.THREAD, retries=1)), depth=3),
+    "nested calls and all options": Case(
+        {**ALL, "paces": 2, "asks": 8}, 6, options={"per_key": 1}, of_call=MIXED, asks=(Ask(), Ask(key="k"), Ask(key="other"))
+    ),
+    "streams and calls": Case(
+        SOME | {"leaves": 1, "asks": 6, "shuts": 1}, 4, of_call=SEVERAL, asks=(Ask(), Ask(prefetch=1), Ask(key="k", prefetch=2))
+    ),
+    "nested streams": Case(
+        ALL | {"asks": 6, "drops": 1, "shuts": 2}, 4, asks=(Ask(prefetch=2), Ask(Kind.THREAD, prefetch=1), Ask()), depth=2
+    ),
+    "crossed keys": Case(ALL | {"asks": 6}, 5, asks=CROSSED, keys=("a", "b", "a", "b", "c"), options={"per_key": 1}, depth=2),
 }
 """Histories of everything at once are too many to look at all of them: these are random."""
 
@@ -115,9 +168,11 @@ def strolls(case: Case, count: int) -> int:
 
 @pytest.mark.long
 def test_in_every_order_of_steps_each_call_ends_and_is_told_the_truth(subtests: pytest.Subtests) -> None:
-    for name, case in CASES.items():
-        with subtests.test(case=name):
-            assert explore(case, times(20, 5000)) >= 20
+    for name, case in EVERY.items():
+        kinds = [case.kind] if name in CASES else [Kind.TASK, Kind.THREAD][: times(1, 2)]
+        for kind in kinds:
+            with subtests.test(case=name, kind=kind):
+                assert explore(case._replace(kind=kind), times(10, 5000)) >= 10
 
 
 @pytest.mark.long
@@ -125,26 +180,36 @@ def test_in_random_histories_each_call_ends_and_is_told_the_truth(subtests: pyte
     for kind in (Kind.TASK, Kind.THREAD):
         for name, case in LARGE.items():
             with subtests.test(case=name, kind=kind):
-                assert strolls(case._replace(kind=kind), times(20, 5000)) > 100
+                assert strolls(case._replace(kind=kind), times(10, 5000)) > 100
 
 
-def test_a_close_waits_for_the_retry_of_a_caller_that_dies_while_its_nested_call_waits() -> None:
-    """1. The caller leaves the dead worker  2. its nested call is cancelled, and the close looks  3. the caller is queued again."""
-    events = {"asks": 1, "closes": 1, "dies": 1, "paces": 1}
-    path = [
-        "submits",
-        "w0.1 reads",
-        "w0.1 reads",
-        "paces later",
-        "asks w0.1 0 k",
-        "s hears w0.1",
-        "closes",
-        "dies w0.1",
-        "w0.1 is gone",
-    ]
-    with world(Case(events, calls=1, of_call={"retries": 1}), path) as one:
-        one.finish()
-        assert one.calls[0].result() == 0
+FOUND: Final[dict[str, tuple[str, str]]] = {
+    "a close did not wait for the retry of a caller that died while its nested call waited": (
+        "a retry of a caller",
+        (
+            "submits, w0.1 reads, w0.1 reads, paces later, asks w0.1 0 0, s hears w0.1, "  # 1. the caller leaves the dead worker
+            "closes, dies w0.1, w0.1 is gone"  # 2. its nested call is cancelled, and the close looks  3. the caller is queued again
+        ),
+    ),
+    "a worker that was being buried was asked to end": (
+        "nested",
+        (
+            "submits, w0.1 reads, submits, w0.1 reads, asks w0.1 0 0, s hears w0.1, w0.1 reads, closes, asks w0.1 1 0, "
+            "s hears w0.1, w0.1 reads, s hears w0.1, w0.1 answers 0.0, dies w0.1, w0.1 is gone"
+        ),
+    ),
+    "a timer of a stream outlived its runner": (
+        "streams",
+        "submits, takes 0, submits, closes, w0.1 reads, takes 1, w0.1 reads",
+    ),
+}
+"""Histories in which something was wrong once, each with its case."""
+
+
+def test_histories_in_which_something_was_wrong(subtests: pytest.Subtests) -> None:
+    for name, (case, path) in FOUND.items():
+        with subtests.test(name), world(EVERY[case], path.split(", ")) as one:
+            one.finish()
 
 
 class Fault(NamedTuple):
@@ -168,10 +233,20 @@ FAULTS: Final = [
     Fault(pool.Pool, "_retire", "reload"),
     Fault(hard_limits.HardLimits, "_step", "hard_timeout"),
     Fault(hard_limits.HardLimits, "look", "hard_timeout"),
-    Fault(nested.Nested, "_grant", "streams"),
-    Fault(nested.Nested, "_close", "streams"),
+    Fault(rates.Gate, "left", "rate"),
+    Fault(rates.Rates, "_open", "rate"),
+    Fault(streams.StreamCall, "_grant", "streams"),
+    Fault(streams.StreamCall, "left", "streams and SIGTERM"),
+    Fault(streams.StreamCall, "_look", "a stream and a call"),
+    Fault(nested_answers.NestedAnswers, "_come_back", "nested"),
+    Fault(nested_answers.NestedAnswers, "resume", "nested"),
+    Fault(nested_answers.NestedAnswers, "end", "nested in two workers"),
+    Fault(nested.Nested, "buried", "nested in two workers"),
     Fault(nested.Nested, "_knot", "callers with keys"),
-    Fault(nested_answers.NestedAnswers, "resume", "streams"),
+    Fault(nested.Nested, "_close", "nested streams"),
+    Fault(nested.Nested, "_drop", "nested in two workers"),
+    Fault(nested.Nested, "_grant", "nested streams"),
+    Fault(nested_calls.NestedCall, "cancel", "nested in two workers"),
 ]
 
 
@@ -180,4 +255,4 @@ def test_the_explorer_finds_faults(monkeypatch: pytest.MonkeyPatch, subtests: py
         with subtests.test(fault=method), monkeypatch.context() as patch:
             patch.setattr(owner, method, lambda *_, **__: None)
             with pytest.raises(AssertionError):
-                strolls((LARGE | CASES)[case], 400)
+                strolls(EVERY[case], 400)

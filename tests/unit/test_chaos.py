@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.chaos import calls
-from tests.chaos.history import Kill, Round, Verdict, judge
+from tests.chaos.history import Entry, Kill, Round, Verdict, judge
 from tests.chaos.judge import AT_MOST, PARTS, trials
 from tests.chaos.load import MAPS, SINGLE, words_of
 from tests.chaos.nemesis import KINDS, schedule
+from tests.chaos.order import Attempt, Life, attempts_of, disorders
 
 SECOND = 10**9
 
@@ -23,16 +24,31 @@ def judged(
     *,
     kills: list[Kill] | None = None,
     last: int | None = None,
+    submitted: dict[int, int] | None = None,
     **told: Any,
 ) -> Verdict:
-    """The verdict on a round of workers 100 (of slot 0, generation 1) and 101 (slot 0, generation 2)."""
-    (folder / "ledger").write_text("".join(f"{line}\n" for line in ledger))
+    """The verdict on a round of workers 100 (of slot 0, generation 1) and 101 (slot 0, generation 2).
+
+    A call has ended when it has begun, unless its outcome says otherwise or it has an entry about its end.
+    """
+    (folder / "ledger").write_text("".join(f"{line}\n" for line in [*ledger, *ends(ledger, outcomes)]))
+    numbers = [int(line.split()[0]) for line in (*ledger, *outcomes)]
+    times = dict.fromkeys(numbers, 1) if submitted is None else submitted
+    (folder / "submitted").write_text("".join(f"{uuid} {ns}\n" for uuid, ns in times.items()))
     (folder / "outcomes").write_text("".join(f"{line}\n" for line in outcomes))
     one = Round(folder, kills=kills or [], born={100: (0, 1), 101: (0, 2)})
-    numbers = {line.split()[0] for line in outcomes}
-    one.told = {"round": 1, "last": len(numbers) if last is None else last, "hung": 0, "closing": "in order", "settings": {}}
+    told_of = {line.split()[0] for line in outcomes}
+    one.told = {"round": 1, "last": len(told_of) if last is None else last, "hung": 0, "closing": "in order", "settings": {}}
     one.told |= {"left": [], "wrong": [], **told}
     return judge(one)
+
+
+def ends(ledger: list[str], outcomes: list[str]) -> list[str]:
+    """The entries about the ends of calls that have a value and no such entry."""
+    if any(line.endswith(calls.ENDED) for line in ledger):
+        return []
+    died = {line.split()[0] for line in outcomes if " died " in line}
+    return [f"{line} {calls.ENDED}" for line in ledger if line.split()[0] not in died]
 
 
 def value(uuid: int) -> str:
@@ -167,3 +183,76 @@ def test_every_kind_of_call_is_one_the_judge_knows(tmp_path: Path) -> None:
         said = words.get(kind, words_of(calls.answer(1)))
         verdict = judged(tmp_path, ["1 100 1 5"], [f"1 {kind} 1 5 - {said}"])
         assert verdict.sentences == [], kind
+
+
+# The order of events
+
+
+def told_of(history: str) -> list[str]:
+    """What is wrong with a call's life, written as its events in order: `submit`, `begin 100`, `end 100`, `value`, `sign 100`, ...
+
+    `sign` is an entry of the worker about another call.
+    """
+    begins, ends_, latest = [], [], {100: 0, 101: 0}
+    submitted, told, words = None, 99, "dropped"
+    for ns, (event, *rest) in enumerate((event.split() for event in history.split(", ")), 1):
+        pid = int(rest[0]) if event in ("begin", "end", "sign") else 0
+        if pid:
+            latest[pid] = ns
+        if event == "begin":
+            begins.append(Entry(1, pid, 1, ns))
+        elif event == "end":
+            ends_.append(Entry(1, pid, 1, ns))
+        elif event == "submit":
+            submitted = ns
+        elif event != "sign":
+            told, words = ns, " ".join([event, *rest])
+    life = Life(submitted, attempts_of(begins, ends_), told, "task", words.split(), is_cut=False)
+    return list(disorders(life, lambda attempt: latest[attempt.pid]))
+
+
+def test_lives_in_order_pass(subtests: pytest.Subtests) -> None:
+    for history in (
+        "submit, begin 100, end 100, value 1",
+        "submit, cancelled",
+        "submit, begin 100, cancelled, end 100",
+        "submit, begin 100, died 1 100 1, sign 101",
+        "submit, begin 100, end 100, died 1 100 1",
+        "submit, begin 100, sign 100, begin 101, end 101, value 1",
+        "submit, begin 100, end 100, begin 100, end 100, error 1",
+        "submit, died 0 100 0, sign 100",
+        "submit, begin 100, timeout, end 100",
+        "full",
+    ):
+        with subtests.test(history=history):
+            assert told_of(history) == []
+
+
+def test_lives_out_of_order_are_seen(subtests: pytest.Subtests) -> None:
+    for history, wrong in {
+        "begin 100, end 100, value 1": "never submitted",
+        "value 1, submit": "told before it was submitted",
+        "begin 100, submit, end 100, value 1": "began before it was submitted",
+        "submit, begin 100, value 1": "never ended",
+        "submit, begin 100, value 1, end 100": "told before it had ended",
+        "submit, begin 100, begin 101, end 101, sign 100, value 1": "still lived",
+        "submit, begin 100, begin 101, end 100, end 101, value 1": "before its last attempt had ended",
+        "submit, begin 100, died 1 100 1, sign 100": "which lived on",
+        "submit, begin 100, end 100, begin 100, value 1": "never ended",
+    }.items():
+        with subtests.test(history=history):
+            (found,) = told_of(history)
+            assert wrong in found
+
+
+def test_an_end_belongs_to_the_attempt_before_it() -> None:
+    begins = [Entry(1, pid, 1, ns) for pid, ns in ((100, 1), (101, 5), (100, 7))]
+    ended = [Entry(1, 100, 1, ns) for ns in (3, 9, 8)]
+    assert attempts_of(begins, ended) == [Attempt(100, 1, 3), Attempt(101, 5, None), Attempt(100, 7, 9)]
+
+
+def test_the_order_of_a_round_is_judged(tmp_path: Path) -> None:
+    for ledger, submitted in ((["1 100 1 5"], {}), (["1 100 1 5", f"1 100 1 9 {calls.ENDED}"], {1: 1}), (["1 100 1 5"], {1: 6})):
+        verdict = judged(tmp_path, ledger, [value(1)], submitted=submitted)
+        assert verdict.breaches["out of order"], ledger
+    assert judged(tmp_path, ["1 100 1 4", f"1 100 1 5 {calls.ENDED}"], [value(1)], submitted={1: 4}).is_clean

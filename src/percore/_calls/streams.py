@@ -41,7 +41,7 @@ class StreamCall(CallBase):
     """
 
     __slots__ = (
-        *("_closers", "_failure", "_gone", "_is_aside", "_is_granting", "_is_watched", "_loop", "_phase", "_ready", "_waiter"),
+        *("_closers", "_failure", "_gone", "_is_aside", "_is_granting", "_loop", "_phase", "_ready", "_waiter", "_watch"),
         *(
             "accepted",
             "body",
@@ -97,8 +97,8 @@ class StreamCall(CallBase):
         """Whether the loop is about to call `_grant`."""
         self._is_aside = False
         """Whether it has given its place back, because it waits for its consumer."""
-        self._is_watched = False
-        """Whether the loop is about to call `_look`."""
+        self._watch: asyncio.TimerHandle | None = None
+        """Set while the loop is about to call `_look`."""
         self._failure: BaseException | None = None
 
     # For the consumer
@@ -159,7 +159,7 @@ class StreamCall(CallBase):
 
     def _look(self) -> None:
         """Step aside, if the generator waits for its consumer."""
-        self._is_watched = False
+        self._watch = None
         if self.credits.is_used_up and self._phase is StreamPhase.OPEN and self.member is not None and not self._is_aside:
             self._is_aside = self.member.step_aside(self)
             self.owner.has_room()
@@ -227,9 +227,8 @@ class StreamCall(CallBase):
             BrokenFrame: the worker has sent more than it was granted.
         """
         self.credits.arrive(len(values))
-        if not self._is_watched and self.credits.is_used_up:
-            self._is_watched = True
-            self._loop.call_later(PATIENCE, self._look)
+        if self._watch is None and self.credits.is_used_up and self._phase is StreamPhase.OPEN:
+            self._watch = self._loop.call_later(PATIENCE, self._look)
         if self._phase is not StreamPhase.OVER:
             self._ready += values
             self._wake()
@@ -287,6 +286,9 @@ class StreamCall(CallBase):
 
     def _end(self, error: BaseException | None) -> None:
         self._phase = StreamPhase.OVER
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         self.error = error
         self._wake()
         if self.span is not None:
