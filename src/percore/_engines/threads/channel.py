@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Send = Callable[[int, int, Body], None]
 
 _MOST: Final = 256
-"""Messages that are taken at a time, before the loop turns to others."""
+"""Messages at most that are taken at a time, before the loop turns to others."""
 
 
 def _ignore(_error: BaseException) -> None:
@@ -109,13 +109,15 @@ class _Side:
             self.on_batch()
 
     def _messages(self) -> Iterator[Message]:
+        """Take what is here now. What comes meanwhile rings, and is taken once the loop has turned to others."""
         taken = 0
         popleft = self.inbox.popleft
+        most = min(_MOST, len(self.inbox))
         try:
-            while taken < _MOST:
+            while taken < most:
                 yield popleft()
                 taken += 1
-        except IndexError:  # of popleft: there are no more
+        except IndexError:  # of popleft: the supervisor has taken the rest back
             return
         finally:
             self.taken += taken

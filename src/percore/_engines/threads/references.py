@@ -30,9 +30,6 @@ _PLENTY: Final = 1 << 40
 _OWN: Final = "percore._worker"
 """The modules whose frames surround the user's in a traceback."""
 
-_PLAIN: Final = frozenset({int, str, bytes, float, bool, type(None), list, dict, tuple, set})
-"""Types of results that are surely not awaitable."""
-
 _numbers: Final = count(1)
 _things: Final[dict[int, object]] = {}
 """The objects of all references that exist, by number."""
@@ -158,13 +155,17 @@ class References:
 
     # What crosses
 
-    def passes(self, args: tuple[object, ...]) -> bool:
+    # Functions and not methods: without a GIL each call of a method counts the references to this object, which all threads share,
+    # and so does each use of a global that is no function, class or small number.
+
+    @staticmethod
+    def passes(args: tuple[object, ...]) -> bool:
         return Shared not in map(type, args)
 
-    def passes_value(self, value: object) -> bool:
+    @staticmethod
+    def passes_value(value: object) -> bool:
         """Whether a result may be sent as it is: an awaitable may have to be awaited first."""
-        kind = type(value)
-        return kind in _PLAIN or not hasattr(kind, "__await__")
+        return not hasattr(type(value), "__await__")
 
     def pickler(self) -> "References":
         return self
