@@ -31,6 +31,8 @@ _ENTRY: Final = 64
 ENDED: Final = "ended"
 """The last word of an entry about the end of a call."""
 
+RETRIES: Final = 3
+
 NUMBER: ContextVar[int] = ContextVar("NUMBER")
 """The number of a call, once more, where the runner takes context variables along."""
 
@@ -285,6 +287,21 @@ def slow_in_thread(uuid: int, seconds: float) -> int:
     return value
 
 
+async def stuck(uuid: int) -> NoReturn:
+    """Ends with its worker alone."""
+    enter(uuid)
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+
+def stuck_in_thread(uuid: int) -> NoReturn:
+    """As `stuck`."""
+    enter(uuid)
+    while True:
+        time.sleep(60)
+
+
 @ends
 def everywhere(uuid: int) -> int:
     """For broadcast."""
@@ -353,6 +370,18 @@ def caller_by_maps_in_thread(uuid: int, seconds: float, size: int) -> tuple[int,
     return value, outcomes
 
 
+@ends
+async def caller_with_keys(uuid: int, key: str, rate: str | None) -> tuple[int, list[Any]]:
+    """As `caller`: one of its calls has a key and retries, and the other the key of a rate, or that of its caller."""
+    value = _enter_alone(uuid)
+    runner = percore.current_runner()
+    NUMBER.set(uuid + 1)
+    first = runner.options(key=key, retries=RETRIES).submit(keyed, uuid + 1, key)
+    NUMBER.set(uuid + 2)
+    second = runner.submit(thread, uuid + 2, 1000) if rate is None else runner.options(key=rate).submit(rated, uuid + 2, rate)
+    return value, list(await asyncio.gather(first, second, return_exceptions=True))
+
+
 # Calls with a key: while one of them runs no other process may have one of that key
 
 
@@ -413,6 +442,8 @@ RATES: Final = {
     "burst": percore.Rate(8, per=0.4, burst=8),
     "both": percore.Rate(6, per=0.3, burst=3),
 }
+SLOWER: Final = {key: percore.Rate(rate.n // 2, per=rate.per) for key, rate in RATES.items()}
+"""What the program makes of them for a while."""
 
 
 @ends
@@ -458,6 +489,12 @@ async def parts_of_task(uuid: int, count: int, seconds: float) -> AsyncIterator[
             yield part(uuid, number)
     finally:
         await asyncio.sleep(seconds)  # closing takes its time
+
+
+def parts_at_a_rate(uuid: int, count: int, seconds: float, key: str) -> Iterator[Any]:
+    """As `parts`, of a key with a rate."""
+    _note_start(key)
+    yield from parts(uuid, count, seconds)
 
 
 @ends

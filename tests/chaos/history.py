@@ -15,6 +15,9 @@ from tests.chaos import calls
 from tests.chaos.order import Attempt, Life, attempts_of, disorders
 from tests.marks import most_within
 
+KILL_AFTER: Final = 2.0
+"""That of the runners, in seconds."""
+
 LEAST: Final = 5
 """Sentences kept of each kind of breach."""
 
@@ -187,6 +190,10 @@ class _Comparison:
                 self._first[entry.pid] = min(entry.ns, self._first.get(entry.pid, entry.ns))
         self._killed = {kill.pid for kill in one.kills if kill.kind != "drain"}
         self._killed |= {pid for pid, host in one.hosts.items() if host in one.struck}
+        stuck = [outcome.uuid for outcome in one.outcomes() if outcome.kind == "stuck"]
+        self._overran = {entry.pid for uuid in stuck for entry in self._entries.get(uuid, ())}
+        """Workers that percore kills, because a call has not ended after its hard_timeout."""
+        verdict.changes["worker with a stuck call"] += len(self._overran - self._killed)
         self._failed: dict[int, int] = {}
         """When the last call that had begun in a dead worker was told so."""
 
@@ -267,7 +274,7 @@ class _Comparison:
         pids = {entry.pid for entry in ran}
         if not started and len(ran) > attempts and outcome.kind != "everywhere":
             self._breach("wrong value", outcome, "had not begun so often, says its error")
-        if started and pid not in self._killed:
+        if started and pid not in self._killed and not self._may_be_killed(outcome, ran, pid):
             self._breach("wrong value", outcome, "was ended by a death that nobody caused")
         made_all = attempts == outcome.attempts or (attempts < outcome.attempts and "z" in outcome.flags)
         if started and not made_all and outcome.kind != "everywhere":
@@ -277,6 +284,10 @@ class _Comparison:
         self._verdict.unrun += started and pid not in pids
         if started:
             self._failed[pid] = max(outcome.ns, self._failed.get(pid, 0))
+
+    def _may_be_killed(self, outcome: Outcome, ran: list[Entry], pid: int) -> bool:
+        """Whether percore may have killed its worker, because another call there was stuck: it had most of `kill_after` to end."""
+        return pid in self._overran and any(entry.pid == pid and outcome.ns - entry.ns > KILL_AFTER / 2 * 1e9 for entry in ran)
 
     def _measure(self) -> None:
         """How long it took from a kill to the failures, and to the first call of the replacement."""
@@ -315,6 +326,7 @@ def is_right(outcome: Outcome) -> bool:
                 "slow_and_retried",
                 "doomed",
                 "doomed_in_thread",
+                "stuck",
             ) or outcome.kind.startswith("impatient")
     return outcome.words == _right_words(outcome) or _is_cut_attempt(outcome)
 

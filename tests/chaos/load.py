@@ -24,7 +24,7 @@ from tests.chaos import calls
 LIMIT: Final = 30.0
 """Seconds after which something counts as hung."""
 
-_RETRIES: Final = 3
+_RETRIES: Final = calls.RETRIES
 _CANCELLED: Final = 0.08
 _COLLECTED: Final = 0.005
 _PAUSED: Final = 0.002
@@ -43,7 +43,7 @@ def _seconds(decide: random.Random) -> float:
     return decide.random() ** 3 / 20
 
 
-SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
+SINGLE: Final[dict[str, tuple[float, Callable[[random.Random, int], Wish]]]] = {
     "task": (24, lambda decide, _: Wish(calls.task, (_seconds(decide),))),
     "thread": (20, lambda decide, _: Wish(calls.thread, (decide.randrange(1_000_000),))),
     "stubborn": (3, lambda *_: Wish(calls.stubborn)),
@@ -80,6 +80,7 @@ SINGLE: Final[dict[str, tuple[int, Callable[[random.Random, int], Wish]]]] = {
     ),
     "doomed": (1, lambda *_: Wish(calls.slow, (0.005,), {"hard_timeout": 0.01})),
     "doomed_in_thread": (1, lambda *_: Wish(calls.slow_in_thread, (0.005,), {"hard_timeout": 0.01, "retries": _RETRIES})),
+    "stuck": (0.2, lambda decide, _: Wish(decide.choice([calls.stuck, calls.stuck_in_thread]), (), {"hard_timeout": 0.05})),
     "impatient": (3, lambda decide, _: Wish(calls.task, (_seconds(decide),), {"queue_timeout": decide.choice([0.001, 0.02])})),
     "impatient_in_thread": (
         3,
@@ -117,8 +118,14 @@ MAPS: Final[dict[str, tuple[int, Callable[..., Any], int, dict[str, Any]]]] = {
     "large_item": (5, calls.large_result, 20, {}),
 }
 SHAPES: Final = {"list": 3, "pairs": 5, "stream": 4, "left": 2, "collected": 1, "cancelled": 1}
-CALLERS: Final = (calls.caller, calls.caller_in_thread, calls.caller_by_maps, calls.caller_by_maps_in_thread)
-PARTS: Final = (calls.parts, calls.parts_of_task, calls.parts_passed_on, calls.parts_passed_on_by_task)
+CALLERS: Final = (
+    calls.caller,
+    calls.caller_in_thread,
+    calls.caller_by_maps,
+    calls.caller_by_maps_in_thread,
+    calls.caller_with_keys,
+)
+PARTS: Final = (calls.parts, calls.parts_of_task, calls.parts_passed_on, calls.parts_passed_on_by_task, calls.parts_at_a_rate)
 UNITS: Final = {"single": 86, "nested": 4, "map": 6, "stream": 3, "broadcast": 1}
 
 
@@ -136,6 +143,10 @@ class Load:
         """Of the program's own, around maps."""
         self._seed = seed
         self._room = asyncio.Semaphore(room)
+        self._sets_rates = random.Random(f"{seed}/rates").random() < 0.5
+        """Whether the program sets the rates of keys, for nested calls too, or the options of calls do."""
+        for key in calls.RATES if self._sets_rates else ():
+            runner.set_rate(key, calls.RATES[key])
         self._record = open(folder / "outcomes", "w", encoding="ascii")  # noqa: SIM115  # closed by `end`
         self._submitted = open(folder / "submitted", "w", encoding="ascii")  # noqa: SIM115  # likewise
 
@@ -159,7 +170,8 @@ class Load:
         if decide.random() < _PAUSED:
             key = decide.choice(list(calls.RATES))
             with contextlib.suppress(percore.RunnerClosed):
-                self.runner.set_rate(key, decide.choice([None, calls.RATES[key]]), after=decide.random() / 20)
+                rates = [calls.RATES[key] if self._sets_rates else None, calls.RATES[key], calls.SLOWER[key]]
+                self.runner.set_rate(key, decide.choice(rates), after=decide.random() / 20)
         if kind == "single":
             self._submit_single(uuid, decide)
         elif kind == "nested":
@@ -225,6 +237,11 @@ class Load:
         count = decide.randint(1, 60)
         fn: Any = decide.choice(PARTS)
         options: dict[str, Any] = {"prefetch": decide.choice([1, 4, 16]), "key": decide.choice([None, "stream"])}
+        arguments: tuple[Any, ...] = (uuid, count, decide.choice([0.0, 0.0005]))
+        if fn is calls.parts_at_a_rate:
+            key = decide.choice(list(calls.RATES))
+            options |= {"key": key, "rate": calls.RATES[key]}
+            arguments = (*arguments, key)
         leave = decide.choice(["end", "end", "break", "drop", "cancel"])
         most = decide.randint(1, count) if leave in ("break", "drop") else count + 1
         pause = decide.choice([0.0, 0.0, 2 * PATIENCE])  # then its generator gives its place back
@@ -234,7 +251,7 @@ class Load:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(decide.random() / 50 if leave == "cancel" else None):
                 try:
-                    stream = self.runner.options(**options).stream(fn, uuid, count, decide.choice([0.0, 0.0005]))
+                    stream = self.runner.options(**options).stream(fn, *arguments)
                     async for item in stream:
                         if item != calls.part(uuid, taken):
                             words = f"gap {taken}"
@@ -263,8 +280,15 @@ class Load:
         is_cancelled = decide.random() < _CANCELLED
         for number in range(3):
             self.submits(uuid + number)
+        runner: Any = self.runner
+        arguments: tuple[Any, ...] = (_seconds(decide), decide.randrange(1_000_000))
+        if is_keyed := fn is calls.caller_with_keys:
+            rate = decide.choice([None, *calls.RATES]) if self._sets_rates else None
+            arguments = f"key{decide.randrange(3)}", rate
+            if decide.random() < 0.5:  # whoever has one of the other keys waits for nobody, so that no callers wait for each other
+                runner = runner.options(key="caller")
         try:
-            future = context.run(self.runner.submit, fn, uuid, _seconds(decide), decide.randrange(1_000_000))
+            future = context.run(runner.submit, fn, uuid, *arguments)
             self.pending.add(future)
             future.add_done_callback(self.pending.discard)
             if is_cancelled:
@@ -277,7 +301,8 @@ class Load:
             words = words_of(error)
         self.note(uuid, "caller", 1, words, is_cancelled=is_cancelled)
         for number in (1, 2):
-            self.note(uuid + number, "nested", 1, words_of(told[number - 1]) if told else "dropped")
+            attempts = _RETRIES + 1 if is_keyed and number == 1 else 1
+            self.note(uuid + number, "nested", attempts, words_of(told[number - 1]) if told else "dropped")
 
     async def _broadcast(self, uuid: int) -> None:
         attempts = len(self.runner.statistics().workers) + 1  # one may be about to hand over to the next

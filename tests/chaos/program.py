@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import percore
 from percore._engines.nodes.engine import NodesEngine
 from tests.chaos import calls
+from tests.chaos.history import KILL_AFTER
 from tests.chaos.load import LIMIT, Load
 from tests.e2e.fault_programs import fds, run, say
 from tests.hosts import engine_of, host_runner
@@ -43,7 +44,7 @@ def _settings(decide: random.Random) -> dict[str, Any]:
         "max_pending": decide.choice([None, None, 100]),
         "per_key": decide.choice([None, 1, 3]),
         "contextvars": decide.choice([(), (calls.NUMBER,)]),
-        "kill_after": 2.0,
+        "kill_after": KILL_AFTER,
     }
 
 

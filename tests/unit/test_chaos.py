@@ -142,6 +142,14 @@ def test_a_death_before_the_first_statement_is_counted(tmp_path: Path) -> None:
     assert (verdict.is_clean, verdict.unrun) == (True, 1)
 
 
+@pytest.mark.parametrize(("milliseconds", "is_clean"), [(1900, True), (100, False)])
+def test_a_call_beside_a_stuck_one_has_time_to_end(milliseconds: int, is_clean: bool, tmp_path: Path) -> None:
+    ledger = ["1 101 2 5", f"2 101 2 {2 * SECOND}"]
+    died = f"2 task 1 {2 * SECOND + milliseconds * 1_000_000} - died 1 101 1"
+    verdict = judged(tmp_path, ledger, [f"1 stuck 1 {3 * SECOND} - timeout", died], last=2)
+    assert verdict.is_clean is is_clean
+
+
 def test_figures_add_up(tmp_path: Path) -> None:
     total = Verdict()
     for ledger in (["1 100 1 5"], ["1 100 1 4", "1 100 1 5"]):
