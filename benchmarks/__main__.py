@@ -158,7 +158,7 @@ def parsed_arguments() -> argparse.Namespace:
     names = row_names()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="percore against the libraries that people use today")
     add = parser.add_argument
-    add("row", nargs="*", help=f"any of: {', '.join(names)} (default: all)")
+    add("row", nargs="*", help=f"any of: {', '.join(names)} (default: all but the extra ones)")
     add("--list", action="store_true", help="print the title of each row, and run none")
     is_quick = bool(os.environ.get("QUICK"))
     add("--quick", action="store_true", default=is_quick, help="run each row once, small, with no settings tried (also: QUICK=1)")
@@ -172,7 +172,7 @@ def parsed_arguments() -> argparse.Namespace:
     unknown = set(arguments.row) - set(names)
     if unknown:
         parser.error(f"no such row: {', '.join(sorted(unknown))} (there are {', '.join(names)})")
-    arguments.row = arguments.row or names
+    arguments.row = arguments.row or [name for name in names if arguments.list or not row_of(name, quick=is_quick).is_extra]
     arguments.minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
     return arguments
 

@@ -43,6 +43,7 @@ class How(TypedDict, total=False):
     warm_ups: int
     pin: Pin
     is_cheap: bool
+    is_extra: bool
     choose_by: str
 
 
@@ -53,7 +54,8 @@ class Row:
     Contestants are opened in the order given, and closed in reverse. `seconds` is the row's wish for a part of the whole
     time: it stops after `rounds` rounds, or when its time is over. If there are targets, a contestant that no target names
     plays in the first `shown` rounds only. Without `warm_ups`, contestants warm up while they open. A contestant in `anew`
-    uses CPU even without work: it is opened for each of its rounds alone. The first metric decides between settings, unless
+    uses CPU even without work: it is opened for each of its rounds alone. An extra row runs only if it is named: it is an
+    experiment, or needs what `make bench` does not install. The first metric decides between settings, unless
     `choose_by` names another. `derive` adds metrics that need several contestants.
     """
 
@@ -65,6 +67,7 @@ class Row:
     warm_ups: int = 1
     pin: Pin = Pin.NOTHING
     is_cheap: bool = False
+    is_extra: bool = False
     choose_by: str | None = None
     anew: frozenset[str] = frozenset()
     units: Mapping[str, Unit] = field(default_factory=dict)

@@ -34,7 +34,7 @@ LOADS = {
 RATIO, LATE, AFTER = "auto over the best fixed one", "auto, p99 of lateness", "auto, seconds to its level"
 
 
-@row(rounds=1, seconds=80, warm_ups=0)
+@row(rounds=1, seconds=80, warm_ups=0, is_extra=True)
 def auto_concurrency(quick: bool) -> Row:
     """An experiment: calls at once in one loop, set while they run, against the best of three fixed numbers.
 

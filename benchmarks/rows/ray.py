@@ -58,7 +58,7 @@ async def _actors() -> AsyncIterator[Call]:
         yield call
 
 
-@row(rounds=5, seconds=30)
+@row(rounds=5, seconds=30, is_extra=True)
 def ray(quick: bool) -> Row:
     """Calls to two workers on two nodes of a Ray cluster, against awaited calls of Ray's actors there, and two workers here.
 
@@ -81,7 +81,7 @@ def ray(quick: bool) -> Row:
     )
 
 
-@row(rounds=3, seconds=60, warm_ups=0)
+@row(rounds=3, seconds=60, warm_ups=0, is_extra=True)
 def ray_deaths(quick: bool) -> Row:
     """From a kill by SIGKILL to the error of the call: of a worker, a node's host, its raylet, and one of Ray's actors."""
     times = 2 if quick else 10
@@ -151,7 +151,7 @@ async def _told(opened: percore.Runner, index: int, kill: Callable[[int], None])
     raise RuntimeError("nothing died")
 
 
-@row(rounds=5, seconds=60, warm_ups=0)
+@row(rounds=5, seconds=60, warm_ups=0, is_extra=True)
 def ray_start(quick: bool) -> Row:
     """Eight workers on a running Ray cluster of two nodes: from the start of the runner to its first answers, and their memory.
 
