@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import cgroups
+from tests.cgroups import Group
 from tests.e2e.container_programs import UNSHARE
 from tests.e2e.family import Family
 from tests.faults import LIMIT, Program, Wire, complaints
@@ -115,42 +117,10 @@ def test_p9_a_small_dev_shm(tmp_path: Path) -> None:
     assert program.stderr == ""
 
 
-class CpuGroup:
-    """A control group that can be given so much of a CPU."""
-
-    def __init__(self) -> None:
-        """Make it, or skip: that takes root and a controller that nobody else has."""
-        first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-        self._is_second = not first.is_dir()
-        parent = second if self._is_second else first
-        controllers = second / "cgroup.subtree_control"
-        if self._is_second and not (controllers.is_file() and "cpu" in controllers.read_text().split()):
-            pytest.skip("the cpu controller of control groups is not to be had here")
-        self.folder = parent / f"percore-test-{os.getpid()}"
-        try:
-            self.folder.mkdir()
-        except OSError as error:
-            pytest.skip(f"no control group can be made here: {error}")
-        self.procs = str(self.folder / "cgroup.procs")
-
-    def limit(self, share: float) -> None:
-        """So many CPUs' worth of time."""
-        if self._is_second:
-            (self.folder / "cpu.max").write_text(f"{int(share * 100_000)} 100000")
-        else:
-            (self.folder / "cpu.cfs_period_us").write_text("100000")
-            (self.folder / "cpu.cfs_quota_us").write_text(str(int(share * 100_000)))
-
-    def throttled(self) -> int:
-        """How often it had to wait."""
-        return int((self.folder / "cpu.stat").read_text().split("nr_throttled")[1].split()[0])
-
-
 @pytest.fixture
-def cpus() -> Iterator[CpuGroup]:
-    group = CpuGroup()
-    yield group
-    group.folder.rmdir()
+def cpus() -> Iterator[Group]:
+    with cgroups.group("cpu") as made:
+        yield made
 
 
 @pytest.fixture
@@ -168,15 +138,15 @@ def judge_starved(program: Program, workers: int) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_cgroup_quota_says_how_many_workers_there_are_and_costs_none(cpus: CpuGroup, gate: Wire, tmp_path: Path) -> None:
-    cpus.limit(1.0)
-    with judged("in_cgroup", cpus.procs, "starved", "asyncio", gate.path, stderr=tmp_path / "stderr") as program:
+def test_a_cgroup_quota_says_how_many_workers_there_are_and_costs_none(cpus: Group, gate: Wire, tmp_path: Path) -> None:
+    cpus.limit_cpus(1.0)
+    with judged("in_cgroup", str(cpus.procs), "starved", "asyncio", gate.path, stderr=tmp_path / "stderr") as program:
         workers = program.told("workers", 10 * LIMIT)
         assert workers == 1
         before = cpus.throttled()
-        cpus.limit(0.05)
+        cpus.limit_cpus(0.05)
         gate.give(1)
         judge_starved(program, workers)
         assert cpus.throttled() > before
-        cpus.limit(math.ceil(os.cpu_count() or 1))
+        cpus.limit_cpus(math.ceil(os.cpu_count() or 1))
     assert complaints(program.stderr) == ""

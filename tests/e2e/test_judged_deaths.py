@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import zlib
@@ -13,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import cgroups
+from tests.cgroups import Group
 from tests.counts import times
 from tests.e2e.deaths import HARD
 from tests.faults import LIMIT, Program, Watch, Wire, count_lines
@@ -160,52 +161,20 @@ def test_k12_whatever_a_call_raises_its_worker_and_the_program_live_on(loop: str
 # Memory
 
 
-class MemoryGroup:
-    """A memory cgroup of the test's own, below the one it runs in, of 256 MiB."""
-
-    LIMIT = 256 << 20
-
-    def __init__(self) -> None:
-        """Make it. Raises OSError where that may not be done."""
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        mine = {name: group.lstrip("/") for _, names, group in groups for name in names.split(",")}
-        if "memory" in mine:
-            self._path = Path("/sys/fs/cgroup/memory", mine["memory"], f"percore-test-{os.getpid()}")
-            limits = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
-        else:
-            self._path = Path("/sys/fs/cgroup", mine[""], f"percore-test-{os.getpid()}")
-            limits = ["memory.max", "memory.swap.max"]
-        self._path.mkdir()
-        try:
-            (self._path / limits[0]).write_text(str(self.LIMIT))
-            if (self._path / limits[1]).exists():
-                (self._path / limits[1]).write_text(str(self.LIMIT) if "memsw" in limits[1] else "0")
-        except OSError:
-            self._path.rmdir()
-            raise
-
-    def add(self, pid: int) -> None:
-        (self._path / "cgroup.procs").write_text(str(pid))
-
-    def remove(self) -> None:
-        with Watch(map(int, (self._path / "cgroup.procs").read_text().split())) as left:
-            assert left.wait_gone(LIMIT) == []
-        self._path.rmdir()
+MOST = 256 << 20
+"""Bytes of the memory group."""
 
 
 @pytest.fixture
-def memory_group() -> Iterator[MemoryGroup]:
-    try:
-        group = MemoryGroup()
-    except (OSError, KeyError) as error:
-        pytest.skip(f"no memory cgroup can be made here: {error!r}")
-    yield group
-    group.remove()
+def memory_group() -> Iterator[Group]:
+    with cgroups.group("memory") as made:
+        made.limit_memory(MOST)
+        yield made
 
 
 @both_loops
 def test_k15_a_worker_that_eats_all_memory_dies_and_not_its_supervisor(
-    loop: str, memory_group: MemoryGroup, start: Start, tmp_path: Path
+    loop: str, memory_group: Group, start: Start, tmp_path: Path
 ) -> None:
     gate = Wire(tmp_path / "gate")
     try:
@@ -217,7 +186,7 @@ def test_k15_a_worker_that_eats_all_memory_dies_and_not_its_supervisor(
         # The fork server tells the peak. From Linux 6.15 on the pidfd may tell the exit code before that.
         had = "" if memory is None else "; it had up to 2"
         assert f"died by SIGKILL (killed by the kernel: out of memory{had}" in text
-        assert memory is None or 128 << 20 < memory <= MemoryGroup.LIMIT
+        assert memory is None or 128 << 20 < memory <= MOST
         assert program.told("beside") is False
         ends_well(program, r"worker \d \(pid \d+\) died by SIGKILL \(killed by the kernel: out of memory(; it had up to .* MiB)?\)")
     finally:

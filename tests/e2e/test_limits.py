@@ -14,6 +14,8 @@ import pytest
 
 import percore
 from percore._common.system import IS_FREE_THREADED
+from tests import cgroups
+from tests.cgroups import Group
 from tests.counts import LONG, times
 from tests.e2e import limit_calls as calls
 from tests.faults import LIMIT, Program, Watch, wait_stopped
@@ -187,25 +189,12 @@ async def test_r3_a_loop_that_stands_while_its_worker_floods_it_loses_nothing(fn
 # R4
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-
-
 @pytest.fixture
-def cgroup() -> Iterator[Path]:
+def cgroup() -> Iterator[Group]:
     """A memory cgroup of 256 MiB."""
-    v1 = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
-    folder = (CGROUPS / "memory" if v1 else CGROUPS) / f"percore-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(256 << 20))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"no memory cgroup can be made: {error}")
-    yield folder
-    while (folder / "cgroup.procs").read_text():
-        os.sched_yield()  # the last of them is about to end
-    folder.rmdir()
+    with cgroups.group("memory") as made:
+        made.limit_memory(256 << 20)
+        yield made
 
 
 # Its allocator writes to the memory of a `bytes(n)`, and reserves gigabytes of address space.
@@ -213,8 +202,8 @@ with_gil_alone = pytest.mark.skipif(IS_FREE_THREADED, reason="without a GIL ther
 
 
 @with_gil_alone
-def test_r4_what_is_larger_than_the_memory_of_its_cgroup_fails_alone(cgroup: Path, program: Callable[..., Program]) -> None:
-    running = program("short_of_memory", "asyncio", cgroup)
+def test_r4_what_is_larger_than_the_memory_of_its_cgroup_fails_alone(cgroup: Group, program: Callable[..., Program]) -> None:
+    running = program("short_of_memory", "asyncio", cgroup.folder)
     assert running.told("up") == "MemoryError"
     assert running.told("down") == "MemoryError"
     assert running.told("serves") is True
