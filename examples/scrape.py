@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def open_record(options: argparse.Namespace) -> AbstractContextManager[Record | 
 # ---- the command line ----
 
 
-def read_command_line() -> tuple[argparse.Namespace, list[str]]:
+def read_command_line(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description="Crawls web sites politely, with asyncio on every CPU.")
     add = parser.add_argument
     add("urls", nargs="*", metavar="URL", help="the start pages (default: a farm of 64 sites on this machine)")
@@ -221,7 +221,7 @@ def read_command_line() -> tuple[argparse.Namespace, list[str]]:
     add("--follow-hosts", action="store_true", help="follow links to other hosts than those of the start pages")
     add("--single", action="store_true", help="one plain asyncio process, without percore")
     add("--compare", action="store_true", help="crawl twice, with percore and in one process; --output has the first")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     options.urls = starts = read_starts(parser, options)
     check_together(parser, options)
     if not starts:

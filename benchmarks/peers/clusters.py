@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def _ray(workers: int) -> AsyncIterator[Any]:
     ray: Any = importlib.import_module("ray")
+    if ray.is_initialized():  # a process has one Ray at most; who has started it closes it after this
+        yield ray
+        return
     ray.init(
         num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address="127.0.0.1"
     )

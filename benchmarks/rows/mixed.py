@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import io
@@ -277,7 +276,8 @@ class OneFarm:
         async def once(farm: Any) -> Sample:
             farm.forget()
             scrape = _example("scrape")
-            scraper = scrape.Scraper(_options(seconds), scrape.Console(file=io.StringIO()), None)
+            options, _ = scrape.read_command_line(["--workers", str(PROCESSES), "--seconds", str(seconds)])
+            scraper = scrape.Scraper(options, scrape.Console(file=io.StringIO()), None)
             tally = scrape.Tally("one crawl")
             scraper.tallies.append(tally)
             await (scraper.in_one_process if single else scraper.on_every_cpu)(farm.starts, tally)
@@ -294,17 +294,3 @@ def _example(name: str) -> Any:
     if str(_EXAMPLES) not in sys.path:
         sys.path.append(str(_EXAMPLES))  # for the workers too: percore passes it on
     return importlib.import_module(name)
-
-
-def _options(seconds: float) -> argparse.Namespace:
-    return argparse.Namespace(
-        per_host=2,
-        retries=3,
-        backoff=0.5,
-        timeout=10.0,
-        workers=PROCESSES,
-        concurrency=100,
-        depth=3,
-        seconds=seconds,
-        follow_hosts=False,
-    )
