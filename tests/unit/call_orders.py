@@ -83,7 +83,8 @@ class Case(NamedTuple):
     def is_strict(self) -> bool:
         """Whether no more coroutines run in a worker than it has places: none takes its place again before it has one."""
         has_streams = bool(self.streams) or self.has("prefetch") or any(ask.prefetch for ask in self.asks)
-        comes_back = {"cancels", "drops", "abandons", "cuts"} & self.events.keys() or self.has("hard_timeout")
+        has_hard_limit = self.has("hard_timeout") or any(ask.hard_timeout is not None for ask in self.asks)
+        comes_back = bool({"cancels", "drops", "abandons", "cuts"} & self.events.keys()) or has_hard_limit
         return bool(self.asks) and not has_streams and not comes_back
 
     def has(self, option: str) -> bool:
@@ -163,9 +164,12 @@ class World:
         ran = self.ran[label]
         if isinstance(told, WorkerDied):
             assert told.attempts == ran, f"{label} began {ran} times, and its caller was told {told.attempts}"
-            assert told.started is bool(ran)
+            assert told.started is bool(ran) or (ran and ask.retries)
         elif isinstance(told, LookupError):
             assert ran
+        elif isinstance(told, TimeoutError):
+            may_end_so = ask.hard_timeout is not None or (ask.queue_timeout is not None and not ran)
+            assert may_end_so, f"{label} began {ran} times: {told}"
         elif isinstance(told, RunnerClosed):
             assert self.is_closing(), "nobody closed the runner"
         elif isinstance(told, Exception):
@@ -176,6 +180,12 @@ class World:
             assert child.is_closing or child.arrived == self.case.items, f"{label} has ended after {child.arrived} items"
         else:
             assert told == label, "another call's result"
+
+    def has_hard_limit(self, label: Label) -> bool:
+        """Whether a call, or a nested call, has a `hard_timeout`."""
+        if label in self.asked:
+            return self.asked[label].hard_timeout is not None
+        return "hard_timeout" in self.case.options_of(label)
 
     def is_closing(self) -> bool:
         return bool({"closes", "cuts"} & self.tasks.keys())
@@ -372,17 +382,17 @@ class World:
         if call.cancelled():
             assert number in self.cancelled, f"call {number} was cancelled by nobody"
             return
-        error = call.exception()
+        error, options = call.exception(), self.case.options_of(number)
         if error is None:
             assert call.result() == number, "another call's result"
             assert ran, "a result of a call that never ran"
         elif isinstance(error, WorkerDied):
             assert error.attempts == ran, f"call {number} began {ran} times, and its caller was told {error.attempts}"
-            assert error.started is bool(ran)
+            may_differ = ran and options.get("retries")  # `started` tells of the last attempt
+            assert error.started is bool(ran) or may_differ
         elif isinstance(error, LookupError):
             assert ran
         elif isinstance(error, TimeoutError):
-            options = self.case.options_of(number)
             may_end_so = "hard_timeout" in options or ("queue_timeout" in options and not ran)
             assert may_end_so, f"call {number} began {ran} times: {error}"
         else:

@@ -45,6 +45,8 @@ class Ask(NamedTuple):
     prefetch: int = 0
     """Of a stream; 0: it is a call."""
     retries: int = 0
+    queue_timeout: float | None = None
+    hard_timeout: float | None = None
 
 
 class Child:
@@ -158,7 +160,8 @@ class Run:
         worker = self.worker
         worker.asked += 1
         label = worker.world.asks(self.label, ask)
-        options = RequestOptions(ask.retries, None, None, None, None) if ask.retries else None
+        given = RequestOptions(ask.retries or None, None, None, ask.queue_timeout, ask.hard_timeout)
+        options = given if any(given) else None
         pickle = Reference((None, (), {"value": label}))
         request = NestedRequest(
             *(self.number, self.kind if ask.kind is None else ask.kind, "nested", "tests", ask.key, ask.key is None, ask.prefetch),

@@ -137,7 +137,7 @@ class StepWorker:
         member = self.member
         if member is None or not self.is_stuck:
             return False
-        has_hard_limit = any("hard_timeout" in self.world.case.options_of(run.label) for run in self.running.values())
+        has_hard_limit = any(self.world.has_hard_limit(run.label) for run in self.running.values())
         return has_hard_limit or member.life.deadline(has_calls=bool(member.calls)) is not None
 
     @property

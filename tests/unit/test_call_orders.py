@@ -87,6 +87,8 @@ NESTED: Final[dict[str, Case]] = {
         {"asks": 3}, 2, 1, options={"concurrency": 2, "per_key": 1}, keys=("k", "other"), asks=(Ask(key="k"), Ask(key="other"))
     ),
     "a retry of a caller": Case({"asks": 1, "closes": 1, "dies": 1, "paces": 1}, 1, asks=(Ask(key="k"),), of_call={"retries": 1}),
+    "nested with hard_timeout": Case({"asks": 2, "time": 4, "cancels": 1, "sticks": 1}, 1, asks=(Ask(hard_timeout=1.0),)),
+    "nested with queue_timeout": Case({"asks": 2, "time": 3, "dies": 1, "reloads": 1}, 1, 1, asks=(Ask(queue_timeout=1.0),)),
     "nested that are left": Case({"asks": 2, "abandons": 1, "raises": 1, "cuts": 1}, 1, asks=ANY, depth=2),
     "nested streams": Case({"asks": 1, "dies": 1, "shuts": 1, "drops": 1, "closes": 1}, 1, asks=(Ask(prefetch=1),), items=2),
     "nested streams and calls": Case({"asks": 3, "dies": 1, "drops": 1}, 1, 1, asks=(Ask(prefetch=2), Ask()), depth=2),
@@ -142,6 +144,19 @@ LARGE: Final[dict[str, Case]] = {
     "nested": Case(ALL | {"asks": 8, "drops": 1, "abandons": 1, "raises": 1}, 4, asks=(*ANY, Ask(Kind.THREAD, retries=1)), depth=3),
     "nested calls and all options": Case(
         {**ALL, "paces": 2, "asks": 8}, 6, options={"per_key": 1}, of_call=MIXED, asks=(Ask(), Ask(key="k"), Ask(key="other"))
+    ),
+    "nested calls with options": Case(
+        SOME | {"asks": 8, "drops": 1, "cuts": 1},
+        3,
+        asks=(
+            Ask(),
+            Ask(hard_timeout=1.0),
+            Ask(queue_timeout=1.0),
+            Ask(retries=1, hard_timeout=1.0),
+            Ask(key="k", queue_timeout=1.0),
+        ),
+        keys=("k",),
+        depth=2,
     ),
     "streams and calls": Case(
         SOME | {"leaves": 1, "asks": 6, "shuts": 1}, 4, of_call=SEVERAL, asks=(Ask(), Ask(prefetch=1), Ask(key="k", prefetch=2))
