@@ -61,6 +61,25 @@ def test_a_call_that_computes_and_then_waits_lets_the_next_one_begin() -> None:
     assert pace.due(0.02) == [1]
 
 
+def test_calls_that_compute_and_wait_in_turn_begin_until_they_leave_no_time_unused() -> None:
+    """With one that computes among them, there would be no time in which all of them wait."""
+    pace = pace_of(range(12))
+    pace.looked(0.3, 1, 0.01)
+    assert pace.due(0.01) == [1]
+    pace.looked(0.7, 2, 0.02)
+    assert pace.due(0.02) == [2, 3]
+    pace.looked(0.95, 4, 0.03)
+    assert pace.due(0.03) == []
+    pace.ended(0, 0.95)
+    assert (pace.due(0.04), pace.allowed) == ([], 2)
+
+
+def test_calls_that_began_together_to_be_seen_are_not_taken_for_calls_that_wait() -> None:
+    pace = pace_of(range(6), has_spare=True)
+    pace.looked(0.7, 2, 0.01)
+    assert pace.due(0.01) == []
+
+
 def test_calls_that_have_waited_are_seen_at_their_end() -> None:
     pace = pace_of(range(4))
     pace.ended(0, 0.1)

@@ -34,6 +34,10 @@ COMPUTING: Final = 0.6
 """Seconds of computing in a second from which on calls compute, and do not wait. A second here is one that the rest of the process
 leaves them: a call that waits for the GIL computes."""
 
+_FULL: Final = 0.85
+"""The same for several calls that were let begin because they wait. If there is time in which all of them wait, others can use it.
+If one of them computed, there would be none."""
+
 _LEAST: Final = 0.5
 """The part of the time that is left to the calls at least: calls that wait beside a busy loop begin in spite of it."""
 
@@ -148,7 +152,8 @@ class Pace:
 
     def _judge(self, share: float, rest: float, running: int, *, is_over: bool) -> None:
         """Allow more calls if those that run wait, or compute beside each other; fewer if they have computed."""
-        waits = share < COMPUTING * min(1.0, max(_LEAST, 1.0 - rest))
+        most = COMPUTING if running <= self._floor else _FULL
+        waits = share < most * min(1.0, max(_LEAST, 1.0 - rest))
         if waits or (self._floor > 1 and running > 1 and share > max(_ONE, COMPUTING * running)):
             self.allowed = max(self.allowed, 2 * running)
             self.is_open = self.allowed >= self._limit
