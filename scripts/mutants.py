@@ -33,7 +33,7 @@ SOURCE: Final = ROOT / "src" / "percore"
 TESTS: Final = ROOT / "tests"
 UNIT: Final = TESTS / "unit"
 PARTS: Final = {
-    "_scheduler": ["test_call_orders.py", "test_rebalancing.py"],
+    "_scheduler": ["test_dispatch.py", "test_call_orders.py", "test_rebalancing.py"],
     "_protocol": ["test_broken_workers.py", "test_options.py"],
     "_transport": ["test_channel_orders.py", "test_channel.py", "test_broken_workers.py"],
 }

@@ -222,6 +222,32 @@ def test_a_batch_that_was_cut_does_not_change_with_what_is_appended() -> None:
     assert numbers(kept) == list(range(5))
 
 
+@pytest.mark.parametrize("failing", ["make", "copy"])
+def test_after_an_error_all_items_wait_again_in_their_order(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(run: Run) -> Run:
+        if errors:
+            raise errors.pop()
+        return run
+
+    errors: list[BaseException] = [MemoryError()]
+    cost = Cost()
+    cost.measured(1, 1e-6)
+    batches: Batches[Run] = Batches(fails if failing == "make" else lambda run: run, FRAME, cost)
+    for start, count in ((0, 70), (70, 80), (150, 90)):  # too long to be merged
+        batches.append(run_of(start, count))
+    if failing == "copy":
+        monkeypatch.setattr(Run, "joined", lambda run, _: fails(run))
+    with pytest.raises(MemoryError):
+        batches.pop(1)
+    monkeypatch.undo()
+    assert len(batches) == 240
+    found: list[int] = []
+    while (batch := batches.pop(1)) is not None:
+        found += numbers(batch)
+    assert found == [*range(240)]
+    assert len(batches) == 0
+
+
 @pytest.mark.parametrize(("number", "left"), [(0, 0), (1, 1), (5, 5), (7, 6), (8, 7), (100, 10)])
 def test_what_is_dropped_is_dropped_from_every_run(number: int, left: int) -> None:
     batches = batches_of(run_of(0, 6), run_of(7, 4))

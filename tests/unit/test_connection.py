@@ -78,6 +78,27 @@ async def test_a_frame_is_sent_at_once_and_a_beat_has_the_time(pair: tuple[socke
     other.connection.close()
 
 
+async def test_a_closed_end_leaves_nothing_in_the_loop(pair: tuple[socket.socket, socket.socket]) -> None:
+    loop = asyncio.get_running_loop()
+    for is_full in (False, True):
+        sock = pair[is_full].dup()
+        end = Connection(loop, sock, MOST, lambda _: None, lambda _: None)
+        if is_full:
+            end.send(Kind.KEEP, 1, bytes(8 * FULL))
+            assert end._is_waiting
+        watched = sock.fileno()
+        end.close()
+        assert not loop.remove_reader(watched)
+        assert not loop.remove_writer(watched)
+
+
+async def test_a_door_listens_on_its_address_alone() -> None:
+    for address in (LOCAL, "127.0.0.3"):
+        door = Door(asyncio.get_running_loop(), TOKEN, address)
+        assert door._listening.getsockname() == (address, door.port)
+        door._listening.close()
+
+
 async def test_an_end_whose_peer_resets_the_connection_says_so_once(pair: tuple[socket.socket, socket.socket]) -> None:
     end = End(pair[0])
     pair[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -905,6 +905,33 @@ def test_a_nested_call_that_must_wait_for_its_worker_does_not_hold_up_others(kin
     assert found[0] is other
 
 
+def test_a_worker_that_is_expelled_gets_nothing_more() -> None:
+    """Also if it was added twice, because an error came half-way; and also if it rests."""
+    for is_resting in (False, True):
+        dispatch: Dispatch[Call, Seat] = Dispatch(4, 1)
+        gone, stays = Seat(0), Seat(1)
+        for seat in (gone, stays, gone):
+            dispatch.seats.append(seat)
+        dispatch._seated()
+        waits = [Call(TASK, number, f"k{number}") for number in range(20)]
+        gone.load[TASK] = stays.load[TASK] = 4
+        for call in waits:
+            assert dispatch.submitted(call) is None
+        if is_resting:
+            dispatch.rest(gone, is_resting=True)
+        dispatch.expel(gone)
+        gone.load[TASK] = stays.load[TASK] = 0
+        dispatch.lowered()
+        assert dispatch.submitted(Call(TASK)) is stays
+        taken = []
+        while (found := dispatch.next(TASK)) is not None:
+            taken.append(found)
+        assert {seat for _, seat in taken} == {stays}
+        assert {call for call, _ in taken} == {*waits}
+        dispatch.expel(gone)  # once more does nothing
+        assert dispatch.seats == [stays]
+
+
 def test_a_worker_that_was_asked_in_vain_is_forgotten_when_it_leaves() -> None:
     dispatch: Dispatch[Call, Seat] = Dispatch(4, 1)
     seat = Seat()

@@ -727,6 +727,22 @@ def test_a_key_that_was_dropped_while_its_lane_was_listed_takes_no_new_key_of_it
     keys.ended(Call(key="k"))
 
 
+def test_a_key_joins_a_worker_unless_it_has_one() -> None:
+    seats = seats_of(4)
+    keys, queue = keys_with(seats), Queue()
+    home = keys._home("a")
+    other = next(seat for seat in seats if seat is not home)
+    assert keys.submitted(Call(key="a"), queue, ROOM) is home
+    keys.join("a", other)  # too late: one of its calls is under way
+    assert keys.submitted(Call(key="a"), queue, ROOM) is home
+    for number, seat in enumerate(seats):
+        keys.join(number, seat)
+        keys.join(number, seats[number - 1])
+        assert keys.submitted(Call(key=number), queue, ROOM) is seat
+    keys.join("gone", Seat(9))  # it takes no calls
+    assert keys.submitted(Call(key="gone"), queue, ROOM) in seats
+
+
 def test_a_call_that_is_removed_is_one_less_that_waits() -> None:
     (seat,) = seats = seats_of(1)
     keys, queue = keys_with(seats), Queue()

@@ -21,7 +21,7 @@ from percore._engines.processes.log_receiver import LogReceiver, _name_here
 from percore._protocol.messages import BrokenFrame
 from percore._transport import doorbell
 from percore._transport.doorbell import bell_fds, bell_of
-from percore._transport.log_records import _FIELDS, RECORD_LIMIT, pack, unpack
+from percore._transport.log_records import _FIELDS, RECORD_LIMIT, _cut, pack, unpack
 from percore._transport.memory import Memory
 from percore._transport.ring import RingWriter
 from percore._worker_process import log_forwarding as worker_logs
@@ -158,6 +158,13 @@ def test_long_texts_are_cut_in_the_middle(letter: str) -> None:
     assert after.exc_text is not None
     assert (after.msg[:5], after.msg[-3:], after.exc_text[:9], after.exc_text[-11:]) == ("begin", "end", "Traceback", "LookupError")
     assert " characters are left out] " in after.msg
+
+
+def test_a_text_that_is_cut_says_how_much_is_left_out() -> None:
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))
+    cut = _cut(letters, 100)
+    assert cut == f"{letters[:50]} [900 characters are left out] {letters[-50:]}"
+    assert (_cut(letters, 1000), _cut(b"12345", 3), _cut(7, 1)) == (letters, b"123", 7)
 
 
 def test_one_long_text_has_the_room_to_itself() -> None:

@@ -413,6 +413,16 @@ def test_the_first_worker_of_an_added_slot_is_tried_once(has_started: bool) -> N
     assert (slot.state, slot.current) == (Occupancy.EMPTY, None)
 
 
+def test_once_an_added_slot_has_had_its_first_worker_further_ones_are_tried_again() -> None:
+    slot: Replacement[Worker] = Replacement()
+    assert slot.renew().act is Act.START
+    worker = Worker()
+    slot.started(worker)
+    worker.is_ready = True
+    assert slot.ready(worker).act is Act.NOTHING
+    assert slot.died(worker, ALL, began=False, is_first=False) == Decision(Act.START_LATER, 0.0)
+
+
 def test_a_removed_slot_gives_its_workers_back_and_starts_anew() -> None:
     slot, worker, following = followed()
     assert slot.remove() == [worker, following]

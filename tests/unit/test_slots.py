@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import heapq
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
@@ -280,6 +281,22 @@ def test_a_slot_that_was_cooled_is_handed_out_once() -> None:
     assert ledger.given
     assert [writer.take() for _ in range(5)] == [0, 1, 2, 3, None]
     assert writer.in_use == 4
+
+
+def test_the_lowest_free_slot_comes_first_whatever_was_cooled() -> None:
+    chance = random.Random(3)
+    writer, ledger = ledger_slots(24, 16 * MIB)
+    taken: set[int] = set()
+    for _ in range(2000):
+        if taken and chance.random() < 0.5:
+            slot = chance.choice(sorted(taken))
+            taken.remove(slot)
+            writer.give(slot, chance.choice([0, 1, 16]) * MIB)
+        elif len(taken) < 24:
+            lowest = min({*range(24)} - taken)
+            assert writer.take() == lowest
+            taken.add(lowest)
+    assert len(ledger.given) > 100
 
 
 def test_nobody_gets_a_slot_whose_pages_are_on_their_way_back() -> None:

@@ -406,6 +406,14 @@ def test_of_a_few_items_each_worker_gets_a_part(seconds: float, waiting: int, wo
     assert count * workers >= min(waiting, whole)
 
 
+def test_a_part_of_a_batch_is_worth_a_message_from_a_quarter_of_a_millisecond_on() -> None:
+    cost = Cost()
+    cost.measured(1, BATCH_SECONDS / 40)
+    # Whole: 40 items. A quarter: 10.
+    for waiting, workers, expected in [(40, 8, 40), (39, 1, 39), (39, 2, 20), (39, 8, 10), (8, 8, 8), (1, 8, 1), (0, 8, 1)]:
+        assert cost.batch(waiting, workers) == expected, (waiting, workers)
+
+
 def test_costs_are_believed_when_they_grow_and_by_and_by_when_they_fall() -> None:
     cost = Cost()
     cost.measured(1, 1e-6)
