@@ -100,7 +100,7 @@ def heard(connection: Any, data: bytes) -> None:
     connection._loop.turn()
 
 
-EXPECTED = ("it broke: BrokenFrame(", "it broke: TypeError(", "it broke: ValueError(")
+EXPECTED = ("its connection broke: BrokenFrame(", "its connection broke: TypeError(", "its connection broke: ValueError(")
 """How a connection breaks: nothing of these frames leads to a mistake of percore's own."""
 
 # The frames
