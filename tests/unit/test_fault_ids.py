@@ -1,7 +1,7 @@
 """Every fault that percore has to survive has a test that carries its id in its name: `test_k3_...`.
 
 The letters: K deaths of workers, P death of the supervisor, and signals, S serialisation, B boot, C cancellation, X close, misuse,
-T recycling, M maps, L threads that are all taken, R memory, rings and limits, V what others can do.
+T recycling, M maps, L threads that are all taken, loops that stand still, R memory, rings and limits, V what others can do.
 """
 
 import re
@@ -88,6 +88,31 @@ NEW: dict[str, tuple[str, str]] = {
 }
 """The faults of the newer parts, each with what happens and the test that has it: here the rows name the tests."""
 
+OTHERS: dict[str, tuple[str, str]] = {
+    "r8": ("no address space, no thread", "e2e/test_limits.py::test_r4_what_is_larger_than_the_address_space_fails_alone"),
+    "r10": ("a system without pidfds", "e2e/test_launch.py::test_exit_codes_without_what_other_systems_lack_in_silence"),
+    "l1": ("a blocked loop", "contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end"),
+    "l2": ("C code that holds the GIL", "contract/test_blocked_loops.py::test_c_code_that_holds_the_gil_is_shown_by_its_caller"),
+    "t1": ("the clock of the wall jumps: nobody reads it", "unit/test_layers.py::test_never_reads_the_wall_clock"),
+    "t2": ("a signal after the end", "e2e/test_launch.py::test_kill_before_the_pid_is_known_and_after_the_end"),
+    "t4": (
+        "all workers reach their limit of memory",
+        "contract/test_max_memory.py::test_a_worker_over_the_limit_is_replaced_behind_a_ready_one",
+    ),
+    "m4": ("a stream is left half-way", "contract/test_stream_ends.py::test_aclose_waits_for_the_remote_finally"),
+    "m5": ("a death in a stream", "contract/test_stream_ends.py::test_a_death_gives_what_was_sent_then_worker_died"),
+    "v1": ("nothing listens", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
+    "v2": ("nothing has a name", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
+    "v3": ("memory is sealed", "unit/test_memory.py::test_nobody_can_change_the_size"),
+    "v4": ("descriptors of forks", "e2e/test_security.py::test_a_fork_of_the_program_holds_no_bells_and_processes"),
+    "v5": ("a hostile working directory", "e2e/test_security.py::test_no_module_comes_from_the_working_directory"),
+    "v6": ("arguments and environments", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
+    "v7": ("core dumps", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
+    "v8": ("bytes of others", "unit/test_memory.py::test_new_memory_is_zero_and_holds_what_is_written"),
+    "v12": ("logs", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
+}
+"""Faults of the catalogue whose tests have other names."""
+
 IDS = [
     *(
         f"{letter}{number}"
@@ -96,6 +121,8 @@ IDS = [
     ),
     "t3",
     "l3",
+    "l4",
+    "l5",
     "r9",
     "v9",
     "v10",
@@ -118,11 +145,11 @@ def test_each_fault_has_a_test(subtests: pytest.Subtests) -> None:
 
 
 def test_no_test_carries_an_id_that_does_not_exist() -> None:
-    assert set(carried()) <= {*IDS, *NEW}
+    assert set(carried()) <= {*IDS, *NEW, *OTHERS}
 
 
-def test_each_fault_of_the_newer_parts_has_its_test(subtests: pytest.Subtests) -> None:
-    for fault, (_, node) in NEW.items():
+def test_each_fault_that_names_its_test_has_it(subtests: pytest.Subtests) -> None:
+    for fault, (_, node) in (OTHERS | NEW).items():
         file, _, name = node.partition("::")
         with subtests.test(fault=fault):
             assert re.search(rf"^ *(async )?def {name}\(", (TESTS / file).read_text(), re.MULTILINE)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _SOONEST: Final = 0.001
 
+_LATE: Final = 0.02
+"""Seconds of lateness of the timer from which on calls may have ended whose outcomes were not read yet."""
+
 
 class Owner(Protocol):
     """The registry of the calls."""
@@ -69,6 +72,8 @@ class HardLimits:
         self._due = self._seconds = self._until = 0.0
         self._rests_until = -inf
         """The end of the pause after the last look."""
+        self._has_let_read = False
+        """Whether the last look was put off, so that the loop reads the workers' messages first."""
 
     def limit(self, call: PendingCall, seconds: float) -> None:
         """Watch a call that is about to be accepted."""
@@ -99,6 +104,12 @@ class HardLimits:
         self._timer = None
         self._seconds = 0.0  # the next call sets the timer
         now = monotonic()
+        if now - self._due > _LATE and not self._has_let_read:
+            # The loop stood still, and uvloop runs timers before it reads: calls may have ended long ago.
+            self._has_let_read = True
+            self._set_timer(now + _SOONEST)
+            return
+        self._has_let_read = False
         try:
             limited = [call for call in self._calls.pending() if call.hard_by is not None]
         except BaseException:  # such as a KeyboardInterrupt: look again, or no call would ever exceed its limit
