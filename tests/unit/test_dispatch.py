@@ -871,6 +871,7 @@ def test_while_nested_calls_go_first_others_wait_and_lose_no_turn(kind: int, sub
                 later = [Call(kind, number, key) for number in (3, 4)]
                 for call in later:
                     assert dispatch.submitted(call, home) is None
+                assert dispatch.keys.is_idle("k") is (key is None)  # the calls of a key wait in its lane
                 assert [dispatch.next(kind) for _ in range(2)] == [(nested[1], seat), (nested[0], seat)]
                 assert dispatch.next(kind) == (later[0], seat)  # no nested call waits any more
                 dispatch.moved(kind, -LEAST_ASIDE)

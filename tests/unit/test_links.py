@@ -192,6 +192,9 @@ def test_an_arena_has_its_slots_and_no_worker_more_result_slots_than_it_has() ->
 def test_a_link_reads_how_far_a_call_has_come() -> None:
     with closing(links_of(1)) as shared, closing(shared.link()) as link:
         link.close_fds()
+        for fd in link.fds:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
         marks = shared.layout.marks(link._cell)
         begun = time.monotonic_ns() - 5_000_000_000
         for call_id in (1, 63, 64 + 5):
