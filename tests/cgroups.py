@@ -1,5 +1,6 @@
 """Control groups of a test's own, of version 1 or 2, as root or in a tree that was delegated to this user."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ PERIOD: Final = 100_000
 """Microseconds of a CPU quota."""
 
 Controller = Literal["cpu", "memory"]
+
+_numbers: Final = itertools.count()
 
 
 class Group:
@@ -68,7 +71,7 @@ def group(controller: Controller) -> Iterator[Group]:
 def _make(controller: Controller) -> Group:
     reasons = []
     for parent, is_second in _parents(controller):
-        folder = parent / f"percore-test-{os.getpid()}"
+        folder = parent / f"percore-test-{os.getpid()}-{next(_numbers)}"
         try:
             folder.mkdir()
         except OSError as error:

@@ -284,7 +284,7 @@ def test_a_slot_that_was_cooled_is_handed_out_once() -> None:
 
 
 def test_the_lowest_free_slot_comes_first_whatever_was_cooled() -> None:
-    chance = random.Random(3)
+    chance = random.Random(0)  # it comes early to a state in which the free slots have to be put in order again
     writer, ledger = ledger_slots(24, 16 * MIB)
     taken: set[int] = set()
     for _ in range(2000):
