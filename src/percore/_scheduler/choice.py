@@ -53,15 +53,25 @@ class _Ranking(Generic[S]):
         self.turn = 0.0
         """The turn of these silences."""
 
-    def lower(self, place: int, load: int) -> None:
-        """Note that the worker of this place may have so few calls, and nothing else that adds to its weight."""
-        ranks = self.ranks
-        rank = 2 * load * len(ranks) + place
-        if rank < ranks[place]:
-            heappush(self.heap, rank)
-            ranks[place] = rank
-            if len(self.heap) > 4 * len(ranks):
-                self.heap = sorted(ranks)
+    def top(self, kind: int) -> S | None:
+        """Return the worker of the least rank if nothing but its calls adds to its weight, and it was sent none since.
+
+        Then it is the best one. Often it is: a worker that has just ended a call.
+        """
+        heap, seats = self.heap, self.seats
+        rank, size = heap[0], len(seats)
+        place = rank % size
+        seat = seats[place]
+        load = seat.load
+        is_best = rank == 2 * load[kind] * size + place == self.ranks[place] and not load[1 - kind] and not seat.silence()
+        return seat if is_best else None
+
+    def lower(self, place: int, rank: int) -> None:
+        """Note that the worker of this place may have this rank, which is less than the one it had."""
+        heappush(self.heap, rank)
+        self.ranks[place] = rank
+        if len(self.heap) > 4 * len(self.ranks):
+            self.heap = sorted(self.ranks)
 
 
 class Choice(Generic[S]):
@@ -85,8 +95,10 @@ class Choice(Generic[S]):
         self._plans: tuple[list[tuple[S, int]], list[tuple[S, int]]] = ([], [])
         """By kind: who gets the next calls, the last one first, each with the load that it must have by then. A plan holds for its
         turn, while no load falls and no call of the other kind is sent."""
-        self._planned_in: list[tuple[float, int]] = [(0.0, 0), (0.0, 0)]
-        """By kind: the turn of the last plan, and for how many calls it was at most."""
+        self._planned_in = [0.0, 0.0]
+        """By kind: the turn of the plan."""
+        self._looks = 0
+        """How often the least rank was looked for since a load has fallen; from the second time on in the turn of the plan."""
         self._beyond: dict[S, int] = {}
         """Calls that a worker got in place of a blocked one since it last had read everything."""
 
@@ -96,6 +108,7 @@ class Choice(Generic[S]):
 
     def lowered(self, seat: S | None = None) -> None:
         """Note that the load of a worker has fallen. None: perhaps of several, or the workers have changed."""
+        self._looks = 0
         if seat is None:
             self._times_lowered += 1
             self._plans[0].clear()
@@ -104,9 +117,12 @@ class Choice(Generic[S]):
             self._place_of = {}
         elif (place := self._place_of.get(seat)) is not None:  # not one that drains
             self._times_lowered += 1
-            for plan, ranking, load in zip(self._plans, self._rankings, seat.load, strict=False):
-                plan.clear()
-                ranking.lower(place, load)
+            load, size = seat.load, len(self._place_of)
+            for kind, ranking in enumerate(self._rankings):
+                self._plans[kind].clear()
+                rank = 2 * load[kind] * size + place  # as if nothing else added to its weight
+                if rank < ranking.ranks[place]:
+                    ranking.lower(place, rank)
 
     def forget(self, seat: S) -> None:
         """Forget a worker that takes no more calls."""
@@ -143,12 +159,14 @@ class Choice(Generic[S]):
     def of_many(self, kind: int) -> S | None:
         """As `of_few`, but rank the workers, and plan the next calls of this turn."""
         plan = self._plans[kind]
-        if plan and self._planned_in[kind][0] == self._turn():
+        if plan and self._planned_in[kind] == self._turn():
             seat, load = plan.pop()
             if seat.load[kind] == load:
                 return seat
         plan.clear()
         self._plans[1 - kind].clear()
+        if self._rankings and (quick := self._rankings[kind].top(kind)) is not None and quick.load[kind] < self._places[kind]:
+            return quick
         rankings, times_lowered = self._rankings or self._ranked(), self._times_lowered
         self._rankings = ()  # an error must not leave one that lacks a worker
         best = self._first(rankings[kind], kind)
@@ -174,17 +192,25 @@ class Choice(Generic[S]):
         best = seats[heap[0] % size]
         if self._is_blocked(ranking):
             return self._beside(best, kind)
-        turn, (last, most) = self._turn(), self._planned_in[kind]
-        most = min(8 * most, _MOST) if turn == last else 1  # more, the more calls a turn turns out to have
-        self._planned_in[kind] = turn, most
-        if weight < _NO_PLACE and most > 1:
-            equals = [heappop(heap)]
-            while self._raise(ranking, kind) == weight and len(equals) < most and not self._is_blocked(ranking):
-                equals.append(heappop(heap))
-            self._plan([seats[rank % size] for rank in equals], kind, heap[0] // size - weight if heap else 2 * most, most)
-            for rank in equals:
-                heappush(heap, rank)
+        self._looks += 1
+        if self._looks > 1 and weight < _NO_PLACE:
+            self._look_ahead(ranking, kind, weight)
         return best
+
+    def _look_ahead(self, ranking: _Ranking[S], kind: int, weight: int) -> None:
+        """Plan the next calls for the workers of this weight, the least one: the more calls, the more looks this turn has had."""
+        heap, seats, size = ranking.heap, ranking.seats, len(ranking.seats)
+        turn = self._turn()
+        if turn != self._planned_in[kind]:
+            self._planned_in[kind], self._looks = turn, 1
+            return
+        most = min(8 ** (min(self._looks, 4) - 1), _MOST)
+        equals = [heappop(heap)]
+        while self._raise(ranking, kind) == weight and len(equals) < most and not self._is_blocked(ranking):
+            equals.append(heappop(heap))
+        self._plan([seats[rank % size] for rank in equals], kind, heap[0] // size - weight if heap else 2 * most, most)
+        for rank in equals:
+            heappush(heap, rank)
 
     def _raise(self, ranking: _Ranking[S], kind: int) -> int:
         """Correct the least rank until it is that of the best worker. Return the weight of that one."""
@@ -234,7 +260,9 @@ class Choice(Generic[S]):
         """In a new turn, let the workers be compared again that were silent."""
         if ranking.turn != self._turn():
             for place in ranking.late:
-                ranking.lower(place, ranking.seats[place].load[kind])
+                rank = 2 * ranking.seats[place].load[kind] * len(ranking.seats) + place
+                if rank < ranking.ranks[place]:
+                    ranking.lower(place, rank)
             ranking.late.clear()
 
     def _beside(self, blocked: S, kind: int) -> S | None:
