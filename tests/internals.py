@@ -41,6 +41,28 @@ def current_member(runner: "Runner", index: int = 0) -> "PoolWorker | None":
 
 
 @contextmanager
+def sent_by(runner: "Runner") -> "Iterator[list[Any]]":
+    """Record the calls that are sent to the workers of now, in order."""
+    sent: list[Any] = []
+
+    def recorded(send: "Callable[[Any], None]") -> "Callable[[Any], None]":
+        def note(call: Any) -> None:
+            sent.append(call)
+            send(call)
+
+        return note
+
+    members: list[Any] = members_of(runner)
+    for member in members:
+        member.send = recorded(member.send)
+    try:
+        yield sent
+    finally:
+        for member in members:
+            del member.send
+
+
+@contextmanager
 def seats_at_each_change(runner: "Runner") -> "Iterator[list[int]]":
     """Record how many workers take calls, each time that one begins or ceases to."""
     dispatch: Any = runner._supervisor.dispatch
