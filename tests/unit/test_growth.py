@@ -285,7 +285,7 @@ def test_l4_a_worker_that_does_nothing_for_a_week_is_not_killed() -> None:
 
 @pytest.mark.parametrize("seconds", [61.0, 7 * 24 * HOUR])
 def test_l5_a_loop_that_stands_still_costs_no_worker_and_no_call(seconds: float) -> None:
-    """Workers go on meanwhile. Their outcomes are read when the loop goes on; as with uvloop, after the timers, which are late."""
+    """Workers go on meanwhile. Their outcomes are read after the timers, which are late: so uvloop does after a slow reader."""
     with two_workers(blocked_after=1.0) as one:
         with one.loop.running():
             limited = one.runner.options(hard_timeout=60.0, retries=1)

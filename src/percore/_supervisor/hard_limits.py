@@ -105,7 +105,7 @@ class HardLimits:
         self._seconds = 0.0  # the next call sets the timer
         now = monotonic()
         if now - self._due > _LATE and not self._has_let_read:
-            # The loop stood still, and uvloop runs timers before it reads: calls may have ended long ago.
+            # A callback has held the loop up. If it was a reader, uvloop runs timers before other readers: calls may have ended.
             self._has_let_read = True
             self._set_timer(now + _SOONEST)
             return
