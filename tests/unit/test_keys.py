@@ -1,9 +1,10 @@
 """Keys over workers: spread evenly, moved little, one worker at a time, and so many calls at once."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from percore._scheduler import keys as module
 from percore._scheduler.keys import KEPT, PIECE, Keys, weight
-from percore._scheduler.lanes import Lanes
+from percore._scheduler.lanes import Lanes, purge
 from tests.counts import times
 
 pytestmark = pytest.mark.long
@@ -725,6 +726,19 @@ def test_a_key_that_was_dropped_while_its_lane_was_listed_takes_no_new_key_of_it
     for name in range(2 * KEPT):
         would_go(keys, name, other)
     keys.ended(Call(key="k"))
+
+
+@pytest.mark.parametrize(
+    ("ended", "live", "is_purged"), [(64, 0, False), (65, 65, False), (65, 64, True), (65, 0, True), (1, 0, False)]
+)
+def test_cancelled_calls_are_looked_for_once_they_are_many_and_most(ended: int, live: int, is_purged: bool) -> None:
+    """A look takes as long as there are calls: one for each cancelled call would take a runner with many of them ever longer."""
+    calls = [Call(number, is_done=number < ended) for number in range(ended + live)]
+    random.Random(1).shuffle(calls)
+    waiting = SimpleNamespace(calls=deque(calls), ended=ended)
+    purge(waiting)
+    left = [call for call in calls if not call.is_done] if is_purged else calls
+    assert (list(waiting.calls), waiting.ended) == (left, 0 if is_purged else ended)
 
 
 def test_a_key_joins_a_worker_unless_it_has_one() -> None:
