@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from percore._worker.server import Server
 from percore._worker.threads import Threads
 from tests.unit.pools import Gate, Recorder, pool
 
@@ -21,6 +23,24 @@ def test_calls_run_in_order_on_one_thread() -> None:
             threads.put(call_id, str(call_id))
         assert run.expect(100) == [(call_id, str(call_id)) for call_id in range(100)]
     assert threads.is_idle()
+
+
+def test_t3_a_call_for_which_no_ticket_is_left_does_not_begin_and_can_be_taken_back() -> None:
+    run, asked = Recorder(), queue.SimpleQueue[bool]()
+    tickets = SimpleNamespace(_tickets=[None, None], _loop=SimpleNamespace(call_soon_threadsafe=lambda _drain: None), drain=None)
+
+    def may_begin() -> bool:
+        may = Server._take_ticket(cast(Any, tickets))
+        asked.put(may)
+        return may
+
+    with pool(1, run) as threads:
+        threads.may_begin = may_begin
+        for call_id in range(3):
+            threads.put(call_id, str(call_id))
+        assert [asked.get() for _ in range(3)] == [True, True, False]
+        assert run.expect(2) == [(0, "0"), (1, "1")]
+        assert threads.take_back(2) == "2"
 
 
 def test_no_thread_before_the_first_call() -> None:
