@@ -184,8 +184,10 @@ def test_nothing_holds_arguments_or_results(executor: LoopPoolExecutor) -> None:
     assert gone.wait(20)
     assert watch() is None
     for result in executor.map(jobs.Adder, range(3)):
-        reference = weakref.ref(result)
+        freed = threading.Event()
+        reference = weakref.ref(result, lambda _, freed=freed: freed.set())  # type: ignore[misc]  # mypy cannot infer it
         del result
+        assert freed.wait(20)  # without a GIL when the thread that has made it runs again
         assert reference() is None
 
 
