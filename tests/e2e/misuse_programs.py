@@ -187,6 +187,17 @@ def _inherited() -> list[str]:
 # Runners that are left open
 
 
+def left_with_threads() -> None:
+    """As `left`, to the end of the interpreter, with workers that are threads."""
+    warnings.simplefilter("always", ResourceWarning)
+    warnings.filterwarnings("ignore", "engine=.threads.: only one thread", RuntimeWarning)
+    runner = percore.Runner(2, engine="threads")
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(runner.start())
+    loop.close()
+    _kept.append(runner)
+
+
 def left(loop_name: str, method: Any, how: str) -> None:
     """The loop of an open runner is closed, and then the runner is dropped, or kept to the end of the interpreter."""
     warnings.simplefilter("always", ResourceWarning)

@@ -45,6 +45,13 @@ def test_x3_a_loop_that_is_closed_under_an_open_runner(loop: str, method: str, h
         assert "Traceback" not in program.stderr
 
 
+def test_x3_a_loop_that_is_closed_under_workers_that_are_threads(tmp_path: Path) -> None:
+    with Program("left_with_threads", stderr=tmp_path / "stderr", module=MODULE) as program:
+        assert program.end() == 0
+        assert program.stderr.count("ResourceWarning: unclosed <percore.Runner open workers=2 ready=2 in_flight=") == 1
+        assert "Traceback" not in program.stderr
+
+
 # Runners within workers
 
 

@@ -240,7 +240,8 @@ class ThreadWorker:
         elif not self._is_killed:
             self._is_killed = True
             self._goes_on.set()
-            self._timer = self._engine.loop.call_later(PATIENCE, self._give_up)
+            if not self._engine.loop.is_closed():  # else nobody waits for its end
+                self._timer = self._engine.loop.call_later(PATIENCE, self._give_up)
             self._call(self._die)
 
     def _drain(self) -> None:
