@@ -34,7 +34,8 @@ pytestmark = pytest.mark.asyncio_only
 SOURCE: Final = str(Path(percore.__file__).parent)
 
 OTHERS: Final = tuple(
-    f"{SOURCE}/{folder}" for folder in ("_engines", "_protocol", "_scheduler", "_serialization", "_transport", "_worker")
+    f"{SOURCE}/{folder}"
+    for folder in ("_engines", "_protocol", "_scheduler", "_serialization", "_testing", "_transport", "_worker")
 )
 
 SPINE: Final = {
