@@ -114,9 +114,8 @@ class Channel:
     ) -> None:
         """Begin to receive.
 
-        The channel calls `on_frame` with all messages that have arrived, until a call stops the channel; `on_broken` with the
-        exception if the channel breaks; and `on_batch` after everything published was delivered, or when a full bell takes writes
-        again.
+        The channel calls `on_frame` with messages that have arrived, until a call stops the channel; `on_broken` with the exception
+        if the channel breaks; and `on_batch` after everything published was delivered, or when a full bell takes writes again.
         """
         self.on_frame = on_frame
         self.on_broken = on_broken
@@ -394,19 +393,19 @@ class Channel:
                 self.on_logged(logged)
                 if not self.is_open:
                     return
-            messages: list[Message] = []
-            try:
-                while rx.read != rx.end:
-                    messages += decode(rx.next())
-            finally:  # those before a broken frame have arrived
-                if messages:
-                    self.on_frame(messages)
+            self._deliver()
             if not self.is_open:  # one of the messages, or sending a reply to it, has stopped the channel
                 return
             if self.on_batch is not None:
                 self.on_batch()
         except BaseException as error:
             self._break(error)
+
+    def _deliver(self) -> None:
+        """Hand over what has arrived, frame by frame: what a thread tells the peer as read has then been handed over."""
+        rx = self.rx
+        while self.is_open and rx.read != rx.end:
+            self.on_frame(decode(rx.next()))
 
     def _break(self, error: BaseException) -> None:
         """End the channel because of `error`, and raise it if it is a KeyboardInterrupt or the like."""

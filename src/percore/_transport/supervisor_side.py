@@ -6,9 +6,10 @@ from typing import Any
 
 from percore._common.fault_points import POINTS, point
 from percore._protocol.interfaces import Ticket
-from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, BrokenFrame, Payload
+from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, BrokenFrame, Message, Payload
 from percore._transport.arena import Arena
 from percore._transport.channel import Channel
+from percore._transport.codec import decode
 from percore._transport.doorbell import Bell
 from percore._transport.ring import RingReader, RingWriter
 from percore._transport.slots import SLOT_BITS, SLOT_MASK, SlotReader
@@ -66,6 +67,17 @@ class SupervisorSide(Channel):
             # may need this slot soon.
             send = self.send_lazily if slot < self.incoming.count // 4 else self.send_later
             send(RELEASE, slot, payload >> SLOT_BITS)
+
+    def _deliver(self) -> None:
+        """Hand over all that has arrived together: so the load of a worker falls once."""
+        rx = self.rx
+        messages: list[Message] = []
+        try:
+            while rx.read != rx.end:
+                messages += decode(rx.next())
+        finally:  # those before a broken frame have arrived
+            if messages:
+                self.on_frame(messages)
 
     # Messages of the worker's side
 
