@@ -86,7 +86,8 @@ class Doomed:
             return
         self._program.expect("over")
         assert self._program.stderr[self._stderr_before :] == ""
-        assert self.alive() == []
+        # Again: a process that has just begun to run another program shows no environment, and so not whose it is.
+        assert self.family.wait_gone(HARD, f"-{self.pid}") == []
         assert list(self._folder.iterdir()) == []
         self._folder.rmdir()
 
