@@ -157,8 +157,8 @@ class Pool:
             return
         member.worker = worker
         self.members.add(member)  # at once: after any exception, only a member is killed
-        self._placeless.look()
         slot.started(member)
+        self._placeless.look()
         if self.memory_watch is not None:
             self.memory_watch.arm()
         self._keeper.workers_changed()
