@@ -233,6 +233,14 @@ def struck(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_struck
 
 
+def test_a_fault_just_after_a_replacement_was_started(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot knows its worker by then, and gets another one."""
+    monkeypatch.setattr(Burials, "exited", struck(Burials.exited))
+    strike = _now[0] = Strike(0, lambda code: code.co_qualname == "Placeless.look")
+    run(death, strike, tmp_path / "0")
+    assert strike.name
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
