@@ -4,12 +4,15 @@ import asyncio
 import errno
 import os
 import re
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +190,104 @@ async def test_a_handler_that_fails_breaks_the_connection_and_an_interrupt_costs
     assert "three" in lost[0]
     one.close()
     other.connection.close()
+
+
+class Intruded(deque[Any]):
+    """A queue at each change of which a garbage collection runs a `__del__`, once."""
+
+    def __init__(self, intrude: Callable[[], object]) -> None:
+        super().__init__()
+        self._intrusions = dict.fromkeys(("extend", "append", "popleft"), intrude)
+
+    def _change(self, name: str) -> None:
+        self._intrusions.pop(name, lambda: None)()
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self._change("extend")
+        super().extend(items)
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self._change("append")
+
+    def popleft(self) -> Any:
+        self._change("popleft")
+        return super().popleft()
+
+
+@pytest.mark.timeout(10)
+async def test_a_del_that_sends_in_the_midst_of_a_frame_neither_hangs_nor_tears_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    """A garbage collection may begin while the lock is held, and the user's `__del__` may submit a call."""
+    one, other = End(pair[0]), End(pair[1])
+    sent = []
+
+    def intrude() -> None:
+        sent.append(len(sent))
+        one.connection.send(Kind.RENEW, sent[-1])
+
+    one.connection._pieces = Intruded(intrude)
+    large = b"l" * 100_000
+    one.connection.send(Kind.KEEP, 9, large[:50_000], large[50_000:])
+    await until(lambda: len(other.frames) == len(sent) + 1)
+    assert len(sent) > 1
+    assert sorted(other.frames) == sorted([(int(Kind.KEEP), 9, large), *((int(Kind.RENEW), number, b"") for number in sent)])
+    one.connection.close()
+    other.connection.close()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+async def test_an_interrupt_between_reading_and_counting_breaks_the_connection(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a part of a large payload, which has no check, would be missing."""
+    one, other = End(pair[0]), End(pair[1])
+    other.connection.send(Kind.RENEW, 1)
+    select.select([pair[0]], [], [], 10)
+    monkeypatch.setattr(one.connection.decoder, "filled", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.connection._readable()
+    assert one.frames == []
+    assert one.lost == ["its connection broke: KeyboardInterrupt()"]
+    other.connection.close()
+
+
+async def test_an_interrupt_between_writing_and_counting_breaks_the_connection(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Else a part would be sent twice. The frame may have arrived, so nobody may say that it was not sent."""
+    one, other = End(pair[0]), End(pair[1])
+    told: list[str] = []
+    one.connection._pieces = Intruded(interrupted)
+    one.connection._pieces._intrusions.pop("extend")
+    with pytest.raises(KeyboardInterrupt):
+        one.connection.send(Kind.RENEW, 1, let_go=lambda: told.append("let go"), unsent=lambda: told.append("not sent"))
+    assert told == ["let go"]
+    assert one.lost == ["its connection broke: KeyboardInterrupt()"]
+    await until(lambda: other.lost)
+    assert other.frames == [(int(Kind.RENEW), 1, b"")]
+
+
+async def test_an_error_of_a_beat_costs_its_connection_alone(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread beats for all connections, also for those that come later."""
+    one = End(pair[0])
+    pulse = Pulse(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connection, "_write_pieces", lambda: [].pop())
+        pulse.add(one.connection)
+        await until(lambda: one.lost)
+    assert "pop from empty list" in one.lost[0]
+    with socket.create_server((LOCAL, 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        there, _ = server.accept()
+        with there:
+            later, heard = End(sock), End(there)
+            pulse.add(later.connection)
+            await until(lambda: heard.frames)
+            later.connection.close()
+            heard.connection.close()
+    pulse.end()
 
 
 async def test_beats_leave_while_the_loop_is_blocked(pair: tuple[socket.socket, socket.socket]) -> None:

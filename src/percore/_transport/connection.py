@@ -3,6 +3,11 @@
 The loop reads and writes. `beat` may be called from another thread, so that a loop that is blocked for seconds does not look like a
 machine that is gone: it also writes what waits.
 
+A garbage collection may begin anywhere here, and run a `__del__` of the user's that submits or cancels a call, and so sends a frame
+in the midst of another one. So the lock is reentrant, all pieces of a frame are put at once, and only the outermost `_write_some`
+writes. A BaseException between a system call and its counting, such as Ctrl-C, breaks the connection: bytes would be missing, or come
+twice, and a large payload has no check that would show it.
+
 A slow link takes no memory without end. Large payloads wait as views of the slots in which they lie, and a slot is free when the
 socket has taken its payload: so those who fill slots wait. Beside that at most the messages of calls under way wait, each of which
 has at most INLINE_LIMIT bytes. While more than FULL bytes wait, the connection is full: what has no slot yet should wait, because
@@ -18,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from time import monotonic
 from typing import Any, Final
@@ -40,12 +46,6 @@ _WAIT: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSL
 Tag = Callable[[], None]
 _Piece = tuple[memoryview | bytes, Tag | None, Tag | None]
 """Bytes, what to call when they are not needed any more, and what to call if none of them was ever written."""
-
-
-def _let_go(pieces: list[_Piece]) -> None:
-    for _, let_go, _ in pieces:
-        if let_go is not None:
-            let_go()
 
 
 def time_of(beat: memoryview | bytearray) -> float:
@@ -85,10 +85,12 @@ class Connection:
         self.on_room: Callable[[], None] = lambda: None
         self.is_open = True
         self.heard = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pieces: deque[_Piece] = deque()
+        self._done: deque[Tag] = deque()
+        """What is to be called because the socket has taken the data."""
         self._size = 0
-        self._is_waiting = self._was_full = False
+        self._is_waiting = self._was_full = self._is_writing = False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._gathers = not isinstance(sock, ssl.SSLSocket)
@@ -115,14 +117,14 @@ class Connection:
         first = head(kind, number, *data)
         size = len(first) + sum(map(len, data))
         is_large = size >= _LARGE
-        pieces = [first, *(piece for piece in data if len(piece))] if is_large else [b"".join((first, *data))]
-        last = len(pieces) - 1
+        parts = [first, *(piece for piece in data if len(piece))] if is_large else [b"".join((first, *data))]
+        last = len(parts) - 1
+        pieces = [(part, None if place < last else let_go, None if place else unsent) for place, part in enumerate(parts)]
         with self._lock:
             if self.is_open:
                 self._size += size
                 self._was_full |= self.is_full
-                for place, piece in enumerate(pieces):
-                    self._pieces.append((piece, None if place < last else let_go, None if place else unsent))
+                self._pieces.extend(pieces)
                 return
         for tag in (unsent, let_go):
             if tag is not None:
@@ -130,13 +132,17 @@ class Connection:
 
     def beat(self) -> None:
         """Send a BEAT, and write what waits. From another thread than the loop's."""
-        self.put(Kind.BEAT, 0, _BEAT.pack(monotonic()))
-        with self._lock:
-            done = self._write_some() if self.is_open else []
-            is_behind = bool(self._pieces) != self._is_waiting
-        if done or is_behind:
+        then: Callable[[], None] = self._written
+        try:
+            self.put(Kind.BEAT, 0, _BEAT.pack(monotonic()))
+            with self._lock:
+                self._write_some()
+                is_behind = bool(self._pieces) != self._is_waiting
+        except Exception as error:
+            is_behind, then = True, partial(self._break, f"its connection broke: {shown(error)}")
+        if self._done or is_behind:
             with suppress(RuntimeError):  # the loop was closed
-                self._loop.call_soon_threadsafe(self._written, done)
+                self._loop.call_soon_threadsafe(then)
 
     def beat_here(self) -> None:
         """As `beat`, in the loop."""
@@ -144,20 +150,32 @@ class Connection:
 
     def write(self) -> None:
         """Write what was put, as far as the socket takes it."""
-        with self._lock:
-            done = self._write_some() if self.is_open else []
-        self._written(done)
+        try:
+            with self._lock:
+                self._write_some()
+            self._watch()
+        except BaseException as error:
+            self._break(f"its connection broke: {shown(error)}")
+            raise
+        self._call_done()
 
-    def _written(self, done: list[Tag]) -> None:
-        """Look after what was written. Runs in the loop."""
+    def _written(self) -> None:
+        """Look after what another thread has written."""
+        self._watch()
+        self._call_done()
+
+    def _watch(self) -> None:
+        """Have the loop write what the socket has not taken."""
         if self.is_open and bool(self._pieces) != self._is_waiting:
             self._is_waiting = not self._is_waiting
             if self._is_waiting:
                 self._loop.add_writer(self._sock, self.write)
             else:
                 self._loop.remove_writer(self._sock)
-        for tag in done:
-            tag()
+
+    def _call_done(self) -> None:
+        while self._done:
+            self._done.popleft()()
         if self._was_full and not self.is_full:
             self._was_full = False
             self._loop.call_soon(self._has_room)  # not now: what it sends may fill the connection again, and so on
@@ -168,9 +186,26 @@ class Connection:
         elif self.is_open:
             self.on_room()
 
-    def _write_some(self) -> list[Tag]:
-        """Write what the socket takes. Return what is to be called. The lock is held."""
-        done: list[Tag] = []
+    def _write_some(self) -> None:
+        """Write what the socket takes. The lock is held.
+
+        Within itself, that is in a `__del__`, it does nothing: the outer one writes what was put there, or `write` when the socket
+        takes bytes again.
+        """
+        if self._is_writing or not self.is_open:
+            return
+        self._is_writing = True
+        try:
+            self._write_pieces()
+        except BaseException:
+            for place in range(min(len(self._pieces), _GATHERED)):  # the socket may have taken these, and nobody has counted them
+                piece, let_go, _ = self._pieces[place]
+                self._pieces[place] = piece, let_go, None
+            raise
+        finally:
+            self._is_writing = False
+
+    def _write_pieces(self) -> None:
         while self._pieces:
             try:
                 if len(self._pieces) == 1 or not self._gathers:
@@ -186,11 +221,10 @@ class Connection:
                 piece, let_go, _ = self._pieces.popleft()
                 sent -= len(piece)
                 if let_go is not None:
-                    done.append(let_go)
-            if sent:
+                    self._done.append(let_go)
+            if sent and self._pieces:  # else a `__del__` has closed the connection
                 piece, let_go, _ = self._pieces[0]
                 self._pieces[0] = (memoryview(piece)[sent:], let_go, None)
-        return done
 
     # Receiving
 
@@ -219,17 +253,20 @@ class Connection:
         try:
             with self._lock:
                 count = self._sock.recv_into(room)
+            self.decoder.filled(count)
         except _WAIT:
             self._deliver()  # what an error has left
             return False
         except OSError as error:
             self._break(f"its connection broke: {error.strerror or error}")
             return False
+        except BaseException as error:  # Ctrl-C: whether bytes were read that nobody has counted is unknown
+            self._break(f"its connection broke: {shown(error)}")
+            raise
         if not count:
             self._break("its connection was closed")
             return False
         self.heard += 1
-        self.decoder.filled(count)
         self._deliver()
         return count == len(room) or not self._gathers  # what TLS has decrypted does not make the socket readable
 
@@ -252,7 +289,7 @@ class Connection:
                 if unsent is not None:
                     unsent()
             self._on_lost(why)
-            _let_go(pieces)
+            self._let_go(pieces)
 
     def give_up(self, why: str) -> None:
         """Break the connection: `on_lost` is called."""
@@ -261,7 +298,12 @@ class Connection:
     def close(self) -> None:
         """Close this end, without a word. Idempotent."""
         if self.is_open:
-            _let_go(self._close())
+            self._let_go(self._close())
+
+    def _let_go(self, pieces: list[_Piece]) -> None:
+        self._done.extend(let_go for _, let_go, _ in pieces if let_go is not None)
+        while self._done:
+            self._done.popleft()()
 
     def _close(self) -> list[_Piece]:
         """Close the socket, and return what was not written."""
@@ -284,7 +326,7 @@ class Connection:
     def disown(self) -> None:
         """Close this copy in a forked child, whose loop would take the descriptor out of the parent's epoll."""
         self.is_open = False
-        self._lock = threading.Lock()  # the thread that beats may have held the old one at the fork
+        self._lock = threading.RLock()  # the thread that beats may have held the old one at the fork
         self._sock.close()
 
 
