@@ -5,10 +5,13 @@ import socket
 import tracemalloc
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import pytest
 
 import percore
+from percore._engines.nodes import engine as nodes
+from percore._engines.nodes.link import NodeLink
 from percore._node import host as hosts
 from tests import jobs, log_jobs
 from tests.contract.pipes import Gate, Log
@@ -190,6 +193,40 @@ async def test_a_host_that_cannot_read_usage_says_why(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match=r"^node a cannot tell: OSError\('no /proc'\)$"):
             await runner.usage()
         assert await runner.run(jobs.aecho, 1) == 1
+
+
+async def test_a_reading_ends_with_the_runner_although_its_host_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_END", 0.05)
+    runner = OneNodeRunner(1)
+    await runner.start()
+    (host,) = inner_hosts(engine_of(runner))
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    async def usage(_: object) -> Any:
+        asked.set()
+        await answers.wait()
+        raise OSError("too late")
+
+    monkeypatch.setattr(host.engine, "usage", usage)
+    reading = asyncio.create_task(runner.usage())
+    await asked.wait()
+    closing = asyncio.create_task(runner.aclose())
+    assert len((await reading).processes) == 1  # that of the program
+    answers.set()
+    await closing
+
+
+async def test_a_host_that_is_lost_with_its_answer_gets_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. the host says how much room it has, and dies  2. one turn of the loop reads both  3. the engine goes on with the room."""
+
+    def answered(link: NodeLink, number: int, data: memoryview) -> None:
+        answer(link, number, data)
+        link.connection.give_up("it was lost with its answer")
+
+    answer = NodeLink._answer
+    monkeypatch.setattr(NodeLink, "_answer", answered)
+    with pytest.raises(percore.StartupFailed, match=r"node a .* its host has ended: .* it was lost with its answer"):
+        await OneNodeRunner(1).start()
 
 
 async def test_a_host_that_is_told_its_end_twice_at_once_ends() -> None:

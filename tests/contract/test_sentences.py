@@ -995,6 +995,9 @@ SENTENCES: Final[dict[str, Use]] = {
     ("Ray at … did not answer within … s: see whether its head runs (`ray status`), and lets this machine reach all its ports"): at(
         "tests/ray/ray_cluster.py::test_no_cluster", "did not answer within"
     ),
+    "Ray did not disconnect this program within %g s: it goes on in a thread": at(
+        "tests/unit/test_ray_engine.py::test_a_ray_that_does_not_disconnect_stops_no_close", "did not disconnect"
+    ),
     "node … cannot tell: …": at("tests/contract/test_nodes.py::test_a_host_that_cannot_read_usage_says_why", "cannot tell"),
     "node %s (%s) was lost: %s": at("tests/e2e/test_nodes.py::test_a_dead_worker_and_a_dead_host", "was lost"),
     "percore: a peer at %s was dropped: %s": at(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,45 @@ async def test_calls_wait_for_a_node_when_none_is_left(
         assert caplog.messages.count("percore: no node can be used: there is no node left") == 2
 
 
+# Hosts that hang
+
+
+async def test_a_host_that_never_says_where_it_listens_stops_no_close(tmp_path: Path) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hangs.chmod(0o700)
+    text = await start_error(LocalPlaces(1, python=str(hangs)), start_timeout=0.5)
+    assert "no node could be used within 0.45 s" in text
+
+
+async def test_one_host_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
+    fails = tmp_path / "python"
+    fails.write_text(f'#!/bin/sh\nmkdir {tmp_path}/first 2> /dev/null && exit 3\nexec {sys.executable} "$@"\n')
+    fails.chmod(0o700)
+    places = LocalPlaces(2, python=str(fails))
+    placed = await places.place(bytes(32), (), 2)
+    assert sorted(type(one).__name__ for one in placed) == ["NoPlace", "Place"]
+    await places.aclose()
+
+
 # `__main__`
+
+
+async def test_a_host_removes_the_source_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    orders = NodesEngine._orders_for
+
+    def of_a_script(*args: Any) -> Any:
+        return orders(*args)._replace(main=("script", "/nowhere/script.py"), source=b"x = 1\n")
+
+    def folders() -> list[str]:
+        return [name for name in os.listdir(tmp_path) if name.startswith("percore-")]
+
+    monkeypatch.setattr(NodesEngine, "_orders_for", of_a_script)
+    async with host_runner(1)(1) as runner:
+        assert [os.listdir(tmp_path / folder) for folder in folders()] == [["script.py"]]
+        assert await runner.run(jobs.aecho, 1) == 1
+    assert folders() == []
 
 
 def test_a_script_that_the_node_lacks_runs_from_its_source(tmp_path: Path) -> None:

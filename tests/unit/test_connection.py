@@ -216,10 +216,10 @@ class Intruded(deque[Any]):
 
 
 @pytest.mark.timeout(10)
-async def test_a_del_that_sends_in_the_midst_of_a_frame_neither_hangs_nor_tears_it(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_a_del_that_sends_within_a_frame_neither_hangs_nor_tears_it(pair: tuple[socket.socket, socket.socket]) -> None:
     """A garbage collection may begin while the lock is held, and the user's `__del__` may submit a call."""
     one, other = End(pair[0]), End(pair[1])
-    sent = []
+    sent: list[int] = []
 
     def intrude() -> None:
         sent.append(len(sent))
@@ -370,6 +370,22 @@ async def test_a_door_that_nobody_comes_to_closes_with_its_wait() -> None:
         await waiting
     with pytest.raises(OSError, match=r"refused|Connect"):
         await dial(loop, (LOCAL, door.port), TOKEN)
+
+
+@pytest.mark.asyncio_only
+async def test_a_door_outlives_a_peer_that_is_gone_and_says_when_it_can_accept_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be there, and accept nobody any more."""
+    loop = asyncio.get_running_loop()
+    errors = [errno.ECONNABORTED, errno.EMFILE]
+
+    async def accept(_: object) -> Any:
+        raise OSError(errors[0], os.strerror(errors.pop(0)))
+
+    door = Door(loop, TOKEN, LOCAL)
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    with pytest.raises(OSError, match="Too many open files"):
+        await door.wait()
+    assert not errors
 
 
 async def test_a_connection_that_was_full_between_two_writes_has_room_again(

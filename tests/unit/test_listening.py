@@ -166,6 +166,15 @@ def test_a_socket_that_is_added_gets_no_connection_before_it_is_steered_to() -> 
 
 
 @needs_reuseport
+def test_a_socket_without_a_number_is_noticed() -> None:
+    with opened(ANY, 2) as endpoint:
+        assert isinstance(endpoint, SplitEndpoint)
+        endpoint._order.pop()
+        with pytest.raises(AssertionError, match="connections would go to other slots"):
+            endpoint.steer({0})
+
+
+@needs_reuseport
 def test_a_system_that_does_not_steer_deals_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "_ATTACH", 999)
     with opened(ANY, 2) as endpoint:

@@ -194,6 +194,7 @@ class SplitEndpoint:
             self.close()
 
     def steer(self, slots: Collection[int]) -> None:
+        assert len(self._order) == len(self._socks), "connections would go to other slots than these"
         numbers = [number for number, slot in enumerate(self._order) if slot in slots]
         if numbers and numbers != self._steered and not (self._steered is None and len(numbers) == len(self._order)):
             self._steer(numbers)

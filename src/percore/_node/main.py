@@ -14,7 +14,9 @@ from contextlib import suppress
 from typing import Final, NoReturn
 
 from percore._common.system import new_loop
+from percore._engines.processes.engine import ProcessEngine
 from percore._node.host import Host
+from percore._node.main_source import remove_source
 from percore._protocol.host_orders import HostOrders
 from percore._transport.certificates import Certificates
 from percore._transport.connection import Connection
@@ -58,6 +60,10 @@ class ProcessHost(Host):
     def take_over(self, orders: HostOrders) -> None:
         sys.argv[:] = orders.argv
         sys.path += [entry for entry in orders.path if entry not in sys.path and os.path.exists(entry)]
+
+    async def close_engine(self, engine: ProcessEngine) -> None:
+        await super().close_engine(engine)
+        remove_source()  # before the program hears of the end, and may kill this process
 
 
 def serve(address: str, told: int, *certificates: str) -> NoReturn:

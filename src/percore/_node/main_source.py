@@ -13,7 +13,7 @@ from percore._serialization.pickler import MainInfo
 def main_here(main: tuple[Any, ...], source: bytes | None) -> MainInfo:
     """Return how workers of this node get the program's `__main__`.
 
-    If that is a script which this node has not, or has otherwise, its source is written into a folder that this process removes.
+    If that is a script which this node has not, or has otherwise, its source is written into a folder. `remove_source` removes it.
 
     Raises:
         OSError: the source could not be written.
@@ -27,6 +27,13 @@ def main_here(main: tuple[Any, ...], source: bytes | None) -> MainInfo:
     return MainInfo("script", path)
 
 
+def remove_source() -> None:
+    """Remove what `main_here` has written. No worker of this process may need it any more. Idempotent."""
+    if _folder.cache_info().currsize:
+        shutil.rmtree(_folder(), ignore_errors=True)
+        _folder.cache_clear()
+
+
 def _content(path: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
@@ -37,6 +44,5 @@ def _content(path: str) -> bytes | None:
 
 @cache
 def _folder() -> str:
-    folder = tempfile.mkdtemp(prefix="percore-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    atexit.register(remove_source)  # of a host that shares its process with others
+    return tempfile.mkdtemp(prefix="percore-")

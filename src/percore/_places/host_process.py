@@ -8,8 +8,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from percore._transport.certificates import Certificates
 
 _CODE: Final = """\
@@ -20,38 +18,44 @@ serve(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
 """
 
 
-def start_host(
-    python: str, address: str, token: bytes, path: "list[str] | None" = None, certificates: "Certificates | None" = None
-) -> "tuple[subprocess.Popen[bytes], int | None]":
-    """Start a host that listens on this address of the machine. Return its process and its port, or None if it has ended.
+class HostProcess:
+    """A host that listens on an address of this machine.
 
     It ends when its standard input is closed: with this process, at the latest. It writes to the standard output of this one.
-    `path`: its `sys.path`. Default: that of this process. `certificates`: its files, for TLS.
     """
-    told, tell = os.pipe()
-    try:
-        command = [python, "-c", _CODE, json.dumps(sys.path if path is None else path), address, str(tell)]
-        command += certificates or ()
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[tell])
-    except BaseException:
-        os.close(told)
-        raise
-    finally:
-        os.close(tell)
-    with open(told, "rb") as pipe:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended
-            process.stdin.write(token)
-            process.stdin.flush()
-        line = pipe.readline()
-    return process, int(line) if line else None
 
+    def __init__(
+        self, python: str, address: str, path: "list[str] | None" = None, certificates: "Certificates | None" = None
+    ) -> None:
+        """Start it. `path`: its `sys.path`. Default: that of this process. `certificates`: its files, for TLS.
 
-def close_hosts(hosts: "Iterable[subprocess.Popen[bytes]]") -> None:
-    """Let these hosts end, and wait for them."""
-    for process in hosts:
-        if process.stdin is not None:
+        Raises:
+            OSError: it cannot be started; nothing is left behind.
+        """
+        told, tell = os.pipe()
+        try:
+            command = [python, "-c", _CODE, json.dumps(sys.path if path is None else path), address, str(tell)]
+            command += certificates or ()
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[tell])
+        except BaseException:
+            os.close(told)
+            raise
+        finally:
+            os.close(tell)
+        self._told = told
+
+    def port(self, token: bytes) -> int | None:
+        """Give it the token and return its port. None: it has ended. Blocks until then; call it once."""
+        with open(self._told, "rb") as pipe:
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended
+                self.process.stdin.write(token)
+                self.process.stdin.flush()
+            line = pipe.readline()
+        return int(line) if line else None
+
+    def close(self) -> None:
+        """Let it end."""
+        if self.process.stdin is not None:
             with suppress(BrokenPipeError):
-                process.stdin.close()
-    for process in hosts:
-        process.wait()
+                self.process.stdin.close()

@@ -3,19 +3,21 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from percore._engines.nodes.places import NoPlace, Place
 from percore._monitor.threads import in_thread
-from percore._places.host_process import close_hosts, start_host
-
-if TYPE_CHECKING:
-    import subprocess
+from percore._places.host_process import HostProcess
 
 LOCAL: Final = "127.0.0.1"
+
+
+_PATIENCE: Final = 5.0
+"""Seconds that a host has for its end."""
 
 
 class LocalPlaces:
@@ -30,38 +32,56 @@ class LocalPlaces:
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._names = [chr(ord("a") + place) for place in range(nodes)]
         self._python = python or sys.executable
-        self._starts: set[asyncio.Future[Place]] = set()
-        """Of the hosts that are being started, also those for which nobody waits any more."""
+        self._hosts: dict[str, HostProcess] = {}
+        self._starts: dict[asyncio.Future[Place | NoPlace], HostProcess] = {}
+        """The hosts that have not said where they listen, also those for which nobody waits any more."""
 
     async def place(self, token: bytes, used: Collection[str], _workers: int) -> list[Place | NoPlace]:
-        free = [name for name in self._names if name not in used]
-        starts = [asyncio.ensure_future(in_thread("percore-host", partial(self._start, name, token))) for name in free]
-        self._starts.update(starts)
-        for start in starts:
-            start.add_done_callback(self._starts.discard)
+        starts = [self._start(name, token) for name in self._names if name not in used]
         return await asyncio.gather(*map(asyncio.shield, starts))
 
-    def _start(self, name: str, token: bytes) -> Place:
-        if name in self.hosts:
-            self._end_of(name)()
-            close_hosts([self.hosts[name]])
-        process, port = start_host(self._python, LOCAL, token)
-        self.hosts[name] = process
-        if port is None:
-            raise NoPlace(f"the host of node {name} ended with exit code {process.wait()} before it listened: see standard error")
-        return Place(name, LOCAL, port, self._end_of(name))
-
-    def _end_of(self, name: str) -> Callable[[], None]:
-        process = self.hosts.get(name)
-
-        def end() -> None:
-            if process is not None and process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-
-        return end
+    def _start(self, name: str, token: bytes) -> "asyncio.Future[Place | NoPlace]":
+        before = self._hosts.get(name)
+        host = self._hosts[name] = HostProcess(self._python, LOCAL)
+        self.hosts[name] = host.process
+        start = asyncio.ensure_future(in_thread("percore-host", partial(_placed, name, host, token, before)))
+        self._starts[start] = host
+        start.add_done_callback(self._starts.pop)
+        return start
 
     async def aclose(self) -> None:
-        await asyncio.gather(*self._starts, return_exceptions=True)
-        hosts = list(self.hosts.values())
+        """Let the hosts end, and wait until they have. One that has not said where it listens may hang, and is killed."""
+        starts, hosts = dict(self._starts), list(self._hosts.values())
+        self._hosts.clear()
         self.hosts.clear()
-        await in_thread("percore-host", partial(close_hosts, hosts))
+        for host in starts.values():
+            _end(host)
+        await asyncio.gather(*starts, return_exceptions=True)
+        await in_thread("percore-host", partial(_close, hosts))
+
+
+def _placed(name: str, host: HostProcess, token: bytes, before: HostProcess | None) -> Place | NoPlace:
+    """Wait until a host listens. `before`: that of before, which was lost."""
+    if before is not None:
+        _end(before)
+        _close([before])
+    port = host.port(token)
+    if port is None:
+        return NoPlace(f"the host of node {name} ended with exit code {host.process.wait()} before it listened: see standard error")
+    return Place(name, LOCAL, port, partial(_end, host))
+
+
+def _end(host: HostProcess) -> None:
+    if host.process.poll() is None:
+        os.kill(host.process.pid, signal.SIGKILL)
+
+
+def _close(hosts: Collection[HostProcess]) -> None:
+    for host in hosts:
+        host.close()
+    for host in hosts:
+        try:
+            host.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # it was stopped, for example
+            _end(host)
+            host.process.wait()

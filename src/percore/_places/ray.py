@@ -20,14 +20,17 @@ _ARGUMENTS: Final = {"GPU": "num_gpus", "memory": "memory"}
 """Resources that Ray takes as arguments of their own."""
 _CLOSE: Final = 5.0
 """Seconds for the ends of the actors."""
+_AT_LEAST: Final = 0.05
+"""The part of `patience` that actors have for their start, however long the wait for a free CPU was."""
 
 
 class RayPlaces:
     """Implements `Places` over an open connection, which it closes."""
 
     def __init__(self, connection: RayConnection, wanted: Wanted, patience: float) -> None:
-        """`patience`: seconds for the wait for a free CPU."""
+        """`patience`: seconds for the wait for a free CPU and the starts of actors. A node that takes longer costs no other one."""
         self._connection = connection
+        self._patience = patience
         self._nodes = Nodes(wanted, patience)
         resources = wanted.resources
         self._options: dict[str, Any] = {_ARGUMENTS[name]: amount for name, amount in resources.items() if name in _ARGUMENTS}
@@ -43,6 +46,8 @@ class RayPlaces:
         return await self._nodes.free()
 
     async def place(self, token: bytes, used: Collection[str], workers: int) -> list[Place | NoPlace]:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._patience
         nodes = await self._nodes.free(used) if workers > 0 else []
         nodes = [node for node in nodes if node.id not in self._ended] or nodes  # Ray hears of a death later
         shares = zip(nodes, dealt(workers, [node.cpus for node in nodes]), strict=True)
@@ -50,7 +55,9 @@ class RayPlaces:
         keepers: list[Any] = []
         try:
             answers = await in_thread(THREAD, lambda: self._keep(wanted, token, keepers))
-            return [await self._placed(*one) for one in zip(wanted, answers, keepers, strict=True)]
+            end = max(end, clock() + _AT_LEAST * self._patience)
+            placed = (self._placed(*one, end) for one in zip(wanted, answers, keepers, strict=True))
+            return await asyncio.gather(*placed)
         except BaseException:
             self._end(keepers)
             raise
@@ -71,12 +78,19 @@ class RayPlaces:
                 answers.append(keeper.start.remote(node.address, token))
         return answers
 
-    async def _placed(self, wanted: tuple[Node, int], answer: Any, keeper: Any) -> Place | NoPlace:
+    async def _placed(self, wanted: tuple[Node, int], answer: Any, keeper: Any, end_of_wait: float) -> Place | NoPlace:
         import ray
 
         node, share = wanted
         try:
-            port = await asyncio.wrap_future(answer.future())
+            async with asyncio.timeout_at(end_of_wait):
+                port = await asyncio.wrap_future(answer.future())
+        except TimeoutError:
+            self._end([keeper])
+            return NoPlace(
+                f"node {node.name} ({node.address}) could not start a host within {self._patience:g} s: see its actor in "
+                "`ray list actors`"
+            )
         except ray.exceptions.RayError as error:
             self._end([keeper])
             return NoPlace(

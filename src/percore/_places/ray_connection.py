@@ -1,11 +1,13 @@
 """This program's connection to a Ray cluster, which its runners share."""
 
+import asyncio
 import logging
 import os
 import socket
 import threading
 from typing import Final
 
+from percore._common.log import report
 from percore._monitor.threads import in_thread
 from percore._transport.certificates import Certificates
 
@@ -14,6 +16,9 @@ THREAD: Final = "percore-ray"
 
 _REACH: Final = 10.0
 """Seconds in which the address of a cluster has to take a connection."""
+
+_CLOSE: Final = 10.0
+"""Seconds that Ray has to disconnect the program."""
 
 _lock: Final = threading.Lock()
 _users: Final[list["RayConnection"]] = []
@@ -76,10 +81,14 @@ class RayConnection:
             log.removeFilter(_is_of_use)
 
     async def aclose(self) -> None:
-        """Idempotent. An `open` under way, which may hold the lock for ever, disconnects at its end."""
+        """Idempotent. An `open` under way, which may hold the lock for ever, disconnects at its end; so does a Ray that hangs."""
         self._is_closed = True
         if self in _users:
-            await in_thread(THREAD, self._disconnect)
+            try:
+                async with asyncio.timeout(_CLOSE):
+                    await in_thread(THREAD, self._disconnect)
+            except TimeoutError:
+                report(logging.WARNING, "Ray did not disconnect this program within %g s: it goes on in a thread", _CLOSE)
 
     def _disconnect(self) -> None:
         import ray

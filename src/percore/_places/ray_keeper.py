@@ -6,7 +6,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from percore._places.host_process import start_host
+from percore._places.host_process import HostProcess
 from percore._places.ray_connection import THREAD, certificates
 
 
@@ -19,7 +19,8 @@ class Keeper:
 
         theirs = os.path.dirname(ray.__file__)  # Ray puts its own copies of psutil and others first
         path = [part for part in sys.path if not part.startswith(theirs)]
-        self._host, port = start_host(sys.executable, address, token, path, certificates())
+        self._host = HostProcess(sys.executable, address, path, certificates())
+        port = self._host.port(token)
         threading.Thread(target=self._end_with_the_raylet, name=THREAD, daemon=True).start()
         return port
 
@@ -29,5 +30,4 @@ class Keeper:
             gone = select.poll()
             gone.register(raylet, select.POLLIN)
             gone.poll()
-            assert self._host.stdin is not None
-            self._host.stdin.close()
+            self._host.close()

@@ -4,9 +4,9 @@ The loop reads and writes. `beat` may be called from another thread, so that a l
 machine that is gone: it also writes what waits.
 
 A garbage collection may begin anywhere here, and run a `__del__` of the user's that submits or cancels a call, and so sends a frame
-in the midst of another one. So the lock is reentrant, all pieces of a frame are put at once, and only the outermost `_write_some`
-writes. A BaseException between a system call and its counting, such as Ctrl-C, breaks the connection: bytes would be missing, or come
-twice, and a large payload has no check that would show it.
+in the middle of another one. So the lock is reentrant, all pieces of a frame are put at once, and only the outermost `_write_some`
+writes. A BaseException between a system call and its counting, such as Ctrl-C, breaks the connection: bytes would be missing, or
+come twice, and a large payload has no check that would show it.
 
 A slow link takes no memory without end. Large payloads wait as views of the slots in which they lie, and a slot is free when the
 socket has taken its payload: so those who fill slots wait. Beside that at most the messages of calls under way wait, each of which

@@ -1,9 +1,10 @@
 """Connections to a host that both sides have proven (`wire_proof`): `dial` makes one, and a Door lets one program in."""
 
 import asyncio
+import errno
 import logging
 import socket
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from percore._transport.certificates import Certificates, receive, send, shake, wrapped
 from percore._transport.wire_proof import ANSWER_SIZE, FIRST_SIZE, LAST_SIZE, HostProof, NotProven, ProgramProof
@@ -12,6 +13,12 @@ _PATIENCE: Final = 10.0
 """Seconds that a peer has for its proof."""
 _MOST: Final = 32
 """Peers that may be at it at a time."""
+
+_OF_A_PEER: Final = frozenset(
+    getattr(errno, name, errno.ECONNABORTED)
+    for name in ("ECONNABORTED", "ECONNRESET", "EPROTO", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENONET")
+)
+"""Errors of accept(2) that are those of one connection, which was lost before it was accepted."""
 
 logger: Final = logging.getLogger("percore")
 
@@ -85,12 +92,17 @@ class Door:
         self.port: int = self._listening.getsockname()[1]
 
     async def wait(self) -> socket.socket:
-        """Return the connection to the first program that has proven the token. Then nobody listens any more."""
+        """Return the connection to the first program that has proven the token. Then nobody listens any more.
+
+        Raises:
+            OSError: the system has no descriptor or memory for another connection.
+        """
         proven: asyncio.Future[socket.socket] = self._loop.create_future()
         tasks: set[asyncio.Task[None]] = set()
-        accepting = self._loop.create_task(self._accept(proven, tasks))
+        accepting: asyncio.Task[NoReturn] = self._loop.create_task(self._accept(proven, tasks))
         try:
-            return await proven
+            await asyncio.wait((proven, accepting), return_when=asyncio.FIRST_COMPLETED)
+            return proven.result() if proven.done() else accepting.result()
         finally:
             accepting.cancel()
             for task in tasks:
@@ -98,9 +110,14 @@ class Door:
             await asyncio.gather(accepting, *tasks, return_exceptions=True)
             self._listening.close()
 
-    async def _accept(self, proven: asyncio.Future[socket.socket], tasks: set[asyncio.Task[None]]) -> None:
+    async def _accept(self, proven: asyncio.Future[socket.socket], tasks: set[asyncio.Task[None]]) -> NoReturn:
         while True:
-            sock, peer = await self._loop.sock_accept(self._listening)
+            try:
+                sock, peer = await self._loop.sock_accept(self._listening)
+            except OSError as error:
+                if error.errno in _OF_A_PEER:
+                    continue
+                raise
             sock.setblocking(False)
             if len(tasks) >= _MOST:
                 sock.close()

@@ -213,17 +213,22 @@ class NodesEngine:
         try:
             async with asyncio.timeout(self._patience * _EARLIER):
                 sock = await dial(self._loop, (place.address, place.port), self._token, place.certificates)
-                link = NodeLink(self._loop, sock, place, self.store, self._lost)
+                try:
+                    link = NodeLink(self._loop, sock, place, self.store, self._lost)
+                except BaseException:
+                    sock.close()
+                    raise
                 self._check_versions(await link.greet())
                 room = await link.set_up(self._orders._replace(node=place.node))
                 self._check_room(room)
         except BaseException as error:
             if link is not None:
-                link.connection.close()
+                link.close()
             place.end()
             if not isinstance(error, Exception):
                 raise
             return _reason(where, error)
+        assert not link.is_lost, "nobody would tell the loss of this node"
         self._ends[link] = place.end
         self.links.append(link)
         self._pulse.add(link.connection)

@@ -126,8 +126,8 @@ class NodeLink:
         self.connection.beat_here()
         self.send(Kind.SETUP, 0, pickle.dumps(orders))
         found = await answer
-        if not found:
-            raise Refused(f"its host has ended: the connection broke, {await self.over}")
+        if self.is_lost:  # perhaps with the answer: TLS may have both in one turn of the loop
+            raise Refused(f"its host has ended: the connection broke, {self.over.result()}")
         self._look()
         return int(found[0])
 
@@ -282,17 +282,21 @@ class NodeLink:
 
     # The end
 
-    def _broke(self, why: str) -> None:
+    def _ended(self, why: str) -> None:
+        """Nothing arrives any more."""
         if self._watch is not None:
             self._watch.cancel()
         self.is_lost = True
         if not self.over.done():
             self.over.set_result(why)
-        if not self._greeted.done():
-            self._greeted.set_exception(Refused(f"its host has ended: the connection broke, {why}"))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_result([])
+
+    def _broke(self, why: str) -> None:
+        self._ended(why)
+        if not self._greeted.done():
+            self._greeted.set_exception(Refused(f"its host has ended: the connection broke, {why}"))
         for worker in self.workers.values():
             worker.channel.lost()
         self._on_lost(self, why)
@@ -314,5 +318,10 @@ class NodeLink:
         except TimeoutError:
             return False
         finally:
-            self.connection.close()
+            self.close()
         return True
+
+    def close(self) -> None:
+        """Close the connection, and leave no question without an answer. It has no workers. Idempotent."""
+        self.connection.close()
+        self._ended("it was closed")
