@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "_map": {"_calls", "_common", "_monitor", "_protocol", "_scheduler", "_supervisor"},
     # The composition root: it makes the engine that runs the workers.
     "_runner": {
-        *("_calls", "_common", "_engines.processes", "_map", "_monitor", "_protocol", "_serialization", "_supervisor", "_worker"),
+        *("_calls", "_common", "_engines.processes", "_map", "_monitor", "_protocol", "_serialization", "_supervisor"),
     },
     "_executor": {
         *(

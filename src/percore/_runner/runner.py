@@ -20,8 +20,7 @@ from percore._common.errors import RunnerClosed
 from percore._common.options import RUNNER_ADVICE, Lifespan, RunnerOptions, StartMethod, advising, grace_of
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
 from percore._runner.control import Control
-from percore._runner.early import warm_up
-from percore._worker import context
+from percore._runner.early import check_start, warm_up
 
 if TYPE_CHECKING:
     from percore._supervisor.supervisor import Supervisor
@@ -187,7 +186,7 @@ class Runner(Control):
                 `max_message` bytes.
             Exception: any error from pickling `lifespan` or `loop_factory`.
         """
-        context.check_start()
+        check_start()
         if self._state is not State.NEW:
             raise RuntimeError(f"a runner can be started once; this one is {self._state.value}")
         if os.getpid() != self._pid:

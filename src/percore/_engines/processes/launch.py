@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import marshal
 import os
-import pickle
 import re
 import signal
 import struct
@@ -187,6 +186,8 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
     """
     executable = interpreter()
     if is_frozen():
+        import pickle  # here, because other programs need it only later, while the fork server starts
+
         # Start the program itself: its `multiprocessing.freeze_support()` recognises this and reads two pickles from a descriptor.
         file = anonymous_file(pickle.dumps({}) + pickle.dumps(Helper(target, tuple(data), list(fds))))
         command = [executable, _FORK_ARGUMENT, f"pipe_handle={file.number}"]
