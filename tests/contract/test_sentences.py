@@ -446,8 +446,11 @@ SENTENCES: Final[dict[str, Use]] = {
         "cannot be watched",
     ),
     "the fork server could not start a worker: %s": launched_in_vain,
-    "the fork server (pid %d) died %s, and its workers with it": at(
+    "the fork server (pid %d) died %s, and its workers with it%s": at(
         "tests/e2e/test_fork_server_deaths.py::test_its_own_death_is_named_and_usage_shows_it", "and its workers with it"
+    ),
+    "the fork server died as soon as it was started\n…": at(
+        "tests/e2e/test_fork_server_deaths.py::test_a_fork_server_that_dies_at_once_tells_why", "died as soon as it was started"
     ),
     # Options of a runner
     "… must be a whole number, not …": options(workers=1.5),

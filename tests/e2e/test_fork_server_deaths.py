@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import percore
 from percore._common.system import default_start_method
+from percore._engines.processes import fork_servers as fork_servers_module
+from percore._engines.processes.descriptors import Fd
+from percore._worker_process.world import MOST_REASON
 from tests.e2e import fault_calls as calls
 from tests.e2e import held
 from tests.faults import LIMIT, Wire
@@ -149,6 +154,58 @@ async def test_one_that_ends_with_its_last_runner_is_not_reported(caplog: pytest
 
 def fork_servers(usage: percore.Usage) -> list[int]:
     return [one.pid for one in usage.processes if one.role == "fork server"]
+
+
+@pytest.mark.asyncio_only
+async def test_the_error_of_a_start_has_the_traceback_of_a_fork_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own standard error is closed by then."""
+    monkeypatch.setenv("PERCORE_POINTS", "forkserver.request=fail")
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(percore.StartupFailed) as caught:
+            async with percore.Runner(1):
+                pytest.fail("it started")
+    text = str(caught.value)
+    assert "its fork server died before it told of the worker: OSError: failed on purpose" in text
+    assert "Traceback (most recent call last)" in caught.value.detail
+    assert "in _on_request" in caught.value.detail
+    assert len(caught.value.detail) <= MOST_REASON
+    died = [message for message in caplog.messages if "with exit code 1, and its workers with it:" in message]
+    assert died
+    assert all("in _on_request" in message for message in died)
+
+
+def test_a_fork_server_that_dies_at_once_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice in a row it does not even take the request."""
+    servers = fork_servers_module.ForkServers()
+    started: list[Any] = []
+
+    class Dead:
+        living, is_lost, is_ended = 0, False, False
+        fingerprint = fork_servers_module.fingerprint()
+        pidfd = Fd(-1)
+
+        def __init__(self, _preload: str) -> None:
+            self.reason = ""
+            started.append(self)
+
+        def send(self, _fds: object) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def hear(self) -> None:
+            self.reason = "Traceback: no module"
+
+        def end(self) -> None:
+            self.is_ended = True
+
+        def reap(self) -> bool:
+            return self.is_ended
+
+    monkeypatch.setattr(fork_servers_module, "ForkServerProcess", Dead)
+    with pytest.raises(OSError, match="died as soon as it was started\nTraceback: no module"):
+        servers.send("preload", ())
+    assert len(started) == 2
 
 
 @pytest.mark.asyncio_only

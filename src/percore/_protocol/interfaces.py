@@ -369,6 +369,7 @@ class Exit(NamedTuple):
         place_lost: whether the worker ended because the place where it ran was lost. Such an end is no failed start.
         peak: the most bytes of memory that it had in use at a time, with shared memory; None if unknown.
         is_given_up: whether the worker still runs user code, because it cannot be killed. Nothing of it arrives any more.
+        report: the traceback of a helper of the engine which was to start the worker; empty if there is none.
     """
 
     code: int | None
@@ -376,6 +377,7 @@ class Exit(NamedTuple):
     place_lost: bool = False
     peak: int | None = None
     is_given_up: bool = False
+    report: str = ""
 
 
 class Condition(NamedTuple):

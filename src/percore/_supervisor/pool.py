@@ -374,7 +374,7 @@ class Pool:
         elif self._phase.is_closing:
             self.first_start.fail(RunnerClosed(_CLOSED))
         else:
-            self.first_start.fail(not_ready(member, self.last_report))
+            self.first_start.fail(not_ready(member, member.end.report or self.last_report))
 
     def succeed_despite(self, slot: WorkerSlot) -> None:
         """Carry out what an error has left undone, so that the slot keeps the promise of `Replacement`."""
@@ -387,6 +387,7 @@ class Pool:
 
     def _give_up(self, slot: WorkerSlot) -> None:
         """Break the runner if no slot is left that could get a worker."""
+        self.last_report = slot.end.report or self.last_report
         if not all(other.is_failed for other in self.slots):
             report(
                 logging.WARNING,

@@ -4,6 +4,8 @@
          ^                                                                  |
          +--------- report (SEQPACKET, one per request): pid + pidfd, later the exit code
 
+If it fails, its traceback goes to standard error, which may be closed, and back on ctl: the errors of the supervisor show it.
+
 Invariants:
 
 - It has one thread and runs no user code, except that it imports the modules which the program has named to
@@ -38,6 +40,7 @@ from percore._worker_process.world import (
     FAILED,
     HELD_BACK,
     MAX_FDS,
+    MOST_REASON,
     REPORT,
     REQUEST,
     call_entry,
@@ -188,12 +191,24 @@ def main(data: tuple[list[str], list[str], str, list[str], bool]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
     _, modules, program, of_program, is_closed = data
-    if is_closed:
-        close_process()
-    kept = _preload(modules, of_program)
-    set_title("fork server", program, "percore-server")
-    birth = ForkServer(ctl, supervisor, may_have_threads=bool(of_program) or not HAS_SETSIG).serve()
+    try:
+        if is_closed:
+            close_process()
+        kept = _preload(modules, of_program)
+        set_title("fork server", program, "percore-server")
+        birth = ForkServer(ctl, supervisor, may_have_threads=bool(of_program) or not HAS_SETSIG).serve()
+    except BaseException:
+        _tell_why(ctl)
+        raise
     _become_worker(birth, kept)
+
+
+def _tell_why(ctl: int) -> None:
+    """Send the end of the traceback of the current error to the supervisor."""
+    import traceback
+
+    with contextlib.suppress(OSError):  # it is gone, or this is a new worker, which has closed the socket
+        os.write(ctl, traceback.format_exc().encode(errors="backslashreplace")[-MOST_REASON:])
 
 
 def _preload(modules: Iterable[str], of_program: Iterable[str]) -> list[int]:

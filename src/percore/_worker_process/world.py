@@ -37,6 +37,7 @@ from percore._common.system import HAS_SETSIG
 REQUEST = struct.Struct("<I")  # number of fds: report, world, cwd, stdout, stderr, lifeline, then the worker's own
 REPORT = struct.Struct("<BiQ")  # kind, value, and in EXITED the most bytes of memory that the worker had in use
 BORN, EXITED, FAILED = 1, 2, 3  # value: pid (with its pidfd), exit code, errno (no worker was started)
+MOST_REASON = 4000  # bytes of the traceback that a fork server which fails sends back on the socket of the requests
 MAX_FDS = 253  # per message (SCM_MAX_FD)
 
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # blocked by the supervisor until the new process has its own handlers

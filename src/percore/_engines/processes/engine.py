@@ -89,7 +89,9 @@ class ProcessWorker:
     def end(self, code: int | None, kills: OomKills, before: Counts) -> Exit:
         """Return how the process has ended. `before`: the counts of the kernel's kills at its start."""
         if self._process.is_lost:
-            return Exit(None, _LOST, place_lost=True)
+            reason = self._process.reason_lost.rstrip()
+            last = reason.splitlines()[-1:]
+            return Exit(None, ": ".join((_LOST, *last)), place_lost=True, report=reason)
         why, peak = _UNKNOWN if code is None else "", self._process.peak
         if code == -signal.SIGKILL and not self._is_killed:
             why = kills.explain(before)

@@ -270,6 +270,7 @@ class ForkedProcess(Watched):
                 self._finish(None)
             return
         self.is_lost = self._wanted is None
+        self.reason_lost = "" if self._server is None else self._server.reason
         self._finish(None)
 
     def _read_report(self) -> tuple[int, int, list[int]]:

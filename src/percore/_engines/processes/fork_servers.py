@@ -26,7 +26,7 @@ from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
 from percore._engines.processes.launch import exit_code, open_child, search_path, start_python
 from percore._worker_process.title import program_name
-from percore._worker_process.world import REQUEST
+from percore._worker_process.world import MOST_REASON, REQUEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,6 +54,8 @@ class ForkServerProcess:
         self.living = 0  # launches whose end has not been reported
         self.is_lost = False  # it died by itself: `end` was not called before
         self.exitcode: int | None = None
+        self.reason = ""
+        """The end of the traceback with which it has failed, once that is known."""
         self.is_ended = False
         self._ctl, theirs = packet_pair()
         kept: list[Closable] = [self._ctl]
@@ -90,10 +92,17 @@ class ForkServerProcess:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(error.errno)) from None
             raise
 
+    def hear(self) -> None:
+        """Read why it has died, if it could tell that."""
+        for _ in range(2):  # the first may say that it has left requests unread
+            with contextlib.suppress(OSError):  # it has told nothing, or its socket is closed here
+                self.reason = self.reason or self._ctl.recv(MOST_REASON).decode(errors="replace")
+
     def end(self) -> None:
         """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
         if self.is_ended:
             return
+        self.hear()
         self.is_ended = True
         # PermissionError: this program has given up rights that it had at the start. Then the lifeline kills it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -190,9 +199,16 @@ class ForkServers:
                 server.is_lost = True
                 self._retire(server)
                 server = self._suitable(preload)
-                server.send(fds)
+                self._send_again(server, fds)
             server.living += 1
             return server
+
+    def _send_again(self, server: ForkServerProcess, fds: Sequence[Closable]) -> None:
+        try:
+            server.send(fds)
+        except ConnectionError as error:
+            server.hear()
+            raise OSError(error.errno, f"the fork server died as soon as it was started\n{server.reason}".rstrip()) from None
 
     def warm_up(self, preload: str) -> None:
         """Start a fork server that fits the current environment, if there is none.
@@ -248,6 +264,7 @@ class ForkServers:
         with self._lock:
             if server is not None:
                 server.is_lost |= not server.is_ended
+                server.hear()
                 if server is self._current:
                     self._retire(server)
 
@@ -293,7 +310,9 @@ class ForkServers:
                 return
             from percore._common.worker_errors import how
 
-            report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it", server.pid, how(server.exitcode))
+            reason = f":\n{server.reason}".rstrip() if server.reason else ""
+            end = how(server.exitcode)
+            report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it%s", server.pid, end, reason)
 
 
 _READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")

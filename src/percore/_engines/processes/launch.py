@@ -62,6 +62,9 @@ class Process(Protocol):
     is_lost: bool
     """Once it has ended: whether nobody knows if it was ever started, because the helper that was to start it has died."""
 
+    reason_lost: str
+    """The traceback with which that helper has failed; empty if it is unknown."""
+
 
 class Launcher(Protocol):
     """A way to start processes."""
@@ -262,6 +265,7 @@ class Watched:
     pid: int | None = None
     peak: int | None = None
     is_lost = False
+    reason_lost = ""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int | None], None]) -> None:
         self._loop = loop

@@ -91,6 +91,7 @@ class ThreadWatchedProcess:
     """
 
     is_lost = False
+    reason_lost = ""
     peak: int | None = None  # the system's figure includes what the program had before its child became another program
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
